@@ -1,0 +1,96 @@
+"""The process group and the device of this rank: the only place that starts or ends them.
+
+Everything else is handed a `DistributedContext` and calls its collectives; nothing reads RANK or WORLD_SIZE itself.
+Knows nothing of models, wrappers or checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_shard.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """Who this rank is: its place in the world, its device, and the mesh [replicate, shard] of all ranks."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def num_replicas(self) -> int:
+        return int(self.mesh.size(0))
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank; small Python objects only."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """`value` as rank `source` has it, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=source)
+        return box[0]
+
+    def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
+        """The element-wise `sum`, `max` or `min` of `values` over the ranks, in double precision."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()))
+        return [float(value) for value in tensor]
+
+
+@contextmanager
+def distributed(device: str = "auto", replicas: int = 1, timeout_seconds: float = 1800.0) -> Iterator[DistributedContext]:
+    """Join the ranks that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*), or be a world of one.
+
+    `device` is auto, cpu or cuda; auto takes a GPU when there is one. `replicas` groups of ranks hold a copy of the
+    model each (HSDP). A collective that waits longer than `timeout_seconds` raises instead of hanging.
+    """
+    rank, world_size, local_rank = (int(os.environ.get(k, v)) for k, v in _ALONE.items())
+    if world_size % replicas:
+        raise ConfigError(f"shard.replicas={replicas} does not divide the {world_size} ranks of this run.")
+    where = _place(device, local_rank)
+    timeout = timedelta(seconds=timeout_seconds)
+    # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.
+    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        shape = (replicas, world_size // replicas)
+        mesh = init_device_mesh(where.type, shape, mesh_dim_names=("replicate", "shard"))
+        yield DistributedContext(rank, local_rank, world_size, where, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+def _place(device: str, local_rank: int) -> torch.device:
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
