@@ -1,0 +1,55 @@
+"""AdamW, with weight decay on matrices only. Imports torch only when it builds the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.settings import setting
+from fsdp_shard.training.base import OptimConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class AdamWConfig(OptimConfig):
+    """Loshchilov & Hutter, Decoupled Weight Decay Regularization (2019), as torch.optim.AdamW has it."""
+
+    betas: list[float] = setting([0.9, 0.999], "Decay rates of the running means of the gradient and of its square.")
+    eps: float = setting(1e-8, "Added to the denominator of the update.", above=0.0)
+    weight_decay: float = setting(0.01, "Decay of matrices; norms and biases are not decayed.", minimum=0.0)
+    fused: bool = setting(True, "Update each parameter in one pass over memory.")
+
+    def check(self, prefix: str) -> None:
+        """Refuse betas that are not two numbers in [0, 1)."""
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"{prefix}betas={list(self.betas)} must be two numbers from 0 up to, not including, 1.")
+
+    def build(
+        self, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]]
+    ) -> torch.optim.Optimizer:
+        """See `OptimConfig.build`; two groups, the decayed and the others."""
+        from torch.optim import AdamW
+
+        groups = decay_groups(parameters, shapes, self.weight_decay)
+        return AdamW(groups, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, fused=self.fused)
+
+
+def decay_groups(
+    parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Parameter groups for any torch optimizer: what is decayed and what is not; frozen parameters are in neither."""
+    groups: dict[float, list[torch.nn.Parameter]] = {weight_decay: [], 0.0: []}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            groups[weight_decay if is_decayed(name, shapes[name]) else 0.0].append(parameter)
+    return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]
+
+
+def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether weight decay makes sense for a parameter of this name and logical shape: not for norms and biases."""
+    *modules, last = name.lower().split(".")
+    return len(shape) >= 2 and last != "bias" and not any("norm" in module for module in modules[-1:])
