@@ -108,7 +108,7 @@ def _structural(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_repeated(child: nn.Module, parent: nn.Module) -> bool:
-    if not isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) or not any(child.children()):
+    if not _is_container(parent) or not any(child.children()):
         return False
     return _has_params(child) and sum(type(sibling) is type(child) for sibling in parent.children()) > 1
 
@@ -117,8 +117,7 @@ def _is_stage(module: nn.Module) -> bool:
     """Whether all of the module's parameters sit in lists of modules that repeat."""
     with_params = [child for child in module.children() if _has_params(child)]
     return bool(with_params) and all(
-        isinstance(child, (nn.ModuleList, nn.Sequential)) and any(_is_repeated(x, child) for x in child.children())
-        for child in with_params
+        _is_repeated(child, module) or (_is_container(child) and _is_stage(child)) for child in with_params
     )
 
 

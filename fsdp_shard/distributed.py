@@ -61,7 +61,9 @@ class DistributedContext:
 
 
 @contextmanager
-def distributed(device: str = "auto", replicas: int = 1, timeout_seconds: float = 1800.0) -> Iterator[DistributedContext]:
+def distributed(
+    device: str = "auto", replicas: int = 1, timeout_seconds: float = 1800.0, rendezvous: str = "env://"
+) -> Iterator[DistributedContext]:
     """Join the ranks that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*), or be a world of one.
 
     `device` is auto, cpu or cuda; auto takes a GPU when there is one. `replicas` groups of ranks hold a copy of the
@@ -75,7 +77,7 @@ def distributed(device: str = "auto", replicas: int = 1, timeout_seconds: float 
     # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:

@@ -53,7 +53,9 @@ class Fsdp2Config(ShardConfig):
         materialise_buffers(model, context.device)
         for unit in units:
             fully_shard(unit, **settings)
-        fully_shard(model, **settings)
+        # The root's parameters are used last in the forward pass and first in the backward pass: freeing them between
+        # would only gather them twice.
+        fully_shard(model, **(settings | {"reshard_after_forward": False}))
         _materialise(model, torch.device("cpu") if self.cpu_offload else context.device)
         assert isinstance(model, FSDPModule)
         return Fsdp2Model(model, context)
@@ -85,8 +87,17 @@ class Fsdp2Model:
         from fsdp_shard.sharding.activations import clean_fqn
         from fsdp_shard.sharding.buffers import buffer_shards
 
+        self._reshard()
         params = {clean_fqn(name): self._shard_of(param) for name, param in self.module.named_parameters()}
         return params | buffer_shards(self.module, self._context)
+
+    def _reshard(self) -> None:
+        """Show the sharded parameters, also after a forward pass that no backward pass followed."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _shard_of(self, param: DTensor) -> LocalShard:  # type: ignore[override]
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

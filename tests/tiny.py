@@ -1,0 +1,35 @@
+"""Small random models with the awkward sizes that real ones have: nothing divides by the number of ranks."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+
+def llama_config(*, tied: bool = True, layers: int = 2) -> LlamaConfig:
+    """9 x 4 hidden, 3 heads over 1 KV head, intermediate 85, vocabulary 257: uneven for 2, 3 and 4 ranks."""
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=36,
+        intermediate_size=85,
+        num_hidden_layers=layers,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=12,
+        vocab_size=257,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        dtype="float32",
+    )
+
+
+def llama(seed: int = 0, *, tied: bool = True, layers: int = 2) -> PreTrainedModel:
+    """A random Llama with the weights that `seed` gives."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(llama_config(tied=tied, layers=layers))
+    return model
+
+
+def token_batch(step: int, rows: int = 12, length: int = 16, vocabulary: int = 257) -> torch.Tensor:
+    """Random token ids [rows, length] that depend on `step` alone."""
+    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(step))
