@@ -1,0 +1,98 @@
+"""Making files and directories appear whole or not at all, and stay after a power cut. Knows nothing of checkpoints."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from pathlib import Path
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def fsync_file(path: Path) -> None:
+    """Force a file's content to the disk."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_directory(path: Path) -> None:
+    """Force the names in a directory to the disk: a rename is lasting only after this."""
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(path: Path) -> None:
+    """Force the names in a directory and in all below it to the disk; their files are synced by who wrote them."""
+    for directory, _, _ in os.walk(path):
+        fsync_directory(Path(directory))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a small file: readers see the old content or the new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_directory(path.parent)
+
+
+def move_directory(source: Path, target: Path) -> None:
+    """Rename a finished directory to `target`; what was there is replaced in one step and then deleted.
+
+    Both must lie in the same parent directory, which is synced. Where the file system cannot exchange two names, the
+    old directory is moved to `.NAME.replaced` for an instant; `recover` puts it back after a crash there.
+    """
+    if not target.exists() or _is_empty(target):
+        os.rename(source, target)
+        fsync_directory(target.parent)
+        return
+    old = replaced_name(target)
+    shutil.rmtree(old, ignore_errors=True)
+    if _exchange(source, target):
+        os.rename(source, old)
+    else:
+        os.rename(target, old)
+        os.rename(source, target)
+    fsync_directory(target.parent)
+    shutil.rmtree(old)
+
+
+def replaced_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def recover(target: Path) -> None:
+    """Finish a `move_directory` that a crash cut short: put the old directory back, or delete what it left."""
+    old = replaced_name(target)
+    if not old.exists():
+        return
+    if target.exists():
+        shutil.rmtree(old)
+    else:
+        os.rename(old, target)
+        fsync_directory(target.parent)
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names at once (renameat2, Linux); False where that is not possible."""
+    if not sys.platform.startswith("linux"):
+        return False
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    result = function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return bool(result == 0)

@@ -1,0 +1,152 @@
+"""Opening the files of a checkpoint without being led out of it, and reading byte ranges of them.
+
+Every name that comes out of an index, a manifest or a header passes through `member`. Knows nothing of formats.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fsdp_shard.errors import CheckpointError
+
+_MAX_READ = 1 << 30  # one preadv moves at most 2 GiB - 4 KiB on Linux
+
+
+def member(root: Path, name: object) -> Path:
+    """The path of file `name` of the checkpoint in `root`, if it stays inside.
+
+    Refused: absolute names, `..`, symbolic links that leave `root`, and whatever is no regular file. Links of a
+    Hugging Face hub cache (`models--*/snapshots/REVISION/FILE -> ../../blobs/HASH`) may go as far as `models--*`.
+    """
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        raise CheckpointError(f"{root} names {name!r} as a file, which is no file name.")
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts:
+        raise CheckpointError(f"{root} names the file {name}, which would lie outside the directory; it is not read.")
+    path, base = root / pure, root.resolve()
+    try:
+        real = path.resolve(strict=True)
+        mode = real.stat().st_mode
+    except (OSError, RuntimeError):
+        raise CheckpointError(f"{path} is missing: the checkpoint names it, but there is no such file.") from None
+    if not real.is_relative_to(base) and not real.is_relative_to(_hub_base(base) or base):
+        raise CheckpointError(
+            f"{path} is a link to {real}, outside the directory; it is not followed. Copy the file in its place."
+        )
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path} is not a regular file, so it is not read.")
+    return path
+
+
+def _hub_base(root: Path) -> Path | None:
+    is_snapshot = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
+    return root.parent.parent if is_snapshot else None
+
+
+def has_file(root: Path, name: str) -> bool:
+    """Whether `root` has an entry `name` that is a regular file, or a link to one (`member` judges where it leads)."""
+    try:
+        return stat.S_ISREG((root / name).stat().st_mode)
+    except OSError:
+        return False
+
+
+def open_regular(path: Path) -> int:
+    """A read-only descriptor of a regular file; never blocks, also where the path turns out to be a FIFO."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a regular file, so it is not read.")
+    return descriptor
+
+
+def pread_into(descriptor: int, offset: int, out: memoryview) -> int:
+    """Fill `out` from `offset` on; returns the bytes read, fewer than asked only at the end of the file."""
+    done, total = 0, len(out)
+    while done < total:
+        count = os.preadv(descriptor, [out[done : done + _MAX_READ]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def pwrite_all(descriptor: int, offset: int, data: memoryview) -> None:
+    """Write all of `data` at `offset`."""
+    done, total = 0, len(data)
+    while done < total:
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def read_json(path: Path, max_bytes: int = 1 << 30) -> Any:
+    """The JSON document in a regular file; duplicate keys are refused, since readers disagree on which one counts."""
+    descriptor = open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_size > max_bytes:
+            raise CheckpointError(f"{path} is larger than {max_bytes} bytes, so it is not read as JSON.")
+        return parse_json(file.read(), str(path))
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """`json.loads` with one error for all that can be wrong; `where` names the file."""
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError:
+        raise CheckpointError(f"{where} is nested too deeply to be the JSON of a checkpoint.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where} is not valid JSON: {error}.") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return found
+
+
+class Files:
+    """Kept handles on the files of one checkpoint. Safe to read from several threads."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._handles: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of file `name` from `offset` on; a short file is a CheckpointError."""
+        try:
+            count = pread_into(self._handle(name), offset, out)
+        except OSError as error:
+            raise CheckpointError(f"{self._root / name} cannot be read: {error.strerror}.") from None
+        if count != len(out):
+            raise CheckpointError(
+                f"{self._root / name} ends at byte {offset + count}, but a tensor of it reaches to byte "
+                f"{offset + len(out)}: the file was cut short."
+            )
+
+    def _handle(self, name: str) -> int:
+        handle = self._handles.get(name)
+        if handle is not None:
+            return handle
+        with self._lock:
+            if name not in self._handles:
+                self._handles[name] = open_regular(member(self._root, name))
+            return self._handles[name]
+
+    def close(self) -> None:
+        with self._lock:
+            while self._handles:
+                os.close(self._handles.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""One file a format: recognise, read. `registry` lists them."""

@@ -1,0 +1,88 @@
+"""Hugging Face safetensors: one file, or several with `model.safetensors.index.json`. Each tensor is one piece.
+
+Where a directory has both, the single file counts, as in transformers. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp_shard.checkpoint import layout
+from fsdp_shard.checkpoint.files import has_file, member, read_json
+from fsdp_shard.checkpoint.header import Header, read_header
+from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, aliases_in
+from fsdp_shard.errors import CheckpointError
+
+NAME = "huggingface"
+
+
+def recognise(path: Path) -> bool:
+    """A `.safetensors` file, or a directory with `model.safetensors`, its index, or a single `.safetensors` file."""
+    if path.is_file():
+        return path.suffix == ".safetensors"
+    return path.is_dir() and (has_file(path, layout.INDEX_FILE) or _single(path) is not None)
+
+
+def read(path: Path) -> TensorIndex:
+    """The index of a file or directory that `recognise` took."""
+    if path.is_file():
+        path = path.resolve()  # the user named this very file, wherever it may lead
+        return _read_files(path.parent, [path.name])
+    single = _single(path)
+    if single is not None:
+        return _read_files(path, [single])
+    weight_map = _weight_map(path)
+    index = _read_files(path, sorted(set(weight_map.values())))
+    _compare(path, weight_map, index)
+    return index
+
+
+def _single(path: Path) -> str | None:
+    if has_file(path, layout.SINGLE_FILE):
+        return layout.SINGLE_FILE
+    found = [entry.name for entry in path.iterdir() if entry.suffix == ".safetensors"]
+    is_one = len(found) == 1 and not has_file(path, layout.INDEX_FILE) and layout.parse_shard_name(found[0]) is None
+    return found[0] if is_one else None
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    where = member(path, layout.INDEX_FILE)
+    document = read_json(where)
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{where} has no weight_map from tensor names to file names.")
+    if not weight_map:
+        raise CheckpointError(f"{where} has an empty weight_map: the checkpoint has no tensors.")
+    return weight_map
+
+
+def _read_files(root: Path, names: list[str]) -> TensorIndex:
+    tensors: dict[str, TensorEntry] = {}
+    metadata: dict[str, str] = {}
+    for file in names:
+        header = read_header(member(root, file))
+        for name, entry in _entries(file, header).items():
+            if name in tensors:
+                other = tensors[name].pieces[0].file
+                raise CheckpointError(f"{root}: tensor {name} stands both in {other} and in {file}.")
+            tensors[name] = entry
+        metadata.update(header.metadata)
+    return TensorIndex(root, NAME, tensors, aliases_in(metadata, tensors), dict(metadata))
+
+
+def _entries(file: str, header: Header) -> dict[str, TensorEntry]:
+    return {
+        name: TensorEntry(name, item.dtype, item.shape, (Piece(file, item.start, (0,) * len(item.shape), item.shape),))
+        for name, item in header.tensors.items()
+    }
+
+
+def _compare(root: Path, weight_map: dict[str, str], index: TensorIndex) -> None:
+    where = root / layout.INDEX_FILE
+    for name, file in weight_map.items():
+        entry = index.tensors.get(name)
+        if entry is None or entry.pieces[0].file != file:
+            raise CheckpointError(f"{where} says that tensor {name} is in {file}, but that file does not hold it.")
+    for name, entry in index.tensors.items():
+        if name not in weight_map:
+            raise CheckpointError(f"{where} does not list tensor {name}, which {entry.pieces[0].file} holds.")

@@ -1,0 +1,80 @@
+"""The known formats, in the order in which a path is offered to them. A new format is a new file and one line here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Protocol, cast
+
+from fsdp_shard.checkpoint import store
+from fsdp_shard.checkpoint.formats import huggingface, sharded
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fsdp_shard.errors import CheckpointError
+
+
+class Format(Protocol):
+    """What a format's module offers."""
+
+    NAME: str
+
+    def recognise(self, path: Path) -> bool:
+        """Whether `path` (a file or a directory) looks like this format; cheap, raises nothing."""
+
+    def read(self, path: Path) -> TensorIndex:
+        """Its index, from headers alone; CheckpointError naming the file that is wrong."""
+
+
+FORMATS = cast("tuple[Format, ...]", (sharded, huggingface))
+
+
+def recognise(path: Path) -> Format | None:
+    """The format of exactly this file or directory, or None."""
+    return next((known for known in FORMATS if known.recognise(path)), None)
+
+
+def read_any(path: Path) -> TensorIndex:
+    """See `index.open_checkpoint`."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a checkpoint file, a directory, or a run directory.")
+    place = store.resolve(path)
+    found = recognise(place)
+    if found is None:
+        raise CheckpointError(f"{place} is no checkpoint that fsdp-shard reads: {_contents(place)}")
+    index = found.read(place)
+    manifest = read_manifest(index.root) if place.is_dir() else None
+    return index if manifest is None else _with_manifest(index, manifest)
+
+
+def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
+    """The index completed by the manifest beside it, which must describe the same tensors."""
+    path = index.root / MANIFEST
+    for name in manifest.tensors.keys() | index.tensors.keys():
+        record, entry = manifest.tensors.get(name), index.tensors.get(name)
+        if record is None or entry is None:
+            missing = "the weight files" if entry is None else MANIFEST
+            raise CheckpointError(f"{path} and the files beside it disagree: tensor {name} is not in {missing}.")
+        if (record.dtype, record.shape) != (entry.dtype, entry.shape):
+            raise CheckpointError(
+                f"{path} says that tensor {name} is {record.dtype} {list(record.shape)}, but the weight files hold "
+                f"{entry.dtype} {list(entry.shape)}."
+            )
+    return dataclasses.replace(
+        index, aliases=manifest.aliases or index.aliases, step=manifest.step, world_size=manifest.world_size
+    )
+
+
+def _contents(path: Path) -> str:
+    """What there is instead, for the error."""
+    if path.is_file():
+        return "it is not a safetensors file."
+    if not path.is_dir():
+        return "it is neither a file nor a directory."
+    names = sorted(entry.name for entry in path.iterdir())
+    if any(name.endswith((".bin", ".pt", ".pth", ".distcp")) for name in names):
+        pickled = next(name for name in names if name.endswith((".bin", ".pt", ".pth", ".distcp")))
+        return f"it holds {pickled}, which is a pickle; convert it to safetensors with the library that wrote it."
+    if len([name for name in names if name.endswith(".safetensors")]) > 1:
+        return "it holds several safetensors files, but no model.safetensors.index.json that says what is in them."
+    some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return f"the directory holds {some}." if names else "the directory is empty."

@@ -1,0 +1,92 @@
+"""Digests of tensors that do not depend on how the tensor is split, and checking a checkpoint against them.
+
+A tensor's digest is a tree of two levels: xxh3_128 over its dtype, its shape and the xxh3_128 of each CHUNK_BYTES of
+its logical bytes (row-major, little-endian). So the same weights have the same digest in every layout and format,
+chunks can be hashed in any order by whoever has them, and damage is found to within one chunk. Detects accidents, not
+forgery: xxh3 is no cryptographic hash. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from fsdp_shard.checkpoint.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from fsdp_shard.checkpoint.index import TensorIndex
+
+CHUNK_BYTES = 1 << 20
+"""Logical bytes of a chunk. Part of the digest: changing it changes every digest (see docs/decisions.md)."""
+
+
+def chunk_digest(data: Any) -> bytes:
+    """The digest of one chunk (any buffer), 16 bytes."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def tensor_digest(dtype: str, shape: Sequence[int], chunk_digests: Sequence[bytes]) -> str:
+    """The digest of a tensor, 32 hex digits, from those of its chunks in order."""
+    start = f"{dtype} {','.join(map(str, shape))}\0".encode()
+    return xxhash.xxh3_128_hexdigest(start + b"".join(chunk_digests))
+
+
+def num_chunks(num_bytes: int) -> int:
+    return -(-num_bytes // CHUNK_BYTES)
+
+
+def digest_chunks(index: TensorIndex, name: str, chunks: Sequence[int] | None = None) -> Iterator[bytes]:
+    """Read a tensor through the index and yield the digests of its chunks (all, or those numbered `chunks`)."""
+    entry = index.entry(name)
+    size = itemsize(entry.dtype)
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, entry.num_bytes)))
+    for number in range(num_chunks(entry.num_bytes)) if chunks is None else chunks:
+        start = number * CHUNK_BYTES
+        view = buffer[: min(CHUNK_BYTES, entry.num_bytes - start)]
+        index.read_into(name, start // size, view)
+        yield chunk_digest(view)
+
+
+class RangeHasher:
+    """Hashes the flat byte range [start, stop) of a tensor of `num_bytes` as it is written, in pieces of any size.
+
+    `digests` collects the chunks that lie wholly in the range; `missing` are the numbers of those that it only touches,
+    to be read back through the index once all ranks have written.
+    """
+
+    def __init__(self, num_bytes: int, start: int, stop: int) -> None:
+        assert 0 <= start <= stop <= num_bytes
+        self.digests: dict[int, bytes] = {}
+        self._num_bytes, self._position, self._start, self._stop = num_bytes, start, start, stop
+        self._hasher = xxhash.xxh3_128()
+
+    def update(self, data: Any) -> None:
+        """The next bytes of the range."""
+        view = memoryview(data)
+        view = view.cast("B") if view.nbytes else memoryview(b"")
+        while len(view):
+            number = self._position // CHUNK_BYTES
+            end = min((number + 1) * CHUNK_BYTES, self._num_bytes)
+            part = view[: end - self._position]
+            if self._is_whole(number):
+                self._hasher.update(part)
+            self._position += len(part)
+            assert self._position <= self._stop
+            if self._position == end and self._is_whole(number):
+                self.digests[number] = self._hasher.digest()
+                self._hasher.reset()
+            view = view[len(part) :]
+
+    def _is_whole(self, number: int) -> bool:
+        low, high = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, self._num_bytes)
+        return self._start <= low and high <= self._stop
+
+    @property
+    def missing(self) -> list[int]:
+        """Chunks that the range touches without holding them whole: at most two."""
+        if self._start == self._stop:
+            return []
+        touched = range(self._start // CHUNK_BYTES, num_chunks(self._stop))
+        return [number for number in touched if not self._is_whole(number)]

@@ -1,0 +1,198 @@
+"""Plans the files of a checkpoint: every header and every byte offset, before the first byte moves. Pure.
+
+*Gathered* is a plain Hugging Face directory; *sharded* is one file per rank. Writers (a saving rank, `convert`) only
+put bytes where a plan says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, row_elements
+from fsdp_shard.checkpoint.files import parse_json
+from fsdp_shard.checkpoint.header import build_header
+from fsdp_shard.errors import CheckpointError
+
+SHARD_FORMAT_VERSION = 1
+SHARD_KEY = "fsdp_shard"  # our entry in the __metadata__ of a rank file
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One file: its name, its first bytes, where each tensor's bytes begin (absolute), and its final size."""
+
+    name: str
+    header: bytes
+    tensors: dict[str, int]
+    num_bytes: int
+
+
+def plan_gathered(
+    specs: Sequence[TensorSpec], max_shard_bytes: int | None, aliases: Mapping[str, str] | None = None
+) -> tuple[list[FilePlan], bytes | None]:
+    """Files of a Hugging Face directory, and the content of `model.safetensors.index.json` if there are several.
+
+    Tensors keep their order and are never split, so a file exceeds `max_shard_bytes` (header included) only where a
+    single tensor does. `aliases` {tied name: kept name} are noted in the metadata as safetensors' `save_model` does.
+    """
+    groups = _split(specs, max_shard_bytes)
+    plans = []
+    for number, group in enumerate(groups, start=1):
+        name = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        kept = {spec.name for spec in group}
+        tied = {alias: target for alias, target in (aliases or {}).items() if target in kept}
+        plans.append(_plan_file(name, group, {"format": "pt", **tied}))
+    if len(plans) == 1:
+        return plans, None
+    weight_map = {name: plan.name for plan in plans for name in plan.tensors}
+    total = sum(spec.num_bytes for spec in specs)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return plans, (json.dumps(index, indent=2) + "\n").encode()
+
+
+def _split(specs: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[list[TensorSpec]]:
+    groups: list[list[TensorSpec]] = [[]]
+    used = 0
+    for spec in specs:
+        size = spec.num_bytes + _entry_bytes(spec)
+        if groups[-1] and max_shard_bytes is not None and used + size > max_shard_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(spec)
+        used += size
+    return groups
+
+
+def _entry_bytes(spec: TensorSpec) -> int:
+    """At least the bytes that a tensor takes in a header."""
+    return len(json.dumps(spec.name, ensure_ascii=False).encode()) + 22 * len(spec.shape) + 96
+
+
+def _plan_file(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
+    # Wide types first keeps every tensor aligned to its own element, whatever is mixed; else the order stays.
+    ordered = sorted(specs, key=lambda spec: -itemsize(spec.dtype))
+    header, offsets = build_header(ordered, metadata)
+    return FilePlan(name, header, offsets, len(header) + sum(spec.num_bytes for spec in ordered))
+
+
+def plan_sharded(
+    pieces: Sequence[tuple[TensorSpec, int, int]],
+    rank: int,
+    world_size: int,
+    *,
+    step: int | None = None,
+    save: str = "",
+    aliases: Mapping[str, str] | None = None,
+) -> FilePlan:
+    """The file of one rank: `pieces` are (tensor, flat element start, number of elements), one per tensor.
+
+    A range of whole rows is stored with shape [rows, ...], any other as one dimension, an empty one not at all (rank 0
+    keeps tensors that have no elements). `save` is the same text in all files of one save and different in the next:
+    readers refuse a mix.
+    """
+    specs, ranges = [], {}
+    for spec, start, count in pieces:
+        if not count and (spec.num_elements or rank):
+            continue
+        specs.append(TensorSpec(spec.name, spec.dtype, stored_shape(spec.shape, start, count)))
+        ranges[spec.name] = {"shape": list(spec.shape), "start": start}
+    document = {
+        "format_version": SHARD_FORMAT_VERSION,
+        "rank": rank,
+        "world_size": world_size,
+        "step": step,
+        "save": save,
+        "aliases": dict(aliases or {}),
+        "tensors": ranges,
+    }
+    metadata = {"format": "pt", SHARD_KEY: json.dumps(document, separators=(",", ":"), ensure_ascii=False)}
+    return _plan_file(shard_name(rank, world_size), specs, metadata)
+
+
+def stored_shape(shape: tuple[int, ...], start: int, count: int) -> tuple[int, ...]:
+    """The shape under which the flat range [start, start + count) of a tensor is stored in a rank file."""
+    row = row_elements(shape)
+    if not shape:
+        return ()
+    if not row or (start % row == 0 and count % row == 0):
+        return (count // row if row else shape[0], *shape[1:])
+    return (count,)
+
+
+def chunk_rows(spec: TensorSpec, ranks: int) -> list[tuple[int, int]]:
+    """(flat start, number of elements) for each of `ranks` ranks, cutting dim 0 as `torch.chunk` (and FSDP2) does.
+
+    The last ranks may get less or nothing. A scalar goes to rank 0.
+    """
+    rows = spec.shape[0] if spec.shape else 1
+    row, per_rank = row_elements(spec.shape), -(-rows // ranks)
+    edges = [min(rank * per_rank, rows) * row for rank in range(ranks + 1)]
+    return [(start, stop - start) for start, stop in itertools.pairwise(edges)]
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def parse_shard_name(name: str) -> tuple[int, int] | None:
+    """(rank, world size) of a rank file's name, or None for any other name."""
+    match = re.fullmatch(r"shard-(\d{5,})-of-(\d{5,})\.safetensors", name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """Our entry in a rank file's metadata; `ranges` maps a tensor to (full shape, flat element start)."""
+
+    rank: int
+    world_size: int
+    step: int | None
+    save: str
+    aliases: dict[str, str]
+    ranges: dict[str, tuple[tuple[int, ...], int]]
+
+
+def parse_shard_info(metadata: Mapping[str, str], path: Path) -> ShardInfo:
+    """Check and take over what `plan_sharded` wrote into the header of `path`."""
+    if SHARD_KEY not in metadata:
+        raise CheckpointError(f"{path} has no {SHARD_KEY} entry in its metadata: it was not written by fsdp-shard.")
+    where = f"the {SHARD_KEY} metadata of {path}"
+    document = parse_json(metadata[SHARD_KEY].encode(), where)
+    if not isinstance(document, dict) or document.get("format_version") != SHARD_FORMAT_VERSION:
+        found = document.get("format_version") if isinstance(document, dict) else None
+        raise CheckpointError(f"{where} has format version {found!r}; this fsdp-shard reads {SHARD_FORMAT_VERSION}.")
+    try:
+        info = ShardInfo(
+            rank=_count(document["rank"]),
+            world_size=_count(document["world_size"]),
+            step=None if document["step"] is None else _count(document["step"]),
+            save=_text(document["save"]),
+            aliases={_text(alias): _text(kept) for alias, kept in document["aliases"].items()},
+            ranges={
+                name: (tuple(map(_count, item["shape"])), _count(item["start"]))
+                for name, item in document["tensors"].items()
+            },
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{where} is not what fsdp-shard writes: {error!r}.") from None
+    return info
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is not a count")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value

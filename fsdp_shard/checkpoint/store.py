@@ -1,0 +1,154 @@
+"""The step directories of a run: which are complete, which is the latest, how one more is committed. Imports no torch.
+
+Only rank 0 calls `begin`, `commit` and `prune`; each writer syncs its own files (`atomic.fsync_file`) before `commit`.
+A step directory is complete or absent: it gets its name by one rename, after everything in it is on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from fsdp_shard.checkpoint import atomic
+from fsdp_shard.checkpoint.atomic import fsync_directory as fsync_directory
+from fsdp_shard.checkpoint.atomic import fsync_file as fsync_file
+from fsdp_shard.checkpoint.files import has_file
+from fsdp_shard.checkpoint.manifest import MANIFEST
+from fsdp_shard.checkpoint.manifest import FileRecord as FileRecord
+from fsdp_shard.checkpoint.manifest import Manifest as Manifest
+from fsdp_shard.checkpoint.manifest import TensorRecord as TensorRecord
+from fsdp_shard.checkpoint.manifest import read_manifest as read_manifest
+from fsdp_shard.errors import CheckpointError, SaveError
+
+CHECKPOINTS = "checkpoints"  # under a run directory
+LATEST, BEST = "latest", "best"
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a step directory's name, or None for any other name."""
+    match = re.fullmatch(r"step-(\d{8,})", name)
+    return int(match[1]) if match else None
+
+
+class Store:
+    """The checkpoints of one run, in `root` (RUN_DIR/checkpoints)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, step: int) -> Path:
+        return self.root / step_name(step)
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        if not self.root.is_dir():
+            return []
+        found = ((parse_step(entry.name), entry) for entry in self.root.iterdir())
+        return sorted(step for step, entry in found if step is not None and has_file(entry, MANIFEST))
+
+    def latest(self) -> int | None:
+        """The step that `latest` points to, or the highest one where the pointer is missing or leads nowhere."""
+        steps = self.steps()
+        pointed = self.pointer(LATEST)
+        return pointed if pointed in steps else max(steps, default=None)
+
+    def best(self) -> int | None:
+        """The step that `best` points to, if it is there."""
+        pointed = self.pointer(BEST)
+        return pointed if pointed in self.steps() else None
+
+    def pointer(self, name: str) -> int | None:
+        try:
+            return parse_step((self.root / name).read_text(encoding="utf-8").strip())
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def begin(self, step: int) -> Path:
+        """A fresh, empty directory to write a step into; what an earlier attempt left there is deleted."""
+        temporary = self.root / f".{step_name(step)}.partial"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise SaveError(f"{temporary} cannot be created: {error.strerror}; nothing was saved.") from error
+        return temporary
+
+    def commit(self, temporary: Path, step: int, manifest: Manifest) -> Path:
+        """Write the manifest, sync the directories, and give them their final name; returns the step's directory.
+
+        The files themselves are on the disk already (`fsync_file` by whoever wrote them). A committed directory of the
+        same step is replaced.
+        """
+        target = self.path(step)
+        try:
+            atomic.write_text(temporary / MANIFEST, manifest.to_json())
+            atomic.fsync_tree(temporary)
+            atomic.move_directory(temporary, target)
+        except OSError as error:
+            raise SaveError(f"{target} could not be committed: {error.strerror}; earlier steps are kept.") from error
+        return target
+
+    def set_latest(self, step: int) -> None:
+        self._point(LATEST, step)
+
+    def set_best(self, step: int) -> None:
+        self._point(BEST, step)
+
+    def _point(self, name: str, step: int) -> None:
+        try:
+            atomic.write_text(self.root / name, step_name(step) + "\n")
+        except OSError as error:
+            raise SaveError(f"{self.root / name} could not be written: {error.strerror}.") from error
+
+    def prune(self, keep_last: int, protect: Iterable[int] = ()) -> list[int]:
+        """Delete all but the `keep_last` highest steps, those in `protect`, and what latest and best point to.
+
+        Returns the deleted steps. A step loses its name first, so that a crash in between leaves no half one.
+        """
+        steps = self.steps()
+        kept = {*steps[max(len(steps) - keep_last, 0) :], *protect, self.latest(), self.best()}
+        doomed = [step for step in steps if step not in kept]
+        for step in doomed:
+            hidden = self.root / f".{step_name(step)}.deleted"
+            shutil.rmtree(hidden, ignore_errors=True)
+            os.rename(self.path(step), hidden)
+            shutil.rmtree(hidden)
+        return doomed
+
+    def clean_leftovers(self) -> list[str]:
+        """Delete what interrupted saves and deletions left; call it before a run writes. Returns the names."""
+        if not self.root.is_dir():
+            return []
+        found = []
+        for entry in sorted(self.root.iterdir()):
+            match = re.fullmatch(r"\.(step-\d{8,})\.(partial|deleted|replaced)", entry.name)
+            if match is None:
+                continue
+            found.append(entry.name)
+            if match[2] == "replaced":
+                atomic.recover(self.root / match[1])
+            else:
+                shutil.rmtree(entry)
+        return found
+
+
+def resolve(path: Path) -> Path:
+    """Where the weights lie: a run directory or its checkpoints/ lead to the latest committed step, else `path`."""
+    if not path.is_dir() or has_file(path, MANIFEST):
+        return path
+    if (path / CHECKPOINTS).is_dir():
+        path = path / CHECKPOINTS
+    elif not any(parse_step(entry.name) is not None for entry in path.iterdir()):
+        return path
+    store = Store(path)
+    latest = store.latest()
+    if latest is None:
+        raise CheckpointError(f"{path} has no finished checkpoint yet: no step directory there has a {MANIFEST}.")
+    return store.path(latest)
