@@ -1,1 +1,33 @@
-"""fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them."""
+"""fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them.
+
+The names below are the Python interface. Each is imported when it is first used, so that `import fsdp_shard` alone
+loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fsdp_shard.blocks import no_split_blocks as no_split_blocks
+
+# Public name -> the module that has it.
+_HOMES = {
+    "no_split_blocks": "fsdp_shard.blocks",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

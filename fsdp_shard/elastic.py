@@ -1,0 +1,209 @@
+"""Ranks started on this machine through torch's elastic launcher, their signals, and what they have to say at the end.
+
+A rank that fails leaves a report in a directory that this process made; the first cause among the reports is what the
+user sees, once. Knows no config: what is run is a function and its argument.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
+from torch.distributed.launcher.api import elastic_launch
+
+from fsdp_shard import errors
+from fsdp_shard.errors import FsdpShardError, Interrupted, RankError
+
+C = TypeVar("C")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What gloo and NCCL say on the other ranks when one is gone.
+_LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "connection refused")
+
+
+def run_ranks(
+    work: Callable[[C], None],
+    config: C,
+    *,
+    ranks: int,
+    nodes: int,
+    rendezvous: str | None,
+    max_restarts: int,
+    grace_seconds: int,
+    start_method: str,
+    num_threads: int,
+    log: bool,
+) -> None:
+    """Call `work(config)` on `ranks` processes here, together with those of `nodes - 1` other machines.
+
+    Returns when all ranks have returned. SIGINT, SIGTERM and SIGHUP are passed to the ranks, which have
+    `grace_seconds` to save and end. Raises the first cause: an error of ours as the rank raised it, RankError for
+    anything else, Interrupted after a signal.
+    """
+    elastic = ElasticConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=ranks,
+        # Machines of one run meet at one endpoint, so the name only has to be the same there.
+        run_id="fsdp-shard" if nodes > 1 else uuid.uuid4().hex,
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint=rendezvous or "127.0.0.1:0",
+        local_addr=None if nodes > 1 else "127.0.0.1",
+        max_restarts=max_restarts,
+        monitor_interval=0.05,
+        start_method=start_method,
+        signals_to_handle=",".join(number.name for number in _SIGNALS),
+        shutdown_timeout=grace_seconds,
+    )
+    _quieten_torch(log)
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    with tempfile.TemporaryDirectory(prefix="fsdp-shard-") as reports:
+        error: FsdpShardError | None = None
+        try:
+            elastic_launch(elastic, _rank_main)(work, config, reports, num_threads)
+        except ChildFailedError as failed:
+            # Which global ranks are here is known only when there is one machine.
+            here = set(range(ranks)) if nodes == 1 else set()
+            error = first_cause(read_reports(Path(reports)), _how_it_died(failed), here)
+        except SignalException as stopped:
+            _kill_ranks()
+            error = _interrupted(read_reports(Path(reports)), int(stopped.sigval))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if error is not None:
+            raise error
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says when it fails: the error's class, message, exit status and traceback, and when it was."""
+
+    rank: int
+    kind: str
+    message: str
+    exit_status: int
+    traceback: str
+    time: float
+
+
+def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threads: int) -> None:
+    """One rank, from its first line to its last."""
+    # A process group of its own: Ctrl-C then reaches the starting process only, which passes it on exactly once.
+    os.setpgid(0, 0)
+    for number in _SIGNALS:
+        signal.signal(number, _stop)
+    torch.set_num_threads(num_threads)
+    try:
+        work(config)
+    except BaseException as error:
+        report = _report(error)
+        (Path(reports) / f"rank-{report.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
+        raise SystemExit(report.exit_status) from None
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """What a signal does while a recipe has no handler of its own."""
+    raise Interrupted(f"Stopped by {signal.Signals(number).name}.", signal_number=number)
+
+
+def _report(error: BaseException) -> Report:
+    status = error.exit_status if isinstance(error, FsdpShardError) else 1
+    return Report(
+        rank=int(os.environ["RANK"]),
+        kind=type(error).__name__,
+        message=str(error),
+        exit_status=status,
+        traceback="".join(traceback.format_exception(error)),
+        time=time.time(),
+    )
+
+
+def read_reports(directory: Path) -> list[Report]:
+    """The reports of all ranks that left one, the first to fail first."""
+    reports = [Report(**json.loads(file.read_text(encoding="utf-8"))) for file in directory.glob("rank-*.json")]
+    return sorted(reports, key=lambda report: report.time)
+
+
+def _how_it_died(failed: ChildFailedError) -> tuple[int, str]:
+    """The rank that torch found dead, and in what way."""
+    rank, failure = failed.get_first_failure()
+    if failure.exitcode < 0:
+        hint = "; the machine may have run out of memory" if -failure.exitcode == signal.SIGKILL else ""
+        return rank, f"was killed by {failure.signal_name()}{hint}"
+    return rank, f"ended with exit status {failure.exitcode}"
+
+
+def first_cause(reports: list[Report], died: tuple[int, str], here: set[int]) -> FsdpShardError:
+    """What to tell the user, out of what the ranks left behind.
+
+    `died` is the rank that was found dead first, and how; `here` are the ranks of this machine, where that is known.
+    A rank that is killed leaves no report: then the others say that they lost it, or that they were told to stop.
+    """
+    told = [report for report in reports if report.kind != "Interrupted"]
+    silent = (here | {died[0]}) - {report.rank for report in reports}
+    if told and not (silent and _lost_a_peer(told[0])):
+        return _as_error(told[0])
+    if silent:
+        rank = died[0] if died[0] in silent else min(silent)
+        how = died[1] if rank == died[0] else "died without a word; it may have been killed for its memory"
+        return RankError(f"Rank {rank} {how}. The other ranks were stopped.")
+    return _as_error(reports[0])
+
+
+def _lost_a_peer(report: Report) -> bool:
+    return any(words in report.message.lower() for words in _LOST_PEER)
+
+
+def _as_error(report: Report) -> FsdpShardError:
+    known = getattr(errors, report.kind, None)
+    if not (isinstance(known, type) and issubclass(known, FsdpShardError)):
+        message = f"Rank {report.rank} raised {report.kind}: {report.message}"
+        return RankError(message, traceback=report.traceback)
+    if known is Interrupted:
+        return Interrupted(report.message, signal_number=report.exit_status - 128)
+    error: FsdpShardError = known(report.message)
+    error.__cause__ = RankError(f"Rank {report.rank}", traceback=report.traceback)
+    return error
+
+
+def _interrupted(reports: list[Report], number: int) -> FsdpShardError:
+    """After a signal: what the first rank says of it, or the error that it met while it stopped."""
+    stopped = sorted((report for report in reports if report.kind == "Interrupted"), key=lambda report: report.rank)
+    failed = [report for report in reports if report.kind != "Interrupted" and not _lost_a_peer(report)]
+    if failed:
+        return _as_error(failed[0])
+    message = stopped[0].message if stopped else f"Stopped by {signal.Signals(number).name}."
+    return Interrupted(message, signal_number=number)
+
+
+def _kill_ranks() -> None:
+    """End ranks that a second signal left running: leaving this process would wait for them."""
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join()
+
+
+def _quieten_torch(log: bool) -> None:
+    """Leave the telling to this module; torch's launcher logs each failure several times over."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")):
+            logging.getLogger(name).disabled = not log
