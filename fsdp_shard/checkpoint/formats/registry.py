@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from fsdp_shard.checkpoint import store
-from fsdp_shard.checkpoint.formats import huggingface, sharded
+from fsdp_shard.checkpoint.formats import gguf, huggingface, sharded
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
@@ -25,7 +25,7 @@ class Format(Protocol):
         """Its index, from headers alone; CheckpointError naming the file that is wrong."""
 
 
-FORMATS = cast("tuple[Format, ...]", (sharded, huggingface))
+FORMATS = cast("tuple[Format, ...]", (sharded, huggingface, gguf))
 
 
 def recognise(path: Path) -> Format | None:
@@ -67,7 +67,7 @@ def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
 def _contents(path: Path) -> str:
     """What there is instead, for the error."""
     if path.is_file():
-        return "it is not a safetensors file."
+        return "it is neither a safetensors nor a GGUF file."
     if not path.is_dir():
         return "it is neither a file nor a directory."
     names = sorted(entry.name for entry in path.iterdir())
