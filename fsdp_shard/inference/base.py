@@ -1,0 +1,136 @@
+"""Settings of dispatch and generation, and the rules that tie them. Imports no torch, so a typo costs no second."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.settings import REQUIRED, nearest, setting
+from fsdp_shard.sizes import parse_size
+
+Device = int | str
+"""A place for a block: a GPU's ordinal, `cpu`, or `disk`, which means read again each time the block runs."""
+
+STRATEGIES = ("auto", "balanced", "sequential", "cpu", "disk")
+DTYPES = ("keep", "float32", "bfloat16", "float16")
+
+
+@dataclass
+class DispatchConfig:
+    """On which devices the blocks of a model lie while it runs."""
+
+    device_map: Any = field(
+        default="auto",
+        metadata={
+            "help": "auto and balanced: GPUs evenly, then CPU, then disk; sequential: each device filled before the "
+            "next; cpu; disk; or a mapping from module names to a GPU's number, cpu or disk."
+        },
+    )
+    max_memory: dict[Any, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "Budgets such as {0: 20GB, cpu: 64GB}. Only the devices in it are used, and disk. "
+            "Default: what is free now."
+        },
+    )
+    dtype: str = setting("keep", "The dtype to load weights in; keep: as they are stored.", choices=DTYPES)
+
+    def check(self, prefix: str) -> None:
+        """Refuse a map or a budget that cannot be read."""
+        parse_device_map(self.device_map, f"{prefix}device_map")
+        parse_budgets(self.max_memory, f"{prefix}max_memory")
+
+
+@dataclass
+class GenerationSettings:
+    """How text is drawn from the model. Names and meanings are those of transformers' GenerationConfig."""
+
+    max_new_tokens: int = setting(64, "Tokens to generate for each prompt, at most.", minimum=1)
+    do_sample: bool = setting(False, "Draw tokens at random by their probability; if false, always take the likeliest.")
+    temperature: float | None = setting(
+        None, "Below 1 sharpens, above 1 flattens the distribution. Default: the model's own.", above=0.0
+    )
+    top_p: float | None = setting(
+        None, "Draw from the likeliest tokens that together have this probability.", above=0.0, maximum=1.0
+    )
+    top_k: int | None = setting(None, "Draw from this many of the likeliest tokens; 0: from all.", minimum=0)
+    repetition_penalty: float | None = setting(
+        None, "Above 1 makes tokens that were there before less likely (Keskar et al. 2019).", above=0.0
+    )
+    batch_size: int = setting(8, "Prompts to run through the model at once.", minimum=1)
+
+    def check(self, prefix: str) -> None:
+        """Refuse sampling settings that nothing would look at."""
+        for name in ("temperature", "top_p", "top_k"):
+            if getattr(self, name) is not None and not self.do_sample:
+                raise ConfigError(
+                    f"{prefix}{name}={getattr(self, name)} has no effect while {prefix}do_sample=false; add "
+                    f"{prefix}do_sample=true, or leave it out."
+                )
+
+
+@dataclass
+class GenerateSettings:
+    """What `fsdp-shard generate` is asked: which model, which prompts, where the completions go."""
+
+    checkpoint: str = setting(REQUIRED, "A run, a checkpoint of any format, a .gguf file, or a hub id.")
+    prompt: str | None = setting(None, "Text to go on from.")
+    prompts: str | None = setting(
+        None, 'A file of prompts: .jsonl with rows {"prompt": ...}, or .txt with one a line. Instead of prompt.'
+    )
+    output: str | None = setting(None, "A .jsonl file for the completions. Default: completions.jsonl in run_dir.")
+    chat: bool = setting(False, "Give each prompt to the model as a user's message, through its chat template.")
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    generation: GenerationSettings = field(default_factory=GenerationSettings)
+
+    def check(self, prefix: str) -> None:
+        """Refuse no prompt, or two kinds of it, or one that is empty."""
+        if (self.prompt is None) == (self.prompts is None):
+            given = "neither is given" if self.prompt is None else "both are given"
+            raise ConfigError(
+                f"Exactly one of {prefix}prompt=TEXT and {prefix}prompts=FILE says what to go on from; {given}."
+            )
+        if self.prompt is not None and not self.prompt.strip():
+            raise ConfigError(f"{prefix}prompt is empty; give some text to go on from.")
+        if self.output is not None and Path(self.output).suffix != ".jsonl":
+            raise ConfigError(f"{prefix}output={self.output} must end in .jsonl: it gets one JSON row for each prompt.")
+
+
+def parse_device_map(value: Any, setting: str = "device_map") -> str | dict[str, Device]:
+    """A strategy's name, or a mapping from module names to devices; ConfigError when it is neither."""
+    if isinstance(value, str) and value in STRATEGIES:
+        return value
+    if isinstance(value, dict):
+        return {str(name): parse_device(device, f"{setting}.{name}") for name, device in value.items()}
+    raise ConfigError(
+        f"{setting}={value} is not one of {', '.join(STRATEGIES)}{nearest(str(value), STRATEGIES)}, nor a mapping such "
+        f"as {{model.embed_tokens: cpu, model.layers: disk}}."
+    )
+
+
+def parse_device(value: Any, setting: str) -> Device:
+    """`cpu`, `disk`, or the ordinal in 1, `1`, `cuda:1` or `cuda`; ConfigError otherwise."""
+    match = re.fullmatch(r"cpu|disk|cuda|(?:cuda:)?(\d+)", str(value))
+    if match is None or isinstance(value, bool):
+        raise ConfigError(f"{setting}={value} is no device; expected cpu, disk, or a GPU's number such as 0 or cuda:0.")
+    if match[1] is not None:
+        return int(match[1])
+    return 0 if match[0] == "cuda" else match[0]
+
+
+def parse_budgets(value: dict[Any, Any] | None, setting: str = "max_memory") -> dict[Device, int] | None:
+    """Bytes for each device of `max_memory`; ConfigError for what is no device or no size."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not value:
+        raise ConfigError(f"{setting}={value} is not a mapping from devices to sizes such as {{0: 20GB, cpu: 64GB}}.")
+    budgets: dict[Device, int] = {}
+    for name, size in value.items():
+        device = parse_device(name, f"a key of {setting}")
+        if device == "disk":
+            raise ConfigError(f"{setting} has a budget for disk, which needs none: weights are read where they lie.")
+        budgets[device] = parse_size(size, f"{setting}.{name}")
+    return budgets

@@ -1,0 +1,144 @@
+"""A model on the devices there are, its weights read straight from a checkpoint of any format.
+
+The model is built on the meta device; blocks that stay somewhere get memory there, filled one tensor at a time; the
+others are read again each time they run (see `placement.py`). Nothing is written, so no copy can go stale.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard import models
+from fsdp_shard.checkpoint.files import has_file
+from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.inference.base import DTYPES, parse_budgets, parse_device_map
+from fsdp_shard.inference.device_map import plan_device_map
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from fsdp_shard.blocks import Block
+    from fsdp_shard.checkpoint.index import TensorIndex
+    from fsdp_shard.models import ModelSource
+
+
+def locate(path: str | os.PathLike[str]) -> ModelSource:
+    """Where config, tokenizer and weights of `path` lie: a run (its latest step), a checkpoint, a model, a hub id."""
+    from fsdp_shard.checkpoint import store
+
+    place = Path(path).expanduser()
+    return models.resolve(store.resolve(place) if place.exists() else path, need_weights=False)
+
+
+def load_dispatched(
+    path: str | os.PathLike[str],
+    device_map: str | Mapping[str, Any] = "auto",
+    max_memory: Mapping[Any, Any] | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> PreTrainedModel:
+    """The transformers model at `path` (anything `locate` takes), in eval mode, ready for `generate()`.
+
+    `device_map`: auto, balanced, sequential, cpu, disk, or {module: GPU number, cpu or disk}. `max_memory`: sizes such
+    as {0: "20GB", "cpu": "64GB"}; without it, what the machine has free. `dtype`: None or "keep" for that of the
+    stored weights. Parameters take no gradients. `hf_device_map` says where each block lies; inputs may be on the CPU
+    or on the first device. Raises CheckpointError, ModelError, PlanError or ConfigError.
+    """
+    source = locate(path)
+    return dispatch(source, models.load_config(source), device_map, max_memory, dtype)
+
+
+def dispatch(
+    source: ModelSource,
+    config: PretrainedConfig,
+    device_map: str | Mapping[str, Any] = "auto",
+    max_memory: Mapping[Any, Any] | None = None,
+    dtype: str | torch.dtype | None = None,
+) -> PreTrainedModel:
+    """`load_dispatched` for a model that has been located, with its config read."""
+    from fsdp_shard.blocks import no_split_blocks
+    from fsdp_shard.checkpoint.index import open_checkpoint
+    from fsdp_shard.inference.machine import check_devices, machine_budgets
+    from fsdp_shard.inference.names import match_names
+    from fsdp_shard.inference.placement import place
+
+    strategy = parse_device_map(dict(device_map) if isinstance(device_map, Mapping) else device_map)
+    budgets = parse_budgets(None if max_memory is None else dict(max_memory))
+    index = open_checkpoint(source.weights)
+    model = _build(config, _dtype(dtype, index, config))
+    stored = match_names(model, index)
+    blocks = no_split_blocks(model)
+    if budgets is None:
+        budgets = {} if isinstance(strategy, dict) else machine_budgets()
+    plan = plan_device_map(blocks, strategy, budgets, ties=tied_blocks(model, blocks))
+    check_devices([*plan.devices.values(), plan.main])
+    place(model, blocks, plan, index, stored)
+    model.__dict__["hf_device_map"] = dict(plan.devices)  # as transformers and accelerate call it
+    _load_generation_config(model, source)
+    return model
+
+
+def tied_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:
+    """Groups of block FQNs that have a parameter in common."""
+    holders: dict[int, list[str]] = {}
+    for block in blocks:
+        module = model.get_submodule(block.fqn)
+        for param in {id(p): p for p in module.parameters(recurse=not block.direct)}.values():
+            holders.setdefault(id(param), []).append(block.fqn)
+    groups: list[set[str]] = []
+    for fqns in holders.values():
+        if len(fqns) > 1:
+            touching = [group for group in groups if group & set(fqns)]
+            groups = [group for group in groups if group not in touching] + [set(fqns).union(*touching)]
+    order = [block.fqn for block in blocks]
+    return [sorted(group, key=order.index) for group in groups]
+
+
+def _dtype(wanted: str | torch.dtype | None, index: TensorIndex, config: PretrainedConfig) -> torch.dtype:
+    """The dtype to load in: `wanted`, else the one that most bytes are stored in."""
+    import torch
+
+    from fsdp_shard.checkpoint.dtypes import CASTABLE, to_torch
+
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    if wanted is not None and wanted != "keep":
+        if wanted not in DTYPES:
+            raise ConfigError(f"dtype={wanted} is not one of {', '.join(DTYPES)}.")
+        return getattr(torch, wanted)  # type: ignore[no-any-return]
+    num_bytes: dict[str, int] = {}
+    for entry in index.tensors.values():
+        if entry.dtype in CASTABLE:
+            num_bytes[entry.dtype] = num_bytes.get(entry.dtype, 0) + entry.num_bytes
+    if not num_bytes:
+        raise CheckpointError(f"{index.root} holds no floating-point tensors, so there is no model in it.")
+    return to_torch(max(num_bytes, key=lambda name: num_bytes[name]))
+
+
+def _build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on meta; parameters that its class wants kept in float32 are, as in `from_pretrained`."""
+    from torch import nn
+
+    model = models.build_on_meta(config, dtype).requires_grad_(False)
+    kept = [(re.compile(glob.replace("*", ".*")), its) for glob, its in model._get_dtype_plan(dtype).items()]
+    swapped: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, param in module._parameters.items():
+            its = next((its for pattern, its in kept if pattern.search(f"{prefix}.{name}")), None)
+            if param is not None and its is not None:
+                swapped.setdefault(id(param), nn.Parameter(param.to(its), requires_grad=False))
+                module._parameters[name] = swapped[id(param)]
+    return model
+
+
+def _load_generation_config(model: PreTrainedModel, source: ModelSource) -> None:
+    """Take generation_config.json where there is one; the model already has what its config says."""
+    from transformers import GenerationConfig
+
+    if model.can_generate() and has_file(source.directory, "generation_config.json") and source.gguf_file is None:
+        model.generation_config = GenerationConfig.from_pretrained(source.directory)

@@ -1,0 +1,121 @@
+"""Which tensor of a checkpoint fills which parameter of a model. Looks at names and shapes; reads values only to see
+whether two stored copies of one tied tensor are equal. Knows no device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from fsdp_shard.blocks import tied_names
+from fsdp_shard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fsdp_shard.checkpoint.index import TensorIndex
+
+_COMPARE_BYTES = 16 << 20
+_NAMED = 4  # names in an error message; the rest is counted
+
+
+def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
+    """Model name -> name in `index`, for every parameter and persistent buffer; tied parameters under their kept name.
+
+    Names differ from the model's only by its `base_model_prefix`, as a checkpoint of the bare model has them. Raises
+    CheckpointError that names what is missing, not expected or of another shape, or tied here and not in the index.
+    """
+    aliases = tied_names(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    found: dict[str, str] = {}
+    copies: list[tuple[str, str]] = []
+    for name in shapes.keys() - aliases.keys():
+        names = [name, *(alias for alias, kept in aliases.items() if kept == name)]
+        stored = _distinct(index, [there for wanted in names for there in _spellings(wanted, model, index)])
+        if stored:
+            found[name] = stored[0]
+            copies += [(stored[0], other) for other in stored[1:]]
+    _refuse_missing(index, [name for name in shapes if name not in found and name not in aliases])
+    _refuse_shapes(index, shapes, found)
+    _refuse_different_copies(index, copies)
+    used = {*found.values(), *(other for _, other in copies)}
+    _refuse_unexpected(index, model, [name for name in index.names if name not in used])
+    return {name: found[name] for name in shapes if name in found}
+
+
+def _spellings(name: str, model: PreTrainedModel, index: TensorIndex) -> Iterator[str]:
+    """`name` and what it would be in a checkpoint with one more or one less prefix, as far as `index` has them."""
+    prefix = f"{model.base_model_prefix}."
+    other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+    yield from (spelling for spelling in (name, other) if spelling in index.tensors or spelling in index.aliases)
+
+
+def _distinct(index: TensorIndex, names: Iterable[str]) -> list[str]:
+    """The stored tensors that `names` mean, each once."""
+    return list(dict.fromkeys(index.entry(name).name for name in names))
+
+
+def _refuse_missing(index: TensorIndex, names: Sequence[str]) -> None:
+    if names:
+        raise CheckpointError(
+            f"{index.root} lacks {_some(names)}, which the model of its config.json has; it holds "
+            f"{_some(index.names)}. Either the checkpoint is incomplete or the config is another model's."
+        )
+
+
+def _refuse_shapes(index: TensorIndex, shapes: dict[str, tuple[int, ...]], found: dict[str, str]) -> None:
+    wrong = [
+        f"{name} {list(index.entry(stored).shape)} instead of {list(shapes[name])}"
+        for name, stored in found.items()
+        if index.entry(stored).shape != shapes[name]
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{index.root} holds shapes that do not fit the model of its config.json: {_some(wrong)}. "
+            f"The weights and the config are of different models."
+        )
+
+
+def _refuse_unexpected(index: TensorIndex, model: PreTrainedModel, names: Sequence[str]) -> None:
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    # transformers once stored what it now computes.
+    ignored.append(re.compile(r"rotary_emb\.inv_freq$"))
+    left = [name for name in names if not any(pattern.search(name) for pattern in ignored)]
+    if left:
+        raise CheckpointError(
+            f"{index.root} holds {_some(left)}, which {type(model).__name__} has no place for. "
+            f"The weights and the config are of different models, or `architectures` in config.json is wrong."
+        )
+
+
+def _refuse_different_copies(index: TensorIndex, copies: Sequence[tuple[str, str]]) -> None:
+    for kept, other in copies:
+        if not _equal(index, kept, other):
+            raise CheckpointError(
+                f"{index.root} holds {kept} and {other} with different values, but its config.json ties them; "
+                f"set tie_word_embeddings to false there."
+            )
+
+
+def _equal(index: TensorIndex, first: str, second: str) -> bool:
+    from fsdp_shard.checkpoint.dtypes import itemsize
+
+    one, two = index.entry(first), index.entry(second)
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    step = _COMPARE_BYTES // itemsize(one.dtype)
+    for start in range(0, one.num_elements, step):
+        num_bytes = min(step, one.num_elements - start) * itemsize(one.dtype)
+        buffers = bytearray(num_bytes), bytearray(num_bytes)
+        index.read_into(first, start, buffers[0])
+        index.read_into(second, start, buffers[1])
+        if buffers[0] != buffers[1]:
+            return False
+    return True
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of `names`, and how many more there are."""
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
