@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from fsdp_shard.errors import SaveError
+from fsdp_shard.sizes import format_size
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -96,3 +103,52 @@ def _exchange(one: Path, other: Path) -> bool:
         return False
     result = function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     return bool(result == 0)
+
+
+@contextmanager
+def new_directory(target: Path, num_bytes: int) -> Iterator[Path]:
+    """A temporary directory beside `target`, which takes its name if the block succeeds and vanishes if not.
+
+    It is locked while it is in use, so that the next conversion can tell it from what a killed one left, and delete it.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        free = shutil.disk_usage(target.parent).free
+        if free < num_bytes:
+            raise SaveError(
+                f"{target.parent} has {format_size(free)} free, but {target.name} takes {format_size(num_bytes)}; "
+                "free some space or give another target. Nothing was written."
+            )
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    except OSError as error:
+        raise SaveError(f"{target} cannot be created: {error.strerror}.") from error
+    lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        temporary.chmod(0o777 & ~_umask())
+        yield temporary
+        move_directory(temporary, target)
+    except OSError as error:
+        raise SaveError(f"{target} could not be written: {error.strerror or error}; nothing of it was kept.") from error
+    finally:
+        os.close(lock)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _remove_leftovers(target: Path) -> None:
+    for entry in target.parent.glob(f".{target.name}.partial-*"):
+        lock = os.open(entry, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # another conversion is writing it
+        finally:
+            os.close(lock)
+        shutil.rmtree(entry, ignore_errors=True)

@@ -205,6 +205,35 @@ class TensorIndex:
                 self.read_into(entry.name, boxes.flat_start(entry.shape, at), tensor_bytes(hull))
                 out[outer].narrow(0, first, count).copy_(hull.narrow(1, offsets[axis], shape[axis]))
 
+    def places(self, name: str, start: int, stop: int) -> list[tuple[str, int, int]]:
+        """Where the flat elements [start, stop) of `name` are stored: (file, first byte, last byte + 1), in flat order.
+
+        Of a piece with a codec the whole piece is named.
+        """
+        entry = self.entry(name)
+        size = dtypes.itemsize(entry.dtype)
+        found: list[tuple[str, int, int]] = []
+        for piece in self._touched(entry, start, stop):
+            for _, inside, count in boxes.runs(entry.shape, piece.offsets, piece.shape, start, stop):
+                low, high = piece.start + inside * size, piece.start + (inside + count) * size
+                if piece.codec is not None:
+                    low, high = piece.start, piece.start + piece.codec.num_bytes
+                if found and found[-1][0] == piece.file and found[-1][2] == low:
+                    low = found.pop()[1]
+                found.append((piece.file, low, high))
+        return found
+
+    def describe_chunk(self, name: str, number: int) -> str:
+        """`FILE, tensor NAME, bytes 0-1048575` of chunk `number` (see `integrity`), for messages."""
+        from fsdp_shard.checkpoint.integrity import CHUNK_BYTES
+
+        entry = self.entry(name)
+        size = dtypes.itemsize(entry.dtype)
+        stop = min((number + 1) * CHUNK_BYTES, entry.num_bytes)
+        places = self.places(name, number * CHUNK_BYTES // size, stop // size)
+        where = " and ".join(f"{self.root / file} (bytes {low}-{high - 1})" for file, low, high in places[:3])
+        return f"{where}: tensor {name}, its bytes {number * CHUNK_BYTES}-{stop - 1},"
+
     def digest(self, name: str) -> str:
         """The digest of the logical bytes of `name` (see `integrity`), computed by reading them."""
         from fsdp_shard.checkpoint.integrity import digest_chunks, tensor_digest

@@ -8,12 +8,19 @@ forgery: xxh3 is no cryptographic hash. Imports no torch.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from fsdp_shard.checkpoint.dtypes import itemsize
+from fsdp_shard.checkpoint.files import member, open_regular
+from fsdp_shard.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex
@@ -90,3 +97,130 @@ class RangeHasher:
             return []
         touched = range(self._start // CHUNK_BYTES, num_chunks(self._stop))
         return [number for number in touched if not self._is_whole(number)]
+
+
+def file_digest(path: Path) -> str:
+    """The digest of a whole file, 32 hex digits: for the small files beside the weights."""
+    hasher = xxhash.xxh3_128()
+    with os.fdopen(open_regular(path), "rb") as file:
+        while data := file.read(CHUNK_BYTES):
+            hasher.update(data)
+    return hasher.hexdigest()
+
+
+def header_digest(path: Path) -> str:
+    """The digest of a safetensors file's first bytes, up to where its tensors begin."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        return chunk_digest(start + file.read(min(length, 1 << 30))).hex()
+
+
+def record_file(path: Path) -> FileRecord:
+    """The manifest's record of a file whose bytes no tensor digest covers."""
+    return FileRecord(path.stat().st_size, digest=file_digest(path))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `start` and `stop` are bytes in the file, where the damage could be narrowed down."""
+
+    message: str
+    file: str | None = None
+    tensor: str | None = None
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """`content_checked` is False where there was no manifest to compare with: then only the structure was checked."""
+
+    path: str
+    format: str | None
+    num_tensors: int
+    num_bytes: int
+    content_checked: bool
+    seconds: float
+    problems: tuple[Problem, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.problems
+
+
+def verify(path: str | Path) -> VerifyReport:
+    """Check a checkpoint: its structure, and every byte against the digests of its manifest where it has one.
+
+    Raises nothing for a damaged checkpoint: all that is wrong is in `problems`, each with file, tensor and bytes.
+    """
+    from fsdp_shard.checkpoint import store
+    from fsdp_shard.checkpoint.index import open_checkpoint
+
+    start = time.perf_counter()
+    problems: list[Problem] = []
+    manifest: Manifest | None = None
+    index: TensorIndex | None = None
+    try:
+        place = store.resolve(Path(path))
+        manifest = read_manifest(place) if place.is_dir() else None
+        if manifest is not None:
+            problems += _file_problems(place, manifest)
+        index = open_checkpoint(place)
+        if manifest is not None:
+            problems += _content_problems(index, manifest)
+    except (CheckpointError, OSError) as error:
+        if not problems:  # else the file that is behind it is named already
+            problems.append(Problem(str(error)))
+    finally:
+        if index is not None:
+            index.close()
+    return VerifyReport(
+        path=str(path),
+        format=index.format if index else None,
+        num_tensors=len(index.tensors) if index else 0,
+        num_bytes=index.num_bytes if index else 0,
+        content_checked=manifest is not None and index is not None,
+        seconds=time.perf_counter() - start,
+        problems=tuple(problems),
+    )
+
+
+def _file_problems(root: Path, manifest: Manifest) -> Iterator[Problem]:
+    for name, record in manifest.files.items():
+        try:
+            path = member(root, name)
+            size = path.stat().st_size
+            if size != record.size:
+                yield Problem(f"{path} has {size} bytes, but {record.size} were written.", name)
+            elif record.digest is not None and file_digest(path) != record.digest:
+                yield Problem(f"{path} does not have the content that was written.", name, None, 0, size)
+            elif record.header_digest is not None and header_digest(path) != record.header_digest:
+                yield Problem(f"the header of {path} is not the one that was written.", name)
+        except CheckpointError as error:
+            yield Problem(str(error), name)
+
+
+def _content_problems(index: TensorIndex, manifest: Manifest) -> list[Problem]:
+    from fsdp_shard.checkpoint.transfer import in_threads
+
+    problems: list[Problem] = []
+
+    def work(names: Iterator[str]) -> None:
+        for name in names:
+            problems.extend(_tensor_problems(index, name, manifest.tensors[name].chunks))
+
+    in_threads(work, index.names)
+    return sorted(problems, key=lambda problem: (problem.file or "", problem.start or 0))
+
+
+def _tensor_problems(index: TensorIndex, name: str, expected: Sequence[str]) -> Iterator[Problem]:
+    entry = index.entry(name)
+    size = itemsize(entry.dtype)
+    for number, found in enumerate(digest_chunks(index, name)):
+        if found.hex() == expected[number]:
+            continue
+        stop = min((number + 1) * CHUNK_BYTES, entry.num_bytes)
+        message = f"{index.describe_chunk(name, number)} does not have the content that was written."
+        for file, low, high in index.places(name, number * CHUNK_BYTES // size, stop // size):
+            yield Problem(message, file, name, low, high)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NAME = "gguf"
 
 _F32 = 0
-_DECODE_ELEMENTS = 1 << 16  # decoded at once: the temporaries of gguf's decoders (about 5 floats each) stay in cache
+_DECODE_ELEMENTS = 1 << 15  # decoded at once: the temporaries of gguf's decoders (about 5 floats each) stay in cache
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {

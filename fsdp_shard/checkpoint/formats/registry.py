@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Protocol, cast
 
 from fsdp_shard.checkpoint import store
 from fsdp_shard.checkpoint.formats import gguf, huggingface, sharded
 from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.integrity import num_chunks
 from fsdp_shard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
 
@@ -35,15 +37,22 @@ def recognise(path: Path) -> Format | None:
 
 def read_any(path: Path) -> TensorIndex:
     """See `index.open_checkpoint`."""
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give a checkpoint file, a directory, or a run directory.")
-    place = store.resolve(path)
+    place = store.resolve(path if path.exists() else _from_hub(path))
     found = recognise(place)
     if found is None:
         raise CheckpointError(f"{place} is no checkpoint that fsdp-shard reads: {_contents(place)}")
     index = found.read(place)
     manifest = read_manifest(index.root) if place.is_dir() else None
     return index if manifest is None else _with_manifest(index, manifest)
+
+
+def _from_hub(path: Path) -> Path:
+    """The snapshot of the hub id that `path` spells; downloads what is not there yet, through transformers."""
+    if path.is_symlink() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
+        raise CheckpointError(f"{path} does not exist; give a checkpoint file, a directory, or a run directory.")
+    from fsdp_shard.models import resolve
+
+    return resolve(str(path)).weights
 
 
 def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
@@ -58,6 +67,11 @@ def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
             raise CheckpointError(
                 f"{path} says that tensor {name} is {record.dtype} {list(record.shape)}, but the weight files hold "
                 f"{entry.dtype} {list(entry.shape)}."
+            )
+        if len(record.chunks) != num_chunks(entry.num_bytes):
+            raise CheckpointError(
+                f"{path} has the digests of {len(record.chunks)} chunks of tensor {name}, which has "
+                f"{num_chunks(entry.num_bytes)}: the manifest is damaged."
             )
     return dataclasses.replace(
         index, aliases=manifest.aliases or index.aliases, step=manifest.step, world_size=manifest.world_size

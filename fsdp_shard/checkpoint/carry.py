@@ -1,0 +1,115 @@
+"""The files that belong to a model beside its weights: config, generation config, tokenizer, chat template, licence.
+
+They are copied byte for byte, but for the `dtype` in config.json, which says what was written. A GGUF file carries them
+inside; there transformers writes them out, imported only then.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard.checkpoint.atomic import fsync_file
+from fsdp_shard.checkpoint.files import has_file, member, read_json
+from fsdp_shard.checkpoint.formats import gguf
+from fsdp_shard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from fsdp_shard.checkpoint.index import TensorIndex
+
+CONFIG = "config.json"
+# Names only: what else lies in the directory (a run's trainer state, an optimizer, other weights) stays behind.
+_PATTERNS = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.spm",
+    "spiece.model",
+    "sentencepiece*",
+    "tekken.json",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "*.py",  # modelling code that config.json may name in auto_map; nothing here runs it
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+def side_files(root: Path) -> list[str]:
+    """The names of the files to carry along that lie in `root`, checked to stay inside it."""
+    names = sorted(entry.name for entry in root.iterdir())
+    wanted = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in _PATTERNS)]
+    found = [name for name in wanted if has_file(root, name)]
+    for name in found:
+        member(root, name)
+    return found
+
+
+def side_bytes(index: TensorIndex) -> int:
+    """Bytes of the files to carry along, 0 where they have to be made first."""
+    return (
+        0 if index.format == gguf.NAME else sum((index.root / name).stat().st_size for name in side_files(index.root))
+    )
+
+
+def carry(index: TensorIndex, target: Path, dtype: str | None) -> list[str]:
+    """Put the side files of `index` into `target`, synced; returns their names.
+
+    `dtype` (torch's name, such as `bfloat16`) is what config.json shall say; None leaves it as it is.
+    """
+    if index.format == gguf.NAME:
+        _from_gguf(index.root / index.metadata["file"], target)
+    else:
+        for name in side_files(index.root):
+            (target / name).write_bytes((index.root / name).read_bytes())
+    if dtype is not None and has_file(target, CONFIG):
+        _set_dtype(target / CONFIG, dtype)
+    names = [str(entry.relative_to(target)) for entry in sorted(target.rglob("*")) if entry.is_file()]
+    for name in names:
+        fsync_file(target / name)
+    return names
+
+
+def _set_dtype(path: Path, dtype: str) -> None:
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object, so it is no model's config.")
+    if _with_dtype(config, dtype) != config:
+        path.write_text(json.dumps(_with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A copy that says `dtype`, also in the configs of parts (`text_config`, ...) that say one."""
+    copy = dict(config)
+    copy["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
+    if "torch_dtype" in config:
+        copy["torch_dtype"] = dtype
+    for name, part in config.items():
+        is_model = name.endswith("_config") and name != "quantization_config" and isinstance(part, dict)
+        if is_model and ("dtype" in part or "torch_dtype" in part):
+            copy[name] = _with_dtype(part, dtype)
+    return copy
+
+
+def _from_gguf(file: Path, target: Path) -> None:
+    """Write config, generation config and tokenizer that transformers makes of a GGUF file's metadata."""
+    from transformers import GenerationConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from fsdp_shard.models import ModelSource, load_config, load_tokenizer
+
+    source = ModelSource(file.parent, file)
+    config = load_config(source)
+    if not config.architectures:  # GGUF knows no classes; the formats that are read are decoder-only models
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(target)
+    GenerationConfig.from_model_config(config).save_pretrained(target)
+    load_tokenizer(source).save_pretrained(target)

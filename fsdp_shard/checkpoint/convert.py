@@ -1,0 +1,276 @@
+"""`convert`: the weights of any checkpoint that can be read, written in another layout, size or dtype.
+
+Plans every file first, then streams; imports neither torch nor transformers unless it casts or reads GGUF. The target
+appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.checkpoint import atomic, integrity, layout
+from fsdp_shard.checkpoint.carry import carry, side_bytes
+from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, itemsize, torch_name
+from fsdp_shard.checkpoint.formats.registry import recognise
+from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
+from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
+from fsdp_shard.checkpoint.transfer import Extent, Move, Progress, compare_with, move_tensors
+from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.settings import REQUIRED, setting
+from fsdp_shard.sizes import parse_size
+
+_DEFAULT_SHARD_SIZE = "5GB"
+
+
+@dataclass
+class ConvertConfig:
+    """What to convert, into what."""
+
+    source: str = setting(REQUIRED, "A checkpoint of any format, a run directory (its latest step), or a hub id.")
+    target: str = setting(REQUIRED, "The directory to write; it must not exist yet.")
+    format: str = setting(
+        "huggingface", "huggingface: whole tensors; sharded: one file per rank.", choices=("huggingface", "sharded")
+    )
+    max_shard_size: str = setting(_DEFAULT_SHARD_SIZE, "Largest file of format=huggingface, such as 200MB or 2GiB.")
+    ranks: int | None = setting(None, "Number of files of format=sharded.", minimum=1)
+    dtype: str = setting(
+        "keep", "Cast floating-point tensors to this type.", choices=("keep", "float32", "bfloat16", "float16")
+    )
+    verify: bool = setting(True, "Read the target back and compare it with what was written.")
+    overwrite: bool = setting(False, "Replace an existing checkpoint at the target, once the new one is complete.")
+
+    def check(self, prefix: str) -> None:
+        """Rules that tie several settings together."""
+        parse_size(self.max_shard_size, f"{prefix}max_shard_size")
+        if self.format == "sharded" and self.ranks is None:
+            raise ConfigError(f"{prefix}ranks is not set: format=sharded writes one file per rank. Add ranks=N.")
+        if self.format != "sharded" and self.ranks is not None:
+            raise ConfigError(f"{prefix}ranks={self.ranks} needs format=sharded; format={self.format} has no ranks.")
+        if self.format == "sharded" and self.max_shard_size != _DEFAULT_SHARD_SIZE:
+            raise ConfigError(f"{prefix}max_shard_size is of format=huggingface; format=sharded has one file per rank.")
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did. `num_bytes` of weights as written; `peak_memory_bytes` of the whole process."""
+
+    source_format: str
+    target_format: str
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    peak_memory_bytes: int
+    verified: bool
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    format: str = "huggingface",
+    max_shard_size: str | int = _DEFAULT_SHARD_SIZE,
+    ranks: int | None = None,
+    dtype: Any = None,
+    verify: bool = True,
+    overwrite: bool = False,
+) -> ConvertReport:
+    """Write the checkpoint at `source` to the directory `target`; see ConvertConfig for the settings.
+
+    `dtype` is None or "keep", a name such as "bfloat16", or a torch dtype. Raises CheckpointError when the source is
+    damaged, ConfigError or CheckpointError when the target cannot be, SaveError when writing failed; in each case
+    nothing is left at the target but what was there before.
+    """
+    start = time.perf_counter()
+    wanted = None if dtype is None or dtype == "keep" else str(dtype).removeprefix("torch.")
+    settings = ConvertConfig(
+        str(source), str(target), format, str(max_shard_size), ranks, wanted or "keep", verify, overwrite
+    )
+    _check(settings)
+    place = Path(target).expanduser().absolute()
+    with open_checkpoint(Path(source).expanduser()) as index:
+        _check_target(place, index, overwrite)
+        plan = plan_conversion(index, settings)
+        with atomic.new_directory(place, plan.num_bytes + side_bytes(index)) as temporary:
+            _write(index, plan, temporary, verify)
+    return ConvertReport(
+        source_format=index.format,
+        target_format=format,
+        num_tensors=len(plan.moves),
+        num_bytes=sum(move.target.num_bytes for move in plan.moves),
+        seconds=time.perf_counter() - start,
+        peak_memory_bytes=peak_memory_bytes(),
+        verified=verify,
+    )
+
+
+def _check(settings: ConvertConfig) -> None:
+    from fsdp_shard.settings import check
+
+    check(settings)
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """Everything that will be written but for side files; pure data. `extra` are small files with their content."""
+
+    files: tuple[layout.FilePlan, ...]
+    moves: tuple[Move, ...]
+    extra: Mapping[str, bytes]
+    layout: str
+    world_size: int
+    aliases: Mapping[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(plan.num_bytes for plan in self.files) + sum(map(len, self.extra.values()))
+
+
+def plan_conversion(index: TensorIndex, settings: ConvertConfig) -> ConversionPlan:
+    """Plan the target's files and where each range of each tensor goes. Reads nothing, writes nothing."""
+    if not index.tensors:
+        raise CheckpointError(f"{index.root} has no tensors, so there is nothing to convert.")
+    specs = [_target_spec(entry.spec, settings.dtype) for entry in index.tensors.values()]
+    extents: dict[str, list[Extent]] = {spec.name: [] for spec in specs}
+    if settings.format == "sharded":
+        files, extra = _plan_ranks(index, specs, settings.ranks or 1, extents), None
+    else:
+        limit = parse_size(settings.max_shard_size, "max_shard_size")
+        files, extra = layout.plan_gathered(specs, limit, index.aliases)
+        for plan in files:
+            for name, offset in plan.tensors.items():
+                extents[name].append(Extent(0, sys.maxsize, plan.name, offset))
+    moves = [Move(spec, index.tensors[spec.name].dtype, tuple(extents[spec.name])) for spec in specs]
+    return ConversionPlan(
+        tuple(files),
+        tuple(moves),
+        {layout.INDEX_FILE: extra} if extra else {},
+        "sharded" if settings.format == "sharded" else "gathered",
+        settings.ranks or 1,
+        index.aliases,
+    )
+
+
+def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:
+    if dtype == "keep" or spec.dtype not in CASTABLE:
+        return spec
+    return TensorSpec(spec.name, from_torch_name(dtype), spec.shape)
+
+
+def _plan_ranks(
+    index: TensorIndex, specs: list[TensorSpec], ranks: int, extents: dict[str, list[Extent]]
+) -> list[layout.FilePlan]:
+    save = uuid.uuid4().hex
+    parts = {spec.name: layout.chunk_rows(spec, ranks) for spec in specs}
+    files = []
+    for rank in range(ranks):
+        pieces = [(spec, *parts[spec.name][rank]) for spec in specs]
+        plan = layout.plan_sharded(pieces, rank, ranks, step=index.step, save=save, aliases=index.aliases)
+        for spec, start, count in pieces:
+            if count:
+                size = itemsize(spec.dtype)
+                extent = Extent(start * size, (start + count) * size, plan.name, plan.tensors[spec.name])
+                extents[spec.name].append(extent)
+        files.append(plan)
+    return files
+
+
+def _write(index: TensorIndex, plan: ConversionPlan, root: Path, verify: bool) -> None:
+    """Fill the temporary directory `root`, everything synced."""
+    total = sum(move.target.num_bytes for move in plan.moves) * (2 if verify else 1)
+    source = read_manifest(index.root) if index.root.is_dir() else None
+    expected = {name: record.chunks for name, record in source.tensors.items()} if source else {}
+    for name, content in plan.extra.items():
+        (root / name).write_bytes(content)
+    names = carry(index, root, _written_dtype(plan))
+    with _progress(total) as progress:
+        digests = move_tensors(index, plan.moves, plan.files, root, expected, progress)
+        _write_manifest(index, plan, root, names, digests)
+        if verify:
+            with open_checkpoint(root) as written:
+                problem = compare_with(written, digests, progress)
+            if problem is not None:
+                raise SaveError(f"{problem}; the disk or the memory of this machine is at fault. Nothing was kept.")
+    atomic.fsync_tree(root)
+
+
+def _written_dtype(plan: ConversionPlan) -> str | None:
+    """torch's name of the floating-point type that takes most bytes; None if there is none."""
+    sizes: Counter[str] = Counter()
+    for move in plan.moves:
+        if move.target.dtype in CASTABLE:
+            sizes[move.target.dtype] += move.target.num_bytes
+    return torch_name(sizes.most_common(1)[0][0]) if sizes else None
+
+
+def _write_manifest(
+    index: TensorIndex, plan: ConversionPlan, root: Path, names: list[str], digests: Mapping[str, list[bytes]]
+) -> None:
+    files = {name: integrity.record_file(root / name) for name in names}
+    for file in plan.files:
+        files[file.name] = FileRecord(file.num_bytes, header_digest=integrity.chunk_digest(file.header).hex())
+    tensors = {}
+    for move in plan.moves:
+        spec, chunks = move.target, digests[move.target.name]
+        digest = integrity.tensor_digest(spec.dtype, spec.shape, chunks)
+        tensors[spec.name] = TensorRecord(spec.dtype, spec.shape, digest, tuple(chunk.hex() for chunk in chunks))
+    manifest = Manifest(plan.layout, index.step, plan.world_size, {}, files, tensors, dict(plan.aliases))
+    atomic.write_text(root / MANIFEST, manifest.to_json())
+
+
+def _check_target(target: Path, index: TensorIndex, overwrite: bool) -> None:
+    """Refuse a target that would destroy something, or that `overwrite` was not given for."""
+    atomic.recover(target)
+    if index.root.resolve().is_relative_to(target.resolve()) and index.root.resolve() != target.resolve():
+        raise CheckpointError(f"{target} contains the source {index.root}; give another target.")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{target} exists already; give another target, or overwrite=true to replace it.")
+    if target.is_symlink() or not target.is_dir() or recognise(target) is None:
+        raise CheckpointError(
+            f"{target} exists and is not a checkpoint directory, so overwrite=true does not replace it."
+        )
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Progress]:
+    """Something to tell the bytes done to: a bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from tqdm import tqdm
+
+    lock = threading.Lock()
+    with tqdm(total=total, unit="B", unit_scale=True, desc="convert", leave=False) as bar:
+        yield _locked(lock, bar.update)
+
+
+def _locked(lock: threading.Lock, update: Callable[[int], object]) -> Progress:
+    def call(num_bytes: int) -> None:
+        with lock:
+            update(num_bytes)
+
+    return call
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size of this process so far.
+
+    From /proc: `getrusage` also counts what the parent had resident when it started us.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

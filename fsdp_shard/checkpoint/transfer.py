@@ -1,0 +1,226 @@
+"""Moves tensors from an index into planned files: read a range, cast it if asked, hash it, write it. Streams.
+
+A step holds at most a few MiB in reused buffers, whatever the size of a tensor. torch is imported only to cast.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from fsdp_shard.checkpoint.atomic import fsync_file
+from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch
+from fsdp_shard.checkpoint.files import pwrite_all
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
+from fsdp_shard.checkpoint.layout import FilePlan
+from fsdp_shard.errors import CheckpointError
+
+NUM_THREADS = 2  # one reads while the other writes; more did not help (docs/decisions.md)
+_JOB_BYTES = 32 << 20
+
+Progress = Callable[[int], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the flat bytes [start, stop) of a written tensor go: `file` is a file's name, `offset` absolute in it."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One tensor to write: `target` says under which dtype, `extents` partition its bytes in flat order."""
+
+    target: TensorSpec
+    source_dtype: str
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The flat elements [start, stop) of one move; begins and ends at chunk borders of both source and target."""
+
+    move: Move
+    start: int
+    stop: int
+
+
+def move_tensors(
+    index: TensorIndex,
+    moves: Sequence[Move],
+    plans: Sequence[FilePlan],
+    root: Path,
+    expected: Mapping[str, Sequence[str]],
+    progress: Progress,
+) -> dict[str, list[bytes]]:
+    """Write the files of `plans` into the directory `root`, synced to the disk; returns the chunk digests as written.
+
+    `expected` maps tensors to the digests (hex) that the chunks of the source must have; a chunk that differs is a
+    CheckpointError naming file, tensor and byte range. `progress` is told the bytes written.
+    """
+    digests = {move.target.name: [b""] * num_chunks(move.target.num_bytes) for move in moves}
+    handles: dict[str, int] = {}
+    try:
+        for plan in plans:
+            handles[plan.name] = os.open(root / plan.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            os.truncate(handles[plan.name], plan.num_bytes)
+            pwrite_all(handles[plan.name], 0, memoryview(plan.header))
+
+        def work(jobs: Iterator[_Job]) -> None:
+            mover = _Mover(index, handles, expected, digests)
+            for job in jobs:
+                mover.run(job)
+                progress((job.stop - job.start) * itemsize(job.move.target.dtype))
+
+        in_threads(work, list(_jobs(moves)))
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+    in_threads(_sync, [root / plan.name for plan in plans])
+    return digests
+
+
+def _sync(paths: Iterator[Path]) -> None:
+    for path in paths:
+        fsync_file(path)
+
+
+def compare_with(index: TensorIndex, digests: Mapping[str, Sequence[bytes]], progress: Progress) -> str | None:
+    """Read every tensor of `index` back; what is the first difference from `digests`, in words, or None."""
+    if set(index.names) != set(digests):
+        return f"the tensors {sorted(set(index.names) ^ set(digests))} are missing or extra"
+    problems: list[str] = []
+
+    def work(names: Iterator[str]) -> None:
+        for name in names:
+            for number, found in enumerate(digest_chunks(index, name)):
+                if found != digests[name][number]:
+                    problems.append(f"{index.describe_chunk(name, number)} was not read back as written")
+            progress(index.tensors[name].num_bytes)
+
+    in_threads(work, list(digests))
+    return problems[0] if problems else None
+
+
+def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> None:
+    """Let NUM_THREADS calls of `work` share out `items`; the first exception stops all of them and is raised."""
+    lock, left, stopped = threading.Lock(), iter(items), threading.Event()
+
+    def share() -> Iterator[T]:
+        while not stopped.is_set():
+            with lock:
+                item = next(left, _END)
+            if item is _END:
+                return
+            yield item  # type: ignore[misc]
+
+    def guarded() -> None:
+        try:
+            work(share())
+        except BaseException:
+            stopped.set()
+            raise
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        futures = [pool.submit(guarded) for _ in range(min(NUM_THREADS, len(items)))]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            stopped.set()
+
+
+_END = object()
+
+
+def _jobs(moves: Sequence[Move]) -> Iterator[_Job]:
+    for move in moves:
+        step = _step_elements(move)
+        total = move.target.num_elements
+        many = max(_JOB_BYTES // (step * itemsize(move.target.dtype)), 1) * step
+        for start in range(0, total, many):
+            yield _Job(move, start, min(start + many, total))
+
+
+def _step_elements(move: Move) -> int:
+    """Elements of the smallest step that is whole chunks both of the source and of the target."""
+    return CHUNK_BYTES // min(itemsize(move.source_dtype), itemsize(move.target.dtype))
+
+
+class _Mover:
+    """One thread's buffers."""
+
+    def __init__(
+        self,
+        index: TensorIndex,
+        handles: Mapping[str, int],
+        expected: Mapping[str, Sequence[str]],
+        digests: dict[str, list[bytes]],
+    ) -> None:
+        self._index, self._handles, self._expected, self._digests = index, handles, expected, digests
+        self._source = memoryview(bytearray(CHUNK_BYTES))
+        self._target = memoryview(bytearray(CHUNK_BYTES))
+
+    def run(self, job: _Job) -> None:
+        move, step = job.move, _step_elements(job.move)
+        name, size = move.target.name, itemsize(move.source_dtype)
+        for start in range(job.start, job.stop, step):
+            count = min(step, job.stop - start)
+            if count * size > len(self._source):
+                self._source = memoryview(bytearray(step * size))
+            data = self._source[: count * size]
+            self._index.read_into(name, start, data)
+            found = _chunks(data)
+            self._check(name, start * size // CHUNK_BYTES, found)
+            if move.target.dtype != move.source_dtype:
+                data = self._cast(move, data, count)
+                found = _chunks(data)
+            at = start * itemsize(move.target.dtype)
+            first = at // CHUNK_BYTES
+            self._digests[name][first : first + len(found)] = found
+            self._write(move.extents, at, data)
+
+    def _check(self, name: str, first: int, found: Sequence[bytes]) -> None:
+        expected = self._expected.get(name)
+        if expected is None:
+            return
+        for number, digest in enumerate(found, start=first):
+            if digest.hex() != expected[number]:
+                raise CheckpointError(
+                    f"{self._index.describe_chunk(name, number)} does not have the digest in the manifest of "
+                    f"{self._index.root}: the checkpoint is damaged, so it is not converted."
+                )
+
+    def _cast(self, move: Move, data: memoryview, count: int) -> memoryview:
+        import torch
+
+        num_bytes = count * itemsize(move.target.dtype)
+        if num_bytes > len(self._target):
+            self._target = memoryview(bytearray(_step_elements(move) * itemsize(move.target.dtype)))
+        out = self._target[:num_bytes]
+        source = torch.frombuffer(data, dtype=to_torch(move.source_dtype))
+        torch.frombuffer(out, dtype=to_torch(move.target.dtype)).copy_(source)
+        return out
+
+    def _write(self, extents: Sequence[Extent], at: int, data: memoryview) -> None:
+        stop = at + len(data)
+        for extent in extents:
+            low, high = max(at, extent.start), min(stop, extent.stop)
+            if low < high:
+                offset = extent.offset + low - extent.start
+                pwrite_all(self._handles[extent.file], offset, data[low - at : high - at])
+
+
+def _chunks(data: memoryview) -> list[bytes]:
+    return [chunk_digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
