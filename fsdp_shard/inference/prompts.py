@@ -1,0 +1,88 @@
+"""Prompts from the command line or a file, completions into a file. Imports no torch; knows no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsdp_shard.errors import DataError
+from fsdp_shard.inference.base import GenerateSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`place` is what an error calls it: the setting, or the file and line."""
+
+    text: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One row of the output file; `num_new_tokens` counts the end-of-text token if the model gave one."""
+
+    prompt: str
+    completion: str
+    num_new_tokens: int
+
+
+def read_prompts(settings: GenerateSettings) -> list[Prompt]:
+    """The prompts that `settings` name, in order. Raises DataError naming the line that is wrong."""
+    if settings.prompt is not None:
+        return [Prompt(settings.prompt, "prompt")]
+    assert settings.prompts is not None
+    path = Path(settings.prompts).expanduser()
+    reader = {".jsonl": _from_jsonl, ".txt": _from_text}.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f'prompts={path} must be a .jsonl file with rows {{"prompt": ...}} or a .txt file, one a line.')
+    prompts = list(reader(path))
+    if not prompts:
+        raise DataError(f"prompts={path} holds no prompts; give at least one line.")
+    return prompts
+
+
+def write_completions(path: Path, completions: Iterable[Completion]) -> Iterator[Completion]:
+    """Pass `completions` on, each after it has become a JSON row of `path`, so that none is lost when a later one fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as stream:
+        for completion in completions:
+            stream.write(json.dumps(asdict(completion), ensure_ascii=False) + "\n")
+            stream.flush()
+            yield completion
+
+
+def _from_jsonl(path: Path) -> Iterator[Prompt]:
+    for place, line in _lines(path):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{place} is not JSON: {error.msg} at column {error.colno}.") from error
+        text = row.get("prompt") if isinstance(row, dict) else None
+        if not isinstance(text, str):
+            raise DataError(f'{place} is not a row {{"prompt": "some text"}}: it is {line.strip()[:60]}.')
+        yield _checked(text, place)
+
+
+def _from_text(path: Path) -> Iterator[Prompt]:
+    for place, line in _lines(path):
+        yield _checked(line.rstrip("\r\n"), place)
+
+
+def _checked(text: str, place: str) -> Prompt:
+    if not text.strip():
+        raise DataError(f"{place} is an empty prompt; give some text to go on from, or delete the line.")
+    return Prompt(text, place)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """(place, line) of every line but empty ones at the end."""
+    try:
+        lines = path.read_text(encoding="utf-8").rstrip().splitlines()
+    except FileNotFoundError:
+        raise DataError(f"prompts={path}: there is no such file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"prompts={path} cannot be read as UTF-8 text: {error}.") from error
+    for number, line in enumerate(lines, start=1):
+        yield f"{path}, line {number},", line

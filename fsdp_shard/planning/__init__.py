@@ -1,0 +1,1 @@
+"""What a run would need, computed from configs alone."""
