@@ -1,0 +1,39 @@
+# Two commands on a fresh machine with Python 3.11, make and git: `make demo` and `make test`. Each installs first.
+
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.PHONY: help install demo test check lint docs coverage clean
+
+help:
+	@echo "make install   a virtual environment in $(VENV), with what was tested"
+	@echo "make demo      fine-tune, convert, evaluate and generate with a real model, in a few minutes"
+	@echo "make test      what CI runs: lint, types, tests"
+	@echo "make lint      repair formatting, and what ruff can"
+	@echo "make docs      write docs/config.md anew from the settings in the code"
+	@echo "make coverage  the tests again, with the lines that none of them runs"
+	@echo "make clean     remove $(VENV) and everything made"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/install
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/install
+
+demo: $(STAMP)
+	@$(VENV)/bin/python demo/run.py
+
+test check: $(STAMP)
+	@scripts/check
+
+lint: $(STAMP)
+	@scripts/lint
+
+docs: $(STAMP)
+	@$(VENV)/bin/python -m fsdp_shard.reference > docs/config.md && echo "docs/config.md is written"
+
+coverage: $(STAMP)
+	@scripts/coverage
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
