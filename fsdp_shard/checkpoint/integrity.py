@@ -221,6 +221,14 @@ def _tensor_problems(index: TensorIndex, name: str, expected: Sequence[str]) -> 
         if found.hex() == expected[number]:
             continue
         stop = min((number + 1) * CHUNK_BYTES, entry.num_bytes)
-        message = f"{index.describe_chunk(name, number)} does not have the content that was written."
-        for file, low, high in index.places(name, number * CHUNK_BYTES // size, stop // size):
-            yield Problem(message, file, name, low, high)
+        places = index.places(name, number * CHUNK_BYTES // size, stop // size)
+        for file, low, high in places:
+            others = [other for other, *_ in places if other != file]
+            doubt = f", here or in {' or '.join(others)}" if others else ""
+            yield Problem(
+                f"{index.root / file}: bytes {low}-{high - 1}, of tensor {name}, are not what was written{doubt}.",
+                file,
+                name,
+                low,
+                high,
+            )
