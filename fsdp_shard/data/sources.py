@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,8 +46,10 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
         _refuse_hub_settings(config, name, held_out)
         return FileSource(name, path, _files_of(path, name), config.text_column, config.sample_by)
     if not _may_be_hub_name(given):
-        raise DataError(f"{name}={given}: there is no such file or directory. Give a text file, a directory or the "
-                        f"name of a data set on the hub.")  # fmt: skip
+        raise DataError(
+            f"{name}={given}: there is no such file or directory. Give a text file, a directory or the name of a data "
+            f"set on the hub."
+        )
     return HubSource(name, given, config.subset, config.eval_split if held_out else config.split, config.text_column)
 
 
@@ -106,8 +109,7 @@ class HubSource:
         _require_text(self, f"{self.setting}={self.name}")
 
     def _load(self) -> Any:
-        import datasets
-
+        datasets = _need("datasets", f"{self.setting}={self.name} is a data set on the hub")
         try:
             return datasets.load_dataset(self.name, self.subset, split=self.split)
         except Exception as error:  # the library raises many kinds, of its own and of its dependencies
@@ -141,7 +143,20 @@ def _refuse_hub_settings(config: DataConfig, name: str, held_out: bool) -> None:
     split = ("data.eval_split", config.eval_split, "validation") if held_out else ("data.split", config.split, "train")
     for setting, value, default in (split, ("data.subset", config.subset, None)):
         if value != default:
-            raise ConfigError(f"{setting}={value} is for data sets on the hub, but {name} is a local path; leave it out.")
+            raise ConfigError(
+                f"{setting}={value} is for data sets on the hub, but {name} is a local path; leave it out."
+            )
+
+
+def _need(module: str, because: str) -> Any:
+    """An optional library, imported now; DataError with the command that installs it where it is not there."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise DataError(
+            f"{because}, which needs the {module.partition('.')[0]} library ({error}). Install it with "
+            f"pip install 'fsdp-shard[data]'."
+        ) from error
 
 
 def _require_text(source: Source, what: str) -> None:
@@ -222,18 +237,17 @@ def _read_csv(file: Path, source: FileSource) -> Iterator[str]:
 
 
 def _read_parquet(file: Path, source: FileSource) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
+    parquet = _need("pyarrow.parquet", f"{file} is a Parquet file")
+    arrow = _need("pyarrow", f"{file} is a Parquet file")
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        table = parquet.ParquetFile(file)
         _require_column(source.text_column, table.schema_arrow.names, str(file))
         number = 0
         for batch in table.iter_batches(batch_size=1024, columns=[source.text_column]):
             for value in batch.column(0).to_pylist():
                 yield _text_of(value, source.text_column, f"{file}, row {number}")
                 number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}") from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ConfigError
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 class AdamWConfig(OptimConfig):
     """Loshchilov & Hutter, Decoupled Weight Decay Regularization (2019), as torch.optim.AdamW has it."""
 
-    betas: list[float] = setting([0.9, 0.999], "Decay rates of the running means of the gradient and of its square.")
+    betas: list[float] = field(
+        default_factory=lambda: [0.9, 0.999],
+        metadata={"help": "Decay rates of the running means of the gradient and of its square."},
+    )
     eps: float = setting(1e-8, "Added to the denominator of the update.", above=0.0)
     weight_decay: float = setting(0.01, "Decay of matrices; norms and biases are not decayed.", minimum=0.0)
     fused: bool = setting(True, "Update each parameter in one pass over memory.")

@@ -34,7 +34,9 @@ class TrainConfig:
         0.0, "Part of optim.lr that is left after the last step (linear, cosine).", minimum=0.0, maximum=1.0
     )
     eval_every: int = setting(
-        0, "Steps between evaluations on held-out text; 0 evaluates before the first and after the last only.", minimum=0
+        0,
+        "Steps between evaluations on held-out text; 0 evaluates before the first and after the last only.",
+        minimum=0,
     )
     eval_windows: int | None = setting(None, "Evaluate on at most this many held-out windows; null: all.", minimum=1)
     log_every: int = setting(1, "Steps between progress lines; metrics.jsonl always has every step.", minimum=1)

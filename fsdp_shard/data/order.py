@@ -1,0 +1,37 @@
+"""The one order in which samples are trained: a function of the seed and of nothing else.
+
+Sample number `first` of a run is the same at every number of ranks, micro-batch size and restart, so a run resumes
+from the number of samples it has consumed. Each epoch is a permutation of all samples. Pure.
+
+The permutation is the stable argsort of raw Philox output (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+2011), seeded by (seed, epoch). numpy promises for ever the streams of its bit generators (NEP 19), but not those of
+`Generator.permutation`: an upgrade in the middle of a run must not change its order.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+
+def sample_indices(seed: int, num_samples: int, first: int, count: int) -> npt.NDArray[np.int64]:
+    """Indices [count] of the samples at places [first, first + count) of the endless order over `num_samples`."""
+    if num_samples < 1:
+        raise ValueError("there are no samples to order")
+    pieces = [np.empty(0, np.int64)]
+    while count > 0:
+        epoch, start = divmod(first, num_samples)
+        pieces.append(epoch_order(seed, num_samples, epoch)[start : start + count])
+        first, count = first + len(pieces[-1]), count - len(pieces[-1])
+    return np.concatenate(pieces)
+
+
+@lru_cache(maxsize=2)
+def epoch_order(seed: int, num_samples: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The permutation [num_samples] of one epoch; kept for the next call, so it is read-only."""
+    keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
+    order = np.argsort(keys, kind="stable")
+    order.setflags(write=False)
+    return order

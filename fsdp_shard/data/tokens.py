@@ -1,0 +1,195 @@
+"""Documents to one stream of tokens in a file, made once by one process and memory-mapped by all.
+
+A token file is a directory `<cache>/<fingerprint>/` with `tokens.bin` (little-endian uint16 or uint32) and `meta.json`.
+It is written beside its place and renamed, so it is complete or absent. The fingerprint covers the text, how it is cut
+into documents, and the tokenizer; window length is no part of it, as windows are views. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from fsdp_shard.data.sources import Source
+from fsdp_shard.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FORMAT_VERSION = 1
+_BATCH_CHARACTERS = 1 << 20  # enough documents at once for the tokenizer's threads, little enough to hold
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One tokenised text, on disk. `digest` is of the tokens alone: equal digests are equal streams."""
+
+    directory: str
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    num_empty_documents: int
+    digest: str
+
+    def open(self) -> npt.NDArray[Any]:
+        """The tokens [num_tokens], memory-mapped and read-only; raises DataError where this process cannot see them."""
+        file = Path(self.directory) / "tokens.bin"
+        try:
+            return np.memmap(file, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{file} cannot be mapped here ({error}); every rank must see the token cache. Set data.cache_dir to a "
+                f"directory that all machines share."
+            ) from error
+
+
+def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, what: str) -> TokenFile:
+    """The token file of `source` below `cache_dir`: the one that is there, or a new one. `what` is named in errors.
+
+    The end-of-text token is put between documents, and the beginning-of-text token before each one when the tokenizer
+    adds it by itself. Raises DataError when there are fewer than two tokens, or when the cache cannot be written.
+    """
+    directory = cache_dir / fingerprint(source, tokenizer)
+    if (known := _read_meta(directory)) is not None:
+        return known
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
+    except OSError as error:
+        raise DataError(f"The token cache {cache_dir} cannot be written ({error}); set data.cache_dir.") from error
+    try:
+        _write(temporary, directory, source, tokenizer, what)
+        _put_in_place(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    written = _read_meta(directory)
+    assert written is not None, directory
+    return written
+
+
+def fingerprint(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Name of the token file of this text under this tokenizer."""
+    parts = [_FORMAT_VERSION, source.fingerprint(), _tokenizer_state(tokenizer)]
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+
+
+def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        state: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    else:
+        state = json.loads(backend.to_str())
+        for key in ("truncation", "padding"):  # left over from the last call, and without effect here
+            state.pop(key, None)
+    return [state, _beginning(tokenizer), tokenizer.eos_token_id]
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """[beginning-of-text] when this tokenizer puts it before every text by itself, else nothing."""
+    first = tokenizer("a")["input_ids"][:1]
+    return [int(first[0])] if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
+
+
+def _write(temporary: Path, directory: Path, source: Source, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+    """Write tokens.bin and meta.json into `temporary`, flushed to the disk."""
+    from tqdm import tqdm
+
+    beginning, end = _beginning(tokenizer), tokenizer.eos_token_id
+    dtype = "<u2" if len(tokenizer) <= 1 << 16 else "<u4"
+    num_tokens = num_documents = num_seen = 0
+    digest = xxhash.xxh3_128()
+    with (
+        (temporary / "tokens.bin").open("wb") as out,
+        tqdm(desc=f"tokenising {what}", unit=" tokens", unit_scale=True, disable=None) as bar,
+    ):
+        counted = _Counted(source.documents())
+        for texts in _batches(counted):
+            encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            for ids in encoded["input_ids"]:
+                separator = [_require_end(end, what)] if num_documents else []
+                piece = np.asarray([*separator, *beginning, *ids], dtype=dtype)
+                out.write(piece.data)
+                digest.update(piece.data)
+                num_tokens, num_documents = num_tokens + len(piece), num_documents + 1
+                bar.update(len(piece))
+        num_seen = counted.num_seen
+        out.flush()
+        os.fsync(out.fileno())
+    if num_tokens < 2:
+        raise DataError(f"{what} has {num_tokens} tokens in {num_seen} documents; there must be two to predict one.")
+    digest.update(dtype.encode())
+    meta = TokenFile(str(directory), dtype, num_tokens, num_documents, num_seen - num_documents, digest.hexdigest())
+    with (temporary / "meta.json").open("w", encoding="utf-8") as stream:
+        json.dump({"format_version": _FORMAT_VERSION, **asdict(meta)}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+class _Counted:
+    """Passes on the documents that have text in them; `num_seen` counts the others too."""
+
+    def __init__(self, documents: Iterable[str]) -> None:
+        self._documents = documents
+        self.num_seen = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for document in self._documents:
+            self.num_seen += 1
+            if document.strip():
+                yield document
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    num_characters = 0
+    for document in documents:
+        batch.append(document)
+        num_characters += len(document)
+        if num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _require_end(end: int | None, what: str) -> int:
+    if end is None:
+        raise DataError(
+            f"{what} has several documents, but the model's tokenizer has no end-of-text token to put between them. "
+            f"Set eos_token in its tokenizer_config.json, or join the text into one document."
+        )
+    return end
+
+
+def _put_in_place(temporary: Path, directory: Path) -> None:
+    """Rename, unless another run was faster; a damaged leftover in the way is removed."""
+    if directory.exists() and _read_meta(directory) is None:
+        shutil.rmtree(directory, ignore_errors=True)
+    try:
+        temporary.rename(directory)
+    except OSError:
+        if _read_meta(directory) is None:
+            raise
+
+
+def _read_meta(directory: Path) -> TokenFile | None:
+    """What `directory` holds, or None when it is absent, of another format version, or not whole."""
+    try:
+        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        if meta.pop("format_version") != _FORMAT_VERSION:
+            return None
+        file = TokenFile(**{**meta, "directory": str(directory)})
+        size = (directory / "tokens.bin").stat().st_size
+        return file if size == file.num_tokens * np.dtype(file.dtype).itemsize else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,139 @@
+"""The training loop and the evaluation: a generator of one report a step, and one report.
+
+Saving, logging, stopping early and telling the user are the caller's, between one report and the next. Nothing here
+reads a file or the environment.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_shard.data.batch import evaluation_batches, global_batch
+from fsdp_shard.data.windows import WindowDataset
+from fsdp_shard.errors import LossError
+from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.training.schedule import learning_rate
+from fsdp_shard.training.seeding import seed_all, step_seed
+from fsdp_shard.training.signals import StopSignal
+from fsdp_shard.training.state import TrainerState
+from fsdp_shard.training.step import forward_loss, train_step
+
+if TYPE_CHECKING:
+    from fsdp_shard.distributed import DistributedContext
+    from fsdp_shard.sharding.base import ShardedModel
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did, the same on all ranks but for the times; the fields before `stop_signal` are a metrics row.
+
+    `step` counts from 1. `loss` is nats a token, before the update. `tokens` are the predictions of this step over all
+    ranks, `memory_bytes` the highest peak of any rank so far. `stop_signal` is a signal that reached any rank, or 0.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    tokens_per_second: float
+    step_seconds: float
+    memory_bytes: int
+    stop_signal: int = 0
+
+    def row(self) -> dict[str, float]:
+        """The step's line of metrics.jsonl."""
+        return {name: value for name, value in vars(self).items() if name != "stop_signal"}
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Held-out `loss` in nats a token and its exponential, over `num_tokens` predictions."""
+
+    loss: float
+    perplexity: float
+    num_tokens: int
+    seconds: float
+
+
+def train(
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    dataset: WindowDataset,
+    config: TrainConfig,
+    context: DistributedContext,
+    *,
+    state: TrainerState,
+    peak_lr: float,
+    stop: StopSignal,
+    sync_every_micro_batch: bool = True,
+) -> Iterator[StepReport]:
+    """Train from where `state` stands to `config.steps`, one report a step; on all ranks alike.
+
+    `state` is brought up to date before each report, so that it can be saved when it is received. After a report with a
+    `stop_signal` there is no further one. With nothing left to do there is none at all. Raises LossError.
+    """
+    model.module.train()
+    while state.step < config.steps:
+        began = time.perf_counter()
+        rate = learning_rate(config, peak_lr, state.step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        seed_all(step_seed(state.seed, state.step, context.rank))
+        samples = global_batch(state.seed, len(dataset), state.num_samples, config.global_batch_size)
+        result = train_step(
+            model,
+            optimizer,
+            dataset,
+            samples,
+            config,
+            context,
+            step=state.step + 1,
+            stop=stop,
+            sync_every_micro_batch=sync_every_micro_batch,
+        )
+        state.advance(len(samples), result.num_tokens)
+        seconds = time.perf_counter() - began
+        yield StepReport(
+            step=state.step,
+            loss=result.loss,
+            learning_rate=rate,
+            grad_norm=result.grad_norm,
+            tokens=result.num_tokens,
+            tokens_per_second=result.num_tokens / seconds,
+            step_seconds=seconds,
+            memory_bytes=result.memory_bytes,
+            stop_signal=result.stop_signal,
+        )
+        if result.stop_signal:
+            return
+
+
+def evaluate_loss(
+    model: ShardedModel, dataset: WindowDataset, micro_batch_size: int, context: DistributedContext
+) -> EvalReport:
+    """Mean loss over every prediction of `dataset`, each counted once on any number of ranks; a collective.
+
+    Leaves the mode of the model as it was. Raises LossError when the loss is not finite.
+    """
+    began, was_training = time.perf_counter(), model.module.training
+    model.module.eval()
+    total, num_tokens = 0.0, 0
+    with torch.no_grad():
+        for indices in evaluation_batches(len(dataset), micro_batch_size, context.rank, context.world_size):
+            batch = dataset.batch(indices)
+            total += float(forward_loss(model, batch, 1.0, context.device))
+            num_tokens += batch.num_predictions
+    model.module.train(was_training)
+    all_loss, all_tokens = context.all_reduce([total, num_tokens])
+    loss = all_loss / all_tokens if all_tokens else math.nan
+    if not math.isfinite(loss):
+        raise LossError(f"The held-out loss is {loss} over {int(all_tokens)} tokens: the weights are not usable.")
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return EvalReport(loss, perplexity, int(all_tokens), time.perf_counter() - began)

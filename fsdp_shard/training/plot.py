@@ -1,0 +1,71 @@
+"""The loss curves of a run as a PNG, from the rows of its logs. Needs matplotlib, and says so before training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.errors import ConfigError
+
+_INK, _TRAIN, _HELD_OUT = "#333333", "#3b6fb6", "#d1495b"
+
+
+def check_plots() -> None:
+    """Raise ConfigError when curves were asked for and cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "train.plot=true needs matplotlib, which is not installed. Install it with "
+            "pip install 'fsdp-shard[plots]', or set train.plot=false."
+        )
+
+
+def plot_losses(
+    train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]], target: Path, title: str
+) -> None:
+    """Draw `loss` over `step` of the rows of both logs into the PNG file `target`; either may be empty."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    _draw_train(axes, train)
+    _draw_held_out(axes, held_out)
+    axes.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold")
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel("loss (nats per token)", color=_INK)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if train or held_out:
+        axes.legend(frameon=False, labelcolor=_INK)
+    figure.savefig(target, format="png", dpi=160)
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of the last `width` values at each place; of as many as there are at the start."""
+    return [math.fsum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
+
+
+def _draw_train(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    if (width := len(rows) // 20) < 2:
+        axes.plot(steps, losses, color=_TRAIN, linewidth=1.8, label="train")
+        return
+    axes.plot(steps, losses, color=_TRAIN, linewidth=0.9, alpha=0.35, label="train, each step")
+    axes.plot(steps, running_mean(losses, width), color=_TRAIN, linewidth=1.8, label=f"train, mean of {width} steps")
+
+
+def _draw_held_out(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
+    first, last = (math.exp(min(700.0, row["loss"])) for row in (rows[0], rows[-1]))
+    label = f"held out (perplexity {first:.3g} \N{RIGHTWARDS ARROW} {last:.3g})"
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    axes.plot(steps, losses, color=_HELD_OUT, linewidth=1.8, marker="o", markersize=5, label=label)

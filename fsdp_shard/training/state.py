@@ -1,0 +1,94 @@
+"""Where a run stands: what `trainer.json` of a checkpoint holds. Knows no weights and no files.
+
+The learning rate, the random state and the place in the data are all functions of what is here (`schedule.py`,
+`seeding.py`, `data/order.py`), so this is enough to go on exactly.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from fsdp_shard.errors import CheckpointError, ConfigError
+
+_FORMAT_VERSION = 1
+
+
+@dataclass
+class TrainerState:
+    """`step` updates were made from the first `num_samples` of the sample order, with `num_tokens` predictions.
+
+    `seed` and `data` (`WindowDataset.identity`) define that order. `best_loss` is the lowest held-out loss so far, of
+    step `best_step`.
+    """
+
+    seed: int
+    data: str
+    step: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+
+    def advance(self, num_samples: int, num_tokens: int) -> None:
+        """Count one more update."""
+        self.step += 1
+        self.num_samples += num_samples
+        self.num_tokens += num_tokens
+
+    def is_best(self, loss: float) -> bool:
+        """Take note of a held-out loss of this step; whether it is the lowest so far."""
+        if self.best_loss is not None and loss >= self.best_loss:
+            return False
+        self.best_loss, self.best_step = loss, self.step
+        return True
+
+    def check_continues(self, seed: int, data: str) -> None:
+        """Raise ConfigError when a run with this seed and data would not go on where this one stopped."""
+        if seed != self.seed:
+            raise ConfigError(
+                f"seed={seed}, but the run to resume began with seed={self.seed}: its samples would come in another "
+                f"order. Give seed={self.seed}, or begin anew from its weights with model.path."
+            )
+        if data != self.data:
+            raise ConfigError(
+                f"The text or data.sequence_length is not that of the run to resume (windows {data}, expected "
+                f"{self.data}), so its place in the data means nothing here. Give the same data.* settings and files, "
+                f"or begin anew from its weights with model.path."
+            )
+
+    def to_json(self) -> str:
+        """The content of `trainer.json`."""
+        return json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, what: str) -> TrainerState:
+        """Read `to_json`'s output; raises CheckpointError, naming `what` (the file), when it is anything else."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise CheckpointError(f"{what} is not JSON ({error}); this checkpoint cannot be resumed from.") from error
+        if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
+            raise CheckpointError(f"{what} is no trainer state of format version {_FORMAT_VERSION}.")
+        expected = {field.name for field in fields(cls)}
+        if expected != set(values):
+            missing, unknown = sorted(expected - set(values)), sorted(set(values) - expected)
+            raise CheckpointError(f"{what} does not have the expected entries: missing {missing}, unknown {unknown}.")
+        for name, value in values.items():
+            _check_entry(name, value, what)
+        return cls(**values)
+
+
+def _check_entry(name: str, value: Any, what: str) -> None:
+    kinds, words = _KINDS.get(name, ((int,), "a whole number of at least 0"))
+    is_right = isinstance(value, kinds) and not isinstance(value, bool)
+    if not is_right or (isinstance(value, int) and value < 0):
+        raise CheckpointError(f"{what}: {name} is {value!r}; expected {words}.")
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "data": ((str,), "text"),
+    "best_loss": ((float, int, type(None)), "a number or null"),
+    "best_step": ((int, type(None)), "a whole number of at least 0 or null"),
+}

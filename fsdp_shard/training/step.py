@@ -1,0 +1,139 @@
+"""One update of the weights from one global batch, over all ranks.
+
+Every rank makes the same calls in the same order: what only one rank knows (its tokens, its loss, a signal that reached
+it) is summed over the ranks before anyone acts on it. Knows the model by the `ShardedModel` protocol only.
+
+The loss is the mean over the predictions of the *global* batch: each rank divides the sum of its own by (number of
+predictions of all ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fsdp_shard.data.batch import micro_batches
+from fsdp_shard.data.windows import Batch, WindowDataset
+from fsdp_shard.errors import LossError
+from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.training.loss import cross_entropy
+from fsdp_shard.training.memory import peak_memory_bytes
+from fsdp_shard.training.signals import STOP_SIGNALS, StopSignal
+
+if TYPE_CHECKING:
+    from fsdp_shard.distributed import DistributedContext
+    from fsdp_shard.sharding.base import ShardedModel
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks know after a step: the same on each of them. `memory_bytes` is the highest peak of any rank."""
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    memory_bytes: int
+    stop_signal: int
+
+
+def train_step(
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    dataset: WindowDataset,
+    samples: npt.NDArray[np.int64],
+    config: TrainConfig,
+    context: DistributedContext,
+    *,
+    step: int,
+    stop: StopSignal,
+    sync_every_micro_batch: bool,
+) -> StepResult:
+    """Make update number `step` (for messages) from the windows `samples` of the whole global batch.
+
+    `stop` is looked at when the gradients are there. Raises LossError on all ranks, before the weights
+    change, when the loss or the norm of the gradients is not finite on any.
+    """
+    parts = micro_batches(samples, config.micro_batch_size, context.rank, context.world_size)
+    batches = [dataset.batch(part) for part in parts]
+    (num_tokens,) = context.all_reduce([sum(batch.num_predictions for batch in batches)])
+    optimizer.zero_grad()
+    losses = _accumulate(
+        model, batches, max(num_tokens, 1.0) / context.world_size, context.device, sync_every_micro_batch
+    )
+    limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
+    grad_norm = float(model.clip_grad_norm_(limit))
+    result = _agree(float(sum(losses)), grad_norm, int(num_tokens), stop.number, context)
+    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        raise LossError(_describe(result, step, samples, parts, losses, context))
+    optimizer.step()
+    optimizer.zero_grad()  # so that an evaluation or a save does not keep them
+    return result
+
+
+def _accumulate(
+    model: ShardedModel, batches: list[Batch], divisor: float, device: torch.device, sync_every: bool
+) -> list[torch.Tensor]:
+    """Add up the gradients of the micro-batches; each one's part of the loss, as scalars on the device."""
+    losses = []
+    for number, batch in enumerate(batches, start=1):
+        with nullcontext() if sync_every or number == len(batches) else model.no_sync():
+            loss = forward_loss(model, batch, divisor, device)
+            loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    return losses
+
+
+def forward_loss(model: ShardedModel, batch: Batch, divisor: float, device: torch.device) -> torch.Tensor:
+    """Summed cross-entropy of a batch over `divisor`, a float32 scalar on `device`.
+
+    No attention mask: documents run on in a window, and padding comes last, where no prediction that counts sees it.
+    """
+    input_ids = torch.from_numpy(batch.input_ids).to(device, non_blocking=True)
+    labels = torch.from_numpy(batch.labels).to(device, non_blocking=True)
+    return cross_entropy(model.module(input_ids=input_ids, use_cache=False).logits, labels, divisor)
+
+
+def _agree(loss: float, grad_norm: float, num_tokens: int, stop_signal: int, context: DistributedContext) -> StepResult:
+    """Bring together what each rank knows, in one sum: losses, received signals, and a place for each one's memory."""
+    signals = [float(stop_signal == number) for number in STOP_SIGNALS]
+    memory = [0.0] * context.world_size
+    memory[context.rank] = float(peak_memory_bytes(context.device))
+    summed = context.all_reduce([loss, *signals, *memory])
+    received = (number for number, count in zip(STOP_SIGNALS, summed[1:], strict=False) if count)
+    return StepResult(
+        loss=summed[0] / context.world_size,
+        grad_norm=grad_norm,
+        num_tokens=num_tokens,
+        memory_bytes=int(max(summed[1 + len(signals) :])),
+        stop_signal=int(next(received, 0)),
+    )
+
+
+def _describe(
+    result: StepResult,
+    step: int,
+    samples: npt.NDArray[np.int64],
+    parts: npt.NDArray[np.int64],
+    losses: Iterable[torch.Tensor],
+    context: DistributedContext,
+) -> str:
+    """The message of a LossError, equal on all ranks; a collective, which all ranks reach or none."""
+    mine = [int(i) for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss) for i in part]
+    bad = sorted({index for rank in context.all_gather_object(mine) for index in rank})
+    where = (
+        f"in the loss of samples {bad}"
+        if bad
+        else f"in the gradients only; its samples are {sorted(set(map(int, samples)))}"
+    )
+    return (
+        f"The loss of step {step} is {result.loss} and the norm of its gradients {result.grad_norm}: not finite "
+        f"{where}. The weights were not changed by this step. Lower optim.lr, lengthen train.warmup_steps, or look at "
+        f"these samples (windows of data.path, counted from 0)."
+    )
