@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from fsdp_shard.checkpoint import dtypes
 from fsdp_shard.checkpoint.files import member
-from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.manifest import read_manifest
 from fsdp_shard.sizes import format_size
-
-_Tree = dict[str, Union[TensorEntry, "_Tree"]]
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,16 @@ class FileSummary:
     name: str
     num_bytes: int
     num_tensors: int
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """A tensor: safetensors dtype name, full shape, logical bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -48,15 +57,29 @@ class Description:
     balance: float
     tied: dict[str, str]
     integrity: str
-    tensors: tuple[dict[str, Any], ...]
+    tensors: tuple[TensorSummary, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for `json.dumps`."""
-        return dataclasses.asdict(self)
+    def to_json(self) -> str:
+        """For programs: one JSON object with the fields above."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def to_text(self) -> str:
+        """For a terminal: a head, the files, then the tensors as a tree folded by layer."""
+        return "\n".join([*_head(self), *_file_lines(self), "", *fold(self.tensors)])
 
 
-def describe(index: TensorIndex, pattern: str = "*") -> Description:
-    """Describe a checkpoint; `pattern` (as of a shell) chooses the tensors that are listed; all are counted."""
+def describe(checkpoint: TensorIndex | str | Path, pattern: str = "*") -> Description:
+    """Describe an open checkpoint, or the one at a path.
+
+    `pattern` (as of a shell) chooses the tensors that are listed; all are counted. Raises what `open_checkpoint` does.
+    """
+    if isinstance(checkpoint, TensorIndex):
+        return _describe(checkpoint, pattern)
+    with open_checkpoint(checkpoint) as index:
+        return _describe(index, pattern)
+
+
+def _describe(index: TensorIndex, pattern: str) -> Description:
     entries = list(index.tensors.values())
     by_dtype: Counter[str] = Counter()
     for entry in entries:
@@ -83,7 +106,7 @@ def describe(index: TensorIndex, pattern: str = "*") -> Description:
         tied=dict(index.aliases),
         integrity="digests" if manifest is not None else "structure",
         tensors=tuple(
-            {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "num_bytes": entry.num_bytes}
+            TensorSummary(entry.name, entry.dtype, entry.shape, entry.num_bytes)
             for entry in entries
             if fnmatch.fnmatchcase(entry.name, pattern)
         ),
@@ -97,9 +120,7 @@ def _files(index: TensorIndex) -> list[FileSummary]:
     return [FileSummary(name, member(index.root, name).stat().st_size, counts[name]) for name in sorted(counts)]
 
 
-def render(description: Description) -> str:
-    """The description as text for a terminal: a head, the files, then the tensors as a tree folded by layer."""
-    d = description
+def _head(d: Description) -> list[str]:
     dtype_sizes = ", ".join(f"{name} {format_size(size)}" for name, size in d.bytes_by_dtype.items())
     head = {
         "path": d.path,
@@ -114,26 +135,27 @@ def render(description: Description) -> str:
         "integrity": "every byte has a digest" if d.integrity == "digests" else "no manifest: structure only",
         "files": f"{len(d.files)}, the largest {d.balance:.2f}x the mean",
     }
-    lines = [f"{key + ':':<12} {value}" for key, value in head.items() if value is not None]
+    return [f"{key + ':':<12} {value}" for key, value in head.items() if value is not None]
+
+
+def _file_lines(d: Description) -> list[str]:
     width = max((len(file.name) for file in d.files), default=0)
-    lines += [f"  {f.name:<{width}}  {format_size(f.num_bytes):>8}  {_tensors(f.num_tensors)}" for f in d.files]
-    tree = [TensorEntry(item["name"], item["dtype"], tuple(item["shape"]), ()) for item in d.tensors]
-    return "\n".join([*lines, "", *fold(tree)]) + "\n"
+    return [f"  {f.name:<{width}}  {format_size(f.num_bytes):>8}  {_tensors(f.num_tensors)}" for f in d.files]
 
 
 def _tensors(count: int) -> str:
     return f"{count:,} tensor{'' if count == 1 else 's'}"
 
 
-def fold(entries: Sequence[TensorEntry]) -> list[str]:
+def fold(tensors: Sequence[TensorSummary]) -> list[str]:
     """The tensors as an indented tree, where neighbouring layers (numbered parts) that look alike share one line."""
-    root: _Tree = {}
-    for entry in entries:
+    root: dict[str, Any] = {}
+    for entry in tensors:
         node, parts = root, entry.name.split(".")
         for part in parts[:-1]:
             below = node.setdefault(part, {})
             # A name may be both a tensor and a prefix of others; then the longer name stays whole.
-            node = below if isinstance(below, dict) else node.setdefault(part + ".", {})  # type: ignore[assignment]
+            node = below if isinstance(below, dict) else node.setdefault(part + ".", {})
         node[parts[-1] if parts[-1] not in node else entry.name] = entry
     return list(_render(root, 0, 1))
 
@@ -141,10 +163,10 @@ def fold(entries: Sequence[TensorEntry]) -> list[str]:
 def _render(node: Mapping[str, Any], depth: int, copies: int) -> Iterator[str]:
     indent = "  " * depth
     for label, count, below in _groups(node):
-        while count == 1 and not isinstance(below, TensorEntry) and len(below) == 1:  # a chain takes one line
+        while count == 1 and not isinstance(below, TensorSummary) and len(below) == 1:  # a chain takes one line
             ((name, below),) = below.items()
             label = f"{label}.{name}"
-        if isinstance(below, TensorEntry):
+        if isinstance(below, TensorSummary):
             shape = " x ".join(map(str, below.shape)) or "scalar"
             times = copies * count
             total = format_size(below.num_bytes * times)
@@ -174,14 +196,6 @@ def _label(run: Sequence[str]) -> str:
 
 def _shape(node: Any) -> Any:
     """What two subtrees have in common when they look alike."""
-    if isinstance(node, TensorEntry):
+    if isinstance(node, TensorSummary):
         return (node.dtype, node.shape)
     return tuple((name, _shape(below)) for name, below in node.items())
-
-
-def describe_path(path: str | Path, pattern: str = "*") -> Description:
-    """`describe` of what lies at `path`."""
-    from fsdp_shard.checkpoint.index import open_checkpoint
-
-    with open_checkpoint(path) as index:
-        return describe(index, pattern)

@@ -21,6 +21,7 @@ from fsdp_shard.checkpoint.dtypes import itemsize
 from fsdp_shard.checkpoint.files import member, open_regular
 from fsdp_shard.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.sizes import format_size
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex
@@ -147,6 +148,18 @@ class VerifyReport:
     @property
     def is_sound(self) -> bool:
         return not self.problems
+
+    def __str__(self) -> str:
+        """For a terminal: a line a problem, then what was checked."""
+        size = f"{self.num_tensors:,} tensors, {format_size(self.num_bytes)}"
+        if self.content_checked:
+            checked = f"every byte was compared with its digest in {self.seconds:.1f} s"
+        else:
+            checked = "only the structure was checked: there is no manifest with digests to compare the content with"
+        lines = [problem.message for problem in self.problems]
+        if self.format is not None:
+            lines.append(f"{self.path}: {'DAMAGED' if self.problems else 'sound'} ({size}; {checked}).")
+        return "\n".join(lines)
 
 
 def verify(path: str | Path) -> VerifyReport:
