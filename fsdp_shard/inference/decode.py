@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Figures:
-    """Seconds from the first prompt to its first token and to the last token of all, and how many there were."""
+    """Seconds until the first token of the first batch, seconds of all batches, and how many tokens they gave."""
 
     first_token_seconds: float | None = None
     seconds: float = 0.0
@@ -74,12 +74,11 @@ def complete(
 ) -> Iterator[Completion]:
     """A completion for each prompt, in their order; `figures` is brought up to date with every batch."""
     config = generation_config(model, tokenizer, settings)
-    start = time.perf_counter()
     for first in range(0, len(prompts), settings.batch_size):
         batch = list(encoded[first : first + settings.batch_size])
-        watch = _Watch(figures, start)
-        rows = _generate(model, batch, config, watch)
-        figures.seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        rows = _generate(model, batch, config, _Watch(figures, start))
+        figures.seconds += time.perf_counter() - start
         for prompt, new in zip(prompts[first:], rows, strict=False):
             figures.num_new_tokens += len(new)
             yield Completion(prompt.text, str(tokenizer.decode(new, skip_special_tokens=True)), len(new))

@@ -44,7 +44,7 @@ def read_prompts(settings: GenerateSettings) -> list[Prompt]:
 
 
 def write_completions(path: Path, completions: Iterable[Completion]) -> Iterator[Completion]:
-    """Pass `completions` on, each after it has become a JSON row of `path`, so that none is lost when a later one fails."""
+    """Pass `completions` on, each once it is a JSON row of `path`, so that none is lost when a later one fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as stream:
         for completion in completions:

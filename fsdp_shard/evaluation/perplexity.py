@@ -1,0 +1,97 @@
+"""Token-weighted perplexity over fixed windows: exp of the mean cross-entropy of every token but the first.
+
+The windows are those of training's held-out evaluation, so the two figures agree. A token is predicted from those
+before it in its own window. Knows nothing of ranks; the model may be dispatched in any way.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_shard.data.base import DataConfig
+from fsdp_shard.errors import ConfigError, LossError
+from fsdp_shard.evaluation.base import evaluated_text
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from fsdp_shard.data.windows import WindowDataset
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """`loss` is the mean over `num_tokens` predicted tokens, in nats."""
+
+    loss: float
+    num_tokens: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+def check_context(config: PretrainedConfig, sequence_length: int) -> None:
+    """Raise ConfigError when the windows are longer than the context of the model."""
+    room = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if room is not None and sequence_length > room:
+        raise ConfigError(
+            f"data.sequence_length={sequence_length} exceeds the model's context of {room} tokens; give at most {room}."
+        )
+
+
+def evaluation_windows(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path | None = None
+) -> tuple[WindowDataset, tuple[str, ...]]:
+    """What is to be evaluated (see `evaluated_text`), cut into windows, and notes on it. Raises DataError."""
+    from fsdp_shard.data.prepare import prepare
+
+    windows = prepare(evaluated_text(data), tokenizer, cache_dir)
+    return windows.held_out or windows.train, windows.notes
+
+
+def perplexity(
+    model: PreTrainedModel,
+    windows: WindowDataset,
+    batch_size: int,
+    progress: Callable[[int], object] | None = None,
+) -> Perplexity:
+    """Run every window through `model` once; `progress(num_windows)` is called after each batch.
+
+    Raises LossError when a loss is not finite.
+    """
+    import torch
+
+    start, total, num_tokens = time.perf_counter(), 0.0, 0
+    with torch.inference_mode():
+        for first in range(0, len(windows), batch_size):
+            indices = range(first, min(first + batch_size, len(windows)))
+            batch = windows.batch(indices)
+            logits = model(input_ids=torch.from_numpy(batch.input_ids), use_cache=False).logits
+            loss = _summed_loss(logits, torch.from_numpy(batch.labels))
+            if not math.isfinite(loss):
+                raise LossError(
+                    f"The loss of windows {first} to {indices[-1]} is {loss}: weights or activations are not finite."
+                )
+            total, num_tokens = total + loss, num_tokens + batch.num_predictions
+            if progress is not None:
+                progress(len(indices))
+    return Perplexity(total / num_tokens, num_tokens, time.perf_counter() - start)
+
+
+def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Sum over `labels` [rows, length] under `logits` [rows, length, vocabulary], upcast a row at a time."""
+    from torch.nn.functional import cross_entropy
+
+    from fsdp_shard.data.windows import MASKED
+
+    return sum(
+        float(cross_entropy(row.float(), of_row.to(row.device), ignore_index=MASKED, reduction="sum"))
+        for row, of_row in zip(logits, labels, strict=True)
+    )
