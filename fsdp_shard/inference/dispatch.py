@@ -64,7 +64,7 @@ def dispatch(
     from fsdp_shard.blocks import no_split_blocks
     from fsdp_shard.checkpoint.index import open_checkpoint
     from fsdp_shard.inference.machine import check_devices, machine_budgets
-    from fsdp_shard.inference.names import match_names
+    from fsdp_shard.checkpoint.names import match_names
     from fsdp_shard.inference.placement import place
 
     strategy = parse_device_map(dict(device_map) if isinstance(device_map, Mapping) else device_map)
