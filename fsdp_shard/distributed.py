@@ -7,17 +7,19 @@ Knows nothing of models, wrappers or checkpoints.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, FsdpShardError, SaveError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,42 @@ class DistributedContext:
         dist.all_gather_object(values, value)
         return values
 
+    def gather_object(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on rank 0; an empty list elsewhere."""
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values)
+        return values or []
+
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """`value` as rank `source` has it, on every rank."""
         box = [value]
         dist.broadcast_object_list(box, src=source)
         return box[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """`work()` of this rank; what it raises on any rank is raised on every rank, so that none goes on alone.
+
+        Only errors of ours and of the operating system are shared: anything else is a bug and ends its rank.
+        """
+        value: T | None = None
+        error: FsdpShardError | None = None
+        try:
+            value = work()
+        except FsdpShardError as ours:
+            error = ours
+        except OSError as system:
+            error = SaveError(f"Rank {self.rank}: {system.filename or 'a file'}: {system.strerror or system}.")
+        first = next((found for found in self.all_gather_object(error) if found is not None), None)
+        if first is not None:
+            raise first
+        return value  # type: ignore[return-value]
+
+    def decide(self, work: Callable[[], T]) -> T:
+        """What `work()` is on rank 0, on every rank: for looking at a disk, which two ranks may see at two moments.
+
+        Errors of ours and of the operating system are raised on every rank.
+        """
+        return self.broadcast_object(self.together(lambda: work() if self.is_main else None))  # type: ignore[no-any-return]
 
     def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
         """The element-wise `sum`, `max` or `min` of `values` over the ranks, in double precision."""

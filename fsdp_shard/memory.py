@@ -1,0 +1,36 @@
+"""How much memory this process has in use. Knows no model."""
+
+from __future__ import annotations
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now, shared libraries and forked pages included."""
+    return _status("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had in RAM so far.
+
+    From /proc where there is one: `getrusage` also counts what the parent had when it started us.
+    """
+    return _status("VmHWM")
+
+
+def device_peak_bytes(device_type: str) -> int:
+    """The most memory that this process has had allocated on its current GPU; on the CPU, the peak of its RAM."""
+    if device_type != "cuda":
+        return peak_resident_bytes()
+    import torch
+
+    return torch.cuda.max_memory_allocated()
+
+
+def _status(field: str) -> int:
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{field}:"))
+    except (OSError, StopIteration):
+        import resource
+        import sys
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

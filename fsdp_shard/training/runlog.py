@@ -1,0 +1,107 @@
+"""What a run writes about itself while it trains: progress for people, metrics for programs, the figures at the end.
+
+Every rank makes one; only rank 0's shows and writes anything, so that recipes need not ask. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from signal import Signals
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard.errors import Interrupted
+from fsdp_shard.results import write_result
+from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.training.loop import EvalReport, StepReport
+from fsdp_shard.training.metrics import MetricsLog, read_rows
+from fsdp_shard.training.plot import plot_losses
+from fsdp_shard.training.progress import Progress
+
+if TYPE_CHECKING:
+    from fsdp_shard.distributed import DistributedContext
+
+METRICS, EVALUATIONS, PLOT = "metrics.jsonl", "evaluations.jsonl", "loss.png"
+
+
+def stopped(report: StepReport, run_dir: str) -> Interrupted:
+    """The error that ends a run after a signal, when the step is saved."""
+    return Interrupted(
+        f"Stopped by {Signals(report.stop_signal).name} after step {report.step}, which is saved in {run_dir}. "
+        f"To go on from there, give the same command with run_dir={run_dir}.",
+        signal_number=report.stop_signal,
+    )
+
+
+class RunLog:
+    """The log of a run in `run_dir` that starts, or goes on, after `first_step`."""
+
+    def __init__(self, run_dir: str, config: TrainConfig, context: DistributedContext, first_step: int) -> None:
+        self._run_dir, self._config, self._is_main = Path(run_dir), config, context.is_main
+        self._first_step = first_step
+        self._exit = ExitStack()
+        self._seconds, self._tokens = 0.0, 0
+        self._memory: int | None = None
+        self._checkpoint: Path | None = None
+
+    def __enter__(self) -> RunLog:
+        self._progress = self._exit.enter_context(
+            Progress(self._config.steps, self._first_step, self._config.log_every, enabled=self._is_main)
+        )
+        if self._is_main:
+            resumed = self._first_step or None
+            self._metrics = self._exit.enter_context(MetricsLog(self._run_dir / METRICS, resumed))
+            self._evaluations = self._exit.enter_context(MetricsLog(self._run_dir / EVALUATIONS, resumed))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    def note(self, lines: str | Iterable[str]) -> None:
+        """Lines for whoever watches."""
+        for line in [lines] if isinstance(lines, str) else lines:
+            self._progress.note(line)
+
+    def step(self, report: StepReport) -> None:
+        self._seconds += report.step_seconds
+        self._tokens += report.tokens
+        self._memory = report.memory_bytes
+        self._progress.show(report)
+        if self._is_main:
+            self._metrics.write(report.row())
+
+    def evaluation(self, step: int, report: EvalReport) -> None:
+        self.note(f"held out after step {step}: loss {report.loss:.4f}, perplexity {report.perplexity:.3f}")
+        if self._is_main:
+            self._evaluations.write({"step": step, **vars(report)})
+
+    def saved(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self.note(f"saved {checkpoint}")
+
+    def finish(self, title: str, figures: dict[str, Any]) -> None:
+        """Draw the curves if asked for, and write result.json: last, so that its being there means completed."""
+        if not self._is_main:
+            return
+        steps, held_out = read_rows(self._run_dir / METRICS), read_rows(self._run_dir / EVALUATIONS)
+        if self._config.plot:
+            plot_losses(steps, held_out, self._run_dir / PLOT, title)
+        write_result(self._run_dir, self._figures(steps, held_out) | {"checkpoint": str(self._checkpoint)} | figures)
+
+    def _figures(self, steps: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> dict[str, Any]:
+        """Over the whole run, but for the rate and the memory, which are of this part of it."""
+        figures: dict[str, Any] = {
+            "steps": steps[-1]["step"] if steps else self._first_step,
+            "final_loss": steps[-1]["loss"] if steps else None,
+            "tokens": sum(row["tokens"] for row in steps),
+            "tokens_per_second": self._tokens / self._seconds if self._seconds else None,
+            "peak_memory_bytes": self._memory,
+        }
+        if held_out:
+            figures["perplexity_before"] = held_out[0]["perplexity"]
+            figures["perplexity"] = held_out[-1]["perplexity"]
+        return figures

@@ -1,0 +1,123 @@
+"""From settings to a sharded model with its weights: build on meta, shard along the blocks, read this rank's ranges.
+
+The only values that a rank ever reads are its own. Knows no loop and no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from fsdp_shard.blocks import no_split_blocks, tied_names
+from fsdp_shard.checkpoint.carry import carry
+from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.names import match_names
+from fsdp_shard.checkpoint.state import load_shards
+from fsdp_shard.memory import peak_resident_bytes
+from fsdp_shard.models import ModelConfig, ModelSource, build_on_meta, load_config, rebuild_buffers, resolve
+from fsdp_shard.sharding.base import ShardConfig, ShardedModel
+from fsdp_shard.sizes import format_size
+from fsdp_shard.training.base import OptimConfig
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fsdp_shard.distributed import DistributedContext
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """What loading cost, the worst rank's: `peak_memory_bytes` resident, of which a part had to be.
+
+    `excess_bytes` is the peak without the rank's shard and the largest block: the program itself, and buffers.
+    """
+
+    peak_memory_bytes: int
+    shard_bytes: int
+    largest_block_bytes: int
+    excess_bytes: int
+
+    def row(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A sharded model with weights, the tied names that are not stored, and what loading it cost."""
+
+    model: ShardedModel
+    num_params: int
+    num_blocks: int
+    aliases: Mapping[str, str]
+    figures: LoadFigures
+
+
+def model_source(config: ModelConfig, step_directory: Path | None) -> ModelSource:
+    """Where config, tokenizer and weights come from: the step to resume from, else `model.path`."""
+    return ModelSource(step_directory) if step_directory is not None else resolve(config.path, config.gguf_file)
+
+
+def load_sharded(
+    config: ModelConfig, shard: ShardConfig, source: ModelSource, context: DistributedContext
+) -> LoadedModel:
+    """The model of `source`, sharded by `shard`, each rank's part filled from the files; a collective.
+
+    Raises ModelError or CheckpointError, on all ranks, when model and weights do not fit each other.
+    """
+    model = context.together(
+        lambda: build_on_meta(
+            load_config(source, config.trust_remote_code),
+            config.dtype,
+            trust_remote_code=config.trust_remote_code,
+            attention=config.attention,
+        )
+    )
+    blocks = no_split_blocks(model, shard.blocks)
+    aliases = tied_names(model)
+    with context.together(lambda: open_checkpoint(source.weights)) as index:
+        names = context.together(lambda: match_names(model, index))
+        rebuild_buffers(model, context.device)
+        sharded = shard.shard(model, context)
+        shards = sharded.local_shards()
+        context.together(lambda: load_shards(index, shards, names))
+    shard_bytes = sum(part.data.numel() * part.data.element_size() for part in shards.values())
+    figures = _figures(shard_bytes, max(block.num_bytes for block in blocks), context)
+    return LoadedModel(sharded, sum(block.num_params for block in blocks), len(blocks), aliases, figures)
+
+
+def side_files(source: ModelSource, dtype: str) -> dict[str, bytes]:
+    """Config, generation config and tokenizer files that make a directory of weights a model, by name."""
+    with TemporaryDirectory() as directory, open_checkpoint(source.weights) as index:
+        carry(index, Path(directory), dtype)
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
+
+
+def build_optimizer(config: OptimConfig, loaded: LoadedModel) -> Optimizer:
+    """The optimizer of the model's parameters, which decides about decay by their logical shapes."""
+    from torch import nn
+
+    shards = loaded.model.local_shards()
+    parameters = {name: shard.tensor for name, shard in shards.items() if isinstance(shard.tensor, nn.Parameter)}
+    return config.build(parameters, {name: shard.shape for name, shard in shards.items()})
+
+
+def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, context: DistributedContext) -> list[str]:
+    """What was built, where, and what it costs a rank, for people."""
+    figures = loaded.figures
+    mesh = f"{context.world_size} {context.device.type} rank{'s' if context.world_size > 1 else ''}"
+    if context.num_replicas > 1:
+        mesh += f" ({context.num_replicas} replicas of {context.world_size // context.num_replicas})"
+    return [
+        f"{config.path}: {loaded.num_params / 1e6:,.1f} M parameters in {loaded.num_blocks} blocks on {mesh}, "
+        f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}",
+        f"loaded: {format_size(figures.shard_bytes)} of weights a rank, {format_size(figures.peak_memory_bytes)} in use",
+    ]
+
+
+def _figures(shard_bytes: int, block_bytes: int, context: DistributedContext) -> LoadFigures:
+    peak = peak_resident_bytes()
+    worst = context.all_reduce([peak, shard_bytes, peak - shard_bytes - block_bytes], "max")
+    return LoadFigures(int(worst[0]), int(worst[1]), block_bytes, int(worst[2]))

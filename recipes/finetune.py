@@ -1,0 +1,77 @@
+"""Fine-tune a causal language model under FSDP: build, shard, load, train, evaluate, save."""
+
+from __future__ import annotations
+
+from fsdp_shard.cli import recipe
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.data.base import check_data
+from fsdp_shard.data.prepare import prepare_on_ranks
+from fsdp_shard.distributed import distributed
+from fsdp_shard.launch import world_size
+from fsdp_shard.models import load_tokenizer, resolve
+from fsdp_shard.training.base import check_batch
+from fsdp_shard.training.checkpointing import find_step, is_finished, open_saver, open_trainer, restore_optimizer
+from fsdp_shard.training.loop import evaluate_loss, train
+from fsdp_shard.training.plot import check_plots
+from fsdp_shard.training.runlog import RunLog, stopped
+from fsdp_shard.training.schedule import is_due
+from fsdp_shard.training.setup import build_optimizer, describe, load_sharded, model_source
+from fsdp_shard.training.signals import StopSignal
+
+
+def check(config: FinetuneConfig) -> None:
+    """What can be found wrong before any rank starts."""
+    check_batch(config.train, world_size(config.launch))
+    if find_step(config.resume, config.run_dir) is None:
+        resolve(config.model.path, config.model.gguf_file)
+    check_data(config.data)
+    if config.train.plot:
+        check_plots()
+
+
+@recipe(FinetuneConfig, check=check)
+def main(config: FinetuneConfig) -> None:
+    """Fine-tune `model` on `data`, on every rank alike."""
+    launch, shard, settings = config.launch, config.shard, config.train
+    with distributed(launch.device, shard.replicas, launch.timeout_seconds) as context, StopSignal() as stop:
+        resumed = context.decide(lambda: find_step(config.resume, config.run_dir))
+        if context.decide(lambda: is_finished(resumed, config.run_dir, settings.steps)):
+            return
+        source = model_source(config.model, resumed)
+        data = prepare_on_ranks(config.data, lambda: load_tokenizer(source), context)
+        held_out = data.held_out.head(settings.eval_windows) if data.held_out else None
+        loaded = load_sharded(config.model, shard, source, context)
+        optimizer = build_optimizer(config.optim, loaded)
+        state = context.decide(lambda: open_trainer(resumed, config.seed, data.train.identity))
+        if resumed is not None:
+            restore_optimizer(optimizer, loaded, resumed, context)
+        saver = open_saver(config.run_dir, config.checkpoint, context, loaded, optimizer, source, config.model.dtype)
+        with RunLog(config.run_dir, settings, context, state.step) as log:
+            log.note([*describe(loaded, config.model, shard, context), *data.notes])
+            if held_out and state.step == 0:
+                log.evaluation(0, evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context))
+            for report in train(
+                loaded.model,
+                optimizer,
+                data.train,
+                settings,
+                context,
+                state=state,
+                peak_lr=config.optim.lr,
+                stop=stop,
+                sync_every_micro_batch=shard.sync_every_micro_batch,
+            ):
+                log.step(report)
+                if held_out and is_due(report.step, settings.eval_every, settings.steps) and not report.stop_signal:
+                    evaluation = evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context)
+                    state.is_best(evaluation.loss)
+                    log.evaluation(report.step, evaluation)
+                if report.stop_signal or is_due(report.step, config.checkpoint.every, settings.steps):
+                    log.saved(saver.save(state))
+                if report.stop_signal and report.step < settings.steps:
+                    raise stopped(report, config.run_dir)
+            log.finish(config.model.path, {"num_params": loaded.num_params, "load": loaded.figures.row()})
+
+
+if __name__ == "__main__":
+    main()
