@@ -25,7 +25,8 @@ from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
 from fsdp_shard.checkpoint.transfer import Extent, Move, Progress, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
-from fsdp_shard.settings import REQUIRED, setting
+from fsdp_shard.memory import peak_resident_bytes
+from fsdp_shard.settings import REQUIRED, check, setting
 from fsdp_shard.sizes import parse_size
 
 _DEFAULT_SHARD_SIZE = "5GB"
@@ -94,7 +95,7 @@ def convert(
     settings = ConvertConfig(
         str(source), str(target), format, str(max_shard_size), ranks, wanted or "keep", verify, overwrite
     )
-    _check(settings)
+    check(settings)
     place = Path(target).expanduser().absolute()
     with open_checkpoint(Path(source).expanduser()) as index:
         _check_target(place, index, overwrite)
@@ -107,15 +108,9 @@ def convert(
         num_tensors=len(plan.moves),
         num_bytes=sum(move.target.num_bytes for move in plan.moves),
         seconds=time.perf_counter() - start,
-        peak_memory_bytes=peak_memory_bytes(),
+        peak_memory_bytes=peak_resident_bytes(),
         verified=verify,
     )
-
-
-def _check(settings: ConvertConfig) -> None:
-    from fsdp_shard.settings import check
-
-    check(settings)
 
 
 @dataclass(frozen=True)
@@ -260,17 +255,3 @@ def _locked(lock: threading.Lock, update: Callable[[int], object]) -> Progress:
             update(num_bytes)
 
     return call
-
-
-def peak_memory_bytes() -> int:
-    """The largest resident size of this process so far.
-
-    From /proc: `getrusage` also counts what the parent had resident when it started us.
-    """
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -165,12 +165,15 @@ class VerifyReport:
 def verify(path: str | Path) -> VerifyReport:
     """Check a checkpoint: its structure, and every byte against the digests of its manifest where it has one.
 
-    Raises nothing for a damaged checkpoint: all that is wrong is in `problems`, each with file, tensor and bytes.
+    Raises nothing for a damaged checkpoint: all that is wrong is in `problems`, each with file, tensor and bytes. Only
+    a path where there is nothing at all is a CheckpointError.
     """
     from fsdp_shard.checkpoint import store
     from fsdp_shard.checkpoint.index import open_checkpoint
 
     start = time.perf_counter()
+    if not Path(path).exists():
+        raise CheckpointError(f"{path} does not exist; give a checkpoint file, a directory, or a run directory.")
     problems: list[Problem] = []
     manifest: Manifest | None = None
     index: TensorIndex | None = None

@@ -1,0 +1,33 @@
+"""Write a checkpoint in another layout, size or dtype: rank files into a model directory, and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fsdp_shard.checkpoint.convert import convert
+from fsdp_shard.cli import recipe
+from fsdp_shard.config import ConvertConfig
+from fsdp_shard.results import write_result
+from fsdp_shard.sizes import format_size
+
+
+@recipe(ConvertConfig)
+def main(config: ConvertConfig) -> None:
+    """Convert `source` into the directory `target`."""
+    report = convert(
+        config.source,
+        config.target,
+        format=config.format,
+        max_shard_size=config.max_shard_size,
+        ranks=config.ranks,
+        dtype=config.dtype,
+        verify=config.verify,
+        overwrite=config.overwrite,
+    )
+    write_result(config.run_dir, asdict(report))
+    checked = "read back and compared" if report.verified else "not read back"
+    print(f"{config.target}: {report.num_tensors:,} tensors, {format_size(report.num_bytes)}, {checked}")
+
+
+if __name__ == "__main__":
+    main()
