@@ -21,6 +21,11 @@ def learning_rate(config: TrainConfig, peak: float, step: int) -> float:
     return peak * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * fall)
 
 
+def is_due(step: int, every: int, num_steps: int) -> bool:
+    """Whether what happens every `every` steps (0: never) and after the last one happens after `step`."""
+    return step == num_steps or (every > 0 and step % every == 0)
+
+
 # From 1 to 0 as progress goes from 0 to 1.
 _FALLS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,

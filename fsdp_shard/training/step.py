@@ -22,9 +22,9 @@ import torch
 from fsdp_shard.data.batch import micro_batches
 from fsdp_shard.data.windows import Batch, WindowDataset
 from fsdp_shard.errors import LossError
+from fsdp_shard.memory import device_peak_bytes
 from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.loss import cross_entropy
-from fsdp_shard.training.memory import peak_memory_bytes
 from fsdp_shard.training.signals import STOP_SIGNALS, StopSignal
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _agree(loss: float, grad_norm: float, num_tokens: int, stop_signal: int, con
     """Bring together what each rank knows, in one sum: losses, received signals, and a place for each one's memory."""
     signals = [float(stop_signal == number) for number in STOP_SIGNALS]
     memory = [0.0] * context.world_size
-    memory[context.rank] = float(peak_memory_bytes(context.device))
+    memory[context.rank] = float(device_peak_bytes(context.device.type))
     summed = context.all_reduce([loss, *signals, *memory])
     received = (number for number, count in zip(STOP_SIGNALS, summed[1:], strict=False) if count)
     return StepResult(

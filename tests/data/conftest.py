@@ -1,0 +1,25 @@
+"""A tokenizer of bytes: one token a byte, 256 ends a text, so that every expected token can be written down."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+END = 256
+
+
+def byte_tokenizer(end: str | None = "<|end|>") -> PreTrainedTokenizerFast:
+    """Bytes are their own ids; `end` is id 256."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))  # GPT-2's table of bytes to characters
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()

@@ -1,0 +1,90 @@
+"""From settings to windows, in one process and over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data.prepare import prepare, prepare_on_ranks
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import DataError, ModelError
+from tests.data.conftest import byte_tokenizer
+from tests.data.test_base import write
+from tests.ranks import on_ranks
+
+TEXT = "".join(chr(ord("a") + i % 26) for i in range(101))
+
+
+def test_all_of_it_is_trained_by_default(tmp_path: Path, tokenizer: Any) -> None:
+    config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8)
+    windows = prepare(config, tokenizer, tmp_path / "cache")
+    assert windows.held_out is None
+    assert windows.train.tokens.tolist() == [*TEXT.encode()]
+    assert windows.notes == ("train: 1 documents, 101 tokens, 13 windows of 8, the last padded by 4",)
+
+
+@pytest.mark.parametrize(("fraction", "num_held_out"), [(0.01, 1), (0.25, 3), (0.5, 6)])
+def test_the_last_windows_are_held_out(tmp_path: Path, tokenizer: Any, fraction: float, num_held_out: int) -> None:
+    config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8, eval_fraction=fraction)
+    windows = prepare(config, tokenizer, tmp_path / "cache")
+    assert windows.held_out is not None
+    assert (len(windows.train), len(windows.held_out)) == (13 - num_held_out, num_held_out)
+    assert windows.train.num_predictions + windows.held_out.num_predictions == 100
+    assert windows.held_out.tokens.tolist() == [*TEXT.encode()][(13 - num_held_out) * 8 :]
+    assert "the last" in windows.notes[1]
+
+
+def test_one_window_cannot_be_divided(tmp_path: Path, tokenizer: Any) -> None:
+    config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=100, eval_fraction=0.5)
+    with pytest.raises(DataError, match="a single window"):
+        prepare(config, tokenizer, tmp_path / "cache")
+
+
+def test_held_out_text_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
+    config = DataConfig(
+        path=write(tmp_path / "a.txt", TEXT),
+        eval_path=write(tmp_path / "b.jsonl", '{"text": "held"}\n{"text": ""}\n{"text": "out"}\n'),
+        sequence_length=8,
+        cache_dir=str(tmp_path / "own cache"),
+    )
+    windows = prepare(config, tokenizer)
+    assert windows.held_out is not None
+    assert windows.held_out.tokens.tolist() == [*b"held", 256, *b"out"]
+    assert (
+        windows.notes[1]
+        == "held out: 2 documents (1 empty ones left out), 8 tokens, 1 windows of 8, the last padded by 1"
+    )
+    assert len(list((tmp_path / "own cache").iterdir())) == 2
+
+
+def _prepare(context: DistributedContext, config: DataConfig, problem: str | None) -> Any:
+    def open_tokenizer() -> Any:
+        assert context.is_main, "only rank 0 needs a tokenizer"
+        if problem is not None:
+            raise ModelError(problem)
+        return byte_tokenizer()
+
+    try:
+        windows = prepare_on_ranks(config, open_tokenizer, context)
+    except (DataError, ModelError) as error:
+        return type(error).__name__, str(error)
+    return windows.train.tokens.tolist(), windows.notes
+
+
+def test_ranks_see_the_same_windows(tmp_path: Path) -> None:
+    config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8, cache_dir=str(tmp_path / "cache"))
+    first, second = on_ranks(2, _prepare, config, None)
+    assert first == second
+    assert first[0] == [*TEXT.encode()]
+
+
+def test_an_error_of_rank_0_is_raised_on_all(tmp_path: Path) -> None:
+    config = DataConfig(path=str(tmp_path / "gone.txt"), cache_dir=str(tmp_path / "cache"))
+    first, second = on_ranks(2, _prepare, config, None)
+    assert first == second
+    assert first[0] == "DataError"
+    path = write(tmp_path / "a.txt", TEXT)
+    assert on_ranks(2, _prepare, DataConfig(path=path), "no tokenizer") == [("ModelError", "no tokenizer")] * 2

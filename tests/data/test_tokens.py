@@ -1,0 +1,219 @@
+"""Text to token files: the stream is what was written, the cache is found again, and nothing half-made stays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data.sources import HubSource, open_source
+from fsdp_shard.data.tokens import TokenFile, fingerprint, tokenise
+from fsdp_shard.errors import DataError
+from tests.data.conftest import END, byte_tokenizer
+from tests.data.test_base import write
+
+
+def tokens_of(config: DataConfig, tokenizer: Any, cache: Path) -> list[int]:
+    return [int(token) for token in tokenise(open_source(config, False), tokenizer, cache, "it").open()]
+
+
+ROWS = ["one", "zwei\n\ndrei ä", "", "four"]
+STREAM = [*b"one", END, *"zwei\n\ndrei ä".encode(), END, *b"four"]
+
+
+def make_files(root: Path) -> dict[str, str]:
+    """The same rows in every format that has columns."""
+    import csv
+
+    import pyarrow
+    import pyarrow.parquet
+
+    write(root / "a.jsonl", "".join(json.dumps({"n": i, "text": row}) + "\n" for i, row in enumerate(ROWS)))
+    with (root / "a.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([["n", "text"], *enumerate(ROWS)])
+    pyarrow.parquet.write_table(pyarrow.table({"n": range(4), "text": ROWS}), root / "a.parquet")
+    return {kind: str(root / f"a.{kind}") for kind in ("jsonl", "csv", "parquet")}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_formats_with_columns_give_the_same_stream(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    path = make_files(tmp_path)[kind]
+    config = DataConfig(path=path)
+    assert tokens_of(config, tokenizer, tmp_path / "cache") == STREAM
+    file = tokenise(open_source(config, False), tokenizer, tmp_path / "cache", "it")
+    assert (file.num_documents, file.num_empty_documents, file.num_tokens) == (3, 1, len(STREAM))
+    assert file.dtype == "<u2"
+    assert tokens_of(
+        DataConfig(path=path, text_column="n" if kind == "csv" else "text"), tokenizer, tmp_path / "c2"
+    ) == ([*b"0", END, *b"1", END, *b"2", END, *b"3"] if kind == "csv" else STREAM)
+
+
+@pytest.mark.parametrize(
+    ("sample_by", "expected"),
+    [
+        ("document", [*b"a\nb\n\n\nc\n"]),
+        ("paragraph", [*b"a\nb", END, *b"c"]),
+        ("line", [*b"a", END, *b"b", END, *b"c"]),
+    ],
+)
+def test_documents_of_plain_text(tmp_path: Path, tokenizer: Any, sample_by: str, expected: list[int]) -> None:
+    path = write(tmp_path / "a.txt", b"\xef\xbb\xbfa\r\nb\r\n\r\n\r\nc\r\n")  # as Windows writes it
+    assert tokens_of(DataConfig(path=path, sample_by=sample_by), tokenizer, tmp_path / "cache") == expected
+
+
+def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path, tokenizer: Any) -> None:
+    for name in ("b.txt", "a/z.md", "c.jsonl", "ignored.bin"):
+        write(tmp_path / "d" / name, '{"text": "c"}' if name == "c.jsonl" else Path(name).stem)
+    config = DataConfig(path=str(tmp_path / "d"))
+    assert tokens_of(config, tokenizer, tmp_path / "cache") == [*b"z", END, *b"b", END, *b"c"]
+
+
+def test_a_text_longer_than_the_csv_limit(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.csv", "text\n" + "x" * 200_000 + "\n")
+    assert tokens_of(DataConfig(path=path), tokenizer, tmp_path / "cache") == [ord("x")] * 200_000
+
+
+def test_hub_source_reads_through_datasets(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load_dataset` takes a directory as it takes a hub name."""
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    write(tmp_path / "set" / "train.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in ROWS))
+    source = HubSource("data.path", str(tmp_path / "set"), None, "train", "text")
+    source.check()
+    assert list(source.documents()) == ROWS
+    file = tokenise(source, tokenizer, tmp_path / "cache", "it")
+    assert file.open().tolist() == STREAM
+    assert tokenise(source, tokenizer, tmp_path / "cache", "it") == file
+    with pytest.raises(DataError, match="split=nothing"):
+        HubSource("data.path", str(tmp_path / "set"), None, "nothing", "text").check()
+    with pytest.raises(DataError, match="no column 'body'"):
+        HubSource("data.path", str(tmp_path / "set"), None, "train", "body").check()
+
+
+class OneRead:
+    """A source that may be read once."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def documents(self) -> Iterator[str]:
+        self.num_reads += 1
+        yield "text"
+
+    def fingerprint(self) -> str:
+        return "x"
+
+    def check(self) -> None: ...
+
+
+def test_the_cache_is_found_again(tmp_path: Path, tokenizer: Any) -> None:
+    source = OneRead()
+    first = tokenise(source, tokenizer, tmp_path, "it")
+    assert tokenise(source, tokenizer, tmp_path, "it") == first
+    assert source.num_reads == 1
+    assert [path.name for path in tmp_path.iterdir()] == [Path(first.directory).name], "nothing temporary is left"
+
+
+@pytest.mark.parametrize("damage", ["cut", "meta", "gone"])
+def test_a_damaged_cache_is_made_anew(tmp_path: Path, tokenizer: Any, damage: str) -> None:
+    source = OneRead()
+    directory = Path(tokenise(source, tokenizer, tmp_path, "it").directory)
+    if damage == "cut":
+        (directory / "tokens.bin").write_bytes(b"\0")
+    elif damage == "meta":
+        (directory / "meta.json").write_text("{")
+    else:
+        (directory / "tokens.bin").unlink()
+    assert tokenise(source, tokenizer, tmp_path, "it").open().tolist() == [*b"text"]
+    assert source.num_reads == 2
+
+
+def test_what_the_fingerprint_covers(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.txt", "some text")
+
+    def name(tokenizer: Any = tokenizer, **settings: Any) -> str:
+        return fingerprint(open_source(DataConfig(path=path, **settings), False), tokenizer)
+
+    before = name()
+    assert name(sequence_length=7, eval_fraction=0.5) == before, "windows are views"
+    tokenizer("some text", truncation=True, max_length=2)
+    assert name() == before, "what a tokenizer keeps of its last call does not matter"
+    assert len({before, name(sample_by="line"), name(byte_tokenizer("<|stop|>")), name(byte_tokenizer(None))}) == 4
+    write(tmp_path / "a.txt", "some test")
+    assert name() != before
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, tokenizer: Any) -> None:
+    class Broken(OneRead):
+        def documents(self) -> Iterator[str]:
+            yield "x" * (2 << 20)
+            raise DataError("later")
+
+    with pytest.raises(DataError, match="later"):
+        tokenise(Broken(), tokenizer, tmp_path, "it")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_text(tmp_path: Path, tokenizer: Any) -> None:
+    config = DataConfig(path=write(tmp_path / "a.txt", "x"))
+    with pytest.raises(DataError, match="1 tokens in 1 documents"):
+        tokens_of(config, tokenizer, tmp_path / "cache")
+
+
+def test_several_documents_need_an_end_token(tmp_path: Path) -> None:
+    config = DataConfig(path=write(tmp_path / "a.txt", "x\ny\n"), sample_by="line")
+    with pytest.raises(DataError, match="no end-of-text token"):
+        tokens_of(config, byte_tokenizer(None), tmp_path / "cache")
+
+
+def test_beginning_token_where_the_tokenizer_adds_it(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    template = TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 257)])
+    path = write(tmp_path / "a.txt", "x\ny\n")
+    config = DataConfig(path=path, sample_by="line")
+    assert tokens_of(config, tokenizer, tmp_path / "cache") == [*b"x", END, *b"y"]
+    tokenizer.backend_tokenizer.post_processor = template
+    assert tokens_of(config, tokenizer, tmp_path / "cache") == [257, *b"x", END, 257, *b"y"]
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<{number}>" for number in range(66_000)])
+    config = DataConfig(path=write(tmp_path / "a.txt", "a<65999>"))
+    file = tokenise(open_source(config, False), tokenizer, tmp_path / "cache", "it")
+    assert file.dtype == "<u4"
+    assert file.open().tolist() == [ord("a"), 257 + 65_999]
+
+
+def test_equal_streams_have_equal_digests_whatever_they_came_from(tmp_path: Path, tokenizer: Any) -> None:
+    files = make_files(tmp_path)
+    made = [tokenise(open_source(DataConfig(path=p), False), tokenizer, tmp_path / "c", "it") for p in files.values()]
+    assert len({file.directory for file in made}) == 3
+    assert len({file.digest for file in made}) == 1
+
+
+def test_an_unseen_cache_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"every rank must see the token cache.*data\.cache_dir"):
+        TokenFile(str(tmp_path / "none"), "<u2", 3, 1, 0, "").open()
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"cannot be written .*data\.cache_dir"):
+        tokenise(OneRead(), tokenizer, tmp_path / "file" / "cache", "it")
+
+
+def test_tokens_are_mapped_and_read_only(tmp_path: Path, tokenizer: Any) -> None:
+    tokens = tokenise(OneRead(), tokenizer, tmp_path, "it").open()
+    assert isinstance(tokens, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        tokens[0] = 1
