@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data.base import DataConfig, check_data
 from fsdp_shard.data.sources import HubSource, open_source
 from fsdp_shard.data.tokens import TokenFile, fingerprint, tokenise
 from fsdp_shard.errors import DataError
@@ -22,6 +23,7 @@ def tokens_of(config: DataConfig, tokenizer: Any, cache: Path) -> list[int]:
     return [int(token) for token in tokenise(open_source(config, False), tokenizer, cache, "it").open()]
 
 
+NAMES = ["a", "b", "c", "d"]
 ROWS = ["one", "zwei\n\ndrei ä", "", "four"]
 STREAM = [*b"one", END, *"zwei\n\ndrei ä".encode(), END, *b"four"]
 
@@ -33,10 +35,13 @@ def make_files(root: Path) -> dict[str, str]:
     import pyarrow
     import pyarrow.parquet
 
-    write(root / "a.jsonl", "".join(json.dumps({"n": i, "text": row}) + "\n" for i, row in enumerate(ROWS)))
+    write(
+        root / "a.jsonl",
+        "".join(json.dumps({"name": name, "text": row}) + "\n" for name, row in zip(NAMES, ROWS, strict=True)),
+    )
     with (root / "a.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows([["n", "text"], *enumerate(ROWS)])
-    pyarrow.parquet.write_table(pyarrow.table({"n": range(4), "text": ROWS}), root / "a.parquet")
+        csv.writer(stream).writerows([["name", "text"], *zip(NAMES, ROWS, strict=True)])
+    pyarrow.parquet.write_table(pyarrow.table({"name": NAMES, "text": ROWS}), root / "a.parquet")
     return {kind: str(root / f"a.{kind}") for kind in ("jsonl", "csv", "parquet")}
 
 
@@ -48,9 +53,21 @@ def test_formats_with_columns_give_the_same_stream(tmp_path: Path, tokenizer: An
     file = tokenise(open_source(config, False), tokenizer, tmp_path / "cache", "it")
     assert (file.num_documents, file.num_empty_documents, file.num_tokens) == (3, 1, len(STREAM))
     assert file.dtype == "<u2"
-    assert tokens_of(
-        DataConfig(path=path, text_column="n" if kind == "csv" else "text"), tokenizer, tmp_path / "c2"
-    ) == ([*b"0", END, *b"1", END, *b"2", END, *b"3"] if kind == "csv" else STREAM)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_another_column(tmp_path: Path, tokenizer: Any, kind: str) -> None:
+    config = DataConfig(path=make_files(tmp_path)[kind], text_column="name")
+    assert tokens_of(config, tokenizer, tmp_path / "cache") == [*b"a", END, *b"b", END, *b"c", END, *b"d"]
+
+
+@pytest.mark.parametrize("library", ["pyarrow", "datasets"])
+def test_a_library_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    path = make_files(tmp_path)["parquet"]
+    for module in (library, f"{library}.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=rf"needs the {library} library .* pip install 'fsdp-shard\[data\]'"):
+        check_data(DataConfig(path=path if library == "pyarrow" else "some/set"))
 
 
 @pytest.mark.parametrize(
