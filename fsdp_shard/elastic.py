@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
 from torch.distributed.launcher.api import elastic_launch
@@ -32,7 +32,8 @@ from fsdp_shard.errors import FsdpShardError, Interrupted, RankError
 
 C = TypeVar("C")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# SIGUSR1 is what Slurm sends before a time limit, when it is asked to.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # What gloo and NCCL say on the other ranks when one is gone.
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "connection refused")
 
@@ -52,30 +53,32 @@ def run_ranks(
 ) -> None:
     """Call `work(config)` on `ranks` processes here, together with those of `nodes - 1` other machines.
 
-    Returns when all ranks have returned. SIGINT, SIGTERM and SIGHUP are passed to the ranks, which have
-    `grace_seconds` to save and end. Raises the first cause: an error of ours as the rank raised it, RankError for
+    Returns when all ranks have returned. Signals that ask to stop are passed to the ranks, which have `grace_seconds`
+    to save and end. Raises the first cause: an error of ours as the rank raised it, RankError for
     anything else, Interrupted after a signal.
     """
-    elastic = ElasticConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nproc_per_node=ranks,
-        # Machines of one run meet at one endpoint, so the name only has to be the same there.
-        run_id="fsdp-shard" if nodes > 1 else uuid.uuid4().hex,
-        role="rank",
-        rdzv_backend="c10d",
-        rdzv_endpoint=rendezvous or "127.0.0.1:0",
-        local_addr=None if nodes > 1 else "127.0.0.1",
-        max_restarts=max_restarts,
-        monitor_interval=0.05,
-        start_method=start_method,
-        signals_to_handle=",".join(number.name for number in _SIGNALS),
-        shutdown_timeout=grace_seconds,
-    )
     _quieten_torch(log)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: signal.getsignal(number) for number in passed_on()}
     with tempfile.TemporaryDirectory(prefix="fsdp-shard-") as reports:
+        elastic = ElasticConfig(
+            min_nodes=nodes,
+            max_nodes=nodes,
+            nproc_per_node=ranks,
+            # Machines of one run meet at one endpoint, so the name only has to be the same there.
+            run_id="fsdp-shard" if nodes > 1 else uuid.uuid4().hex,
+            role="rank",
+            rdzv_backend="c10d",
+            rdzv_endpoint=rendezvous or "127.0.0.1:0",
+            local_addr=None if nodes > 1 else "127.0.0.1",
+            # torch makes a directory for logs even when it writes none.
+            logs_specs=DefaultLogsSpecs(log_dir=reports),
+            max_restarts=max_restarts,
+            monitor_interval=0.05,
+            start_method=start_method,
+            signals_to_handle=",".join(number.name for number in passed_on()),
+            shutdown_timeout=grace_seconds,
+        )
         error: FsdpShardError | None = None
         try:
             elastic_launch(elastic, _rank_main)(work, config, reports, num_threads)
@@ -109,8 +112,8 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
     """One rank, from its first line to its last."""
     # A process group of its own: Ctrl-C then reaches the starting process only, which passes it on exactly once.
     os.setpgid(0, 0)
-    for number in _SIGNALS:
-        signal.signal(number, _stop)
+    for number in passed_on():
+        signal.signal(number, _hang_up if number == signal.SIGHUP else _stop)
     torch.set_num_threads(num_threads)
     try:
         work(config)
@@ -118,6 +121,16 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
         report = _report(error)
         (Path(reports) / f"rank-{report.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
         raise SystemExit(report.exit_status) from None
+
+
+def passed_on() -> list[signal.Signals]:
+    """The signals that ask a run to stop; not SIGHUP where `nohup` ignores it, so that the run outlives a terminal."""
+    return [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def _hang_up(number: int, frame: FrameType | None) -> None:
+    """The terminal is gone: the same as SIGTERM, for which recipes have a handler that saves."""
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -180,11 +180,21 @@ def first_node(nodes: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else nodes
 
 
-def speaks(settings: LaunchConfig | None = None) -> bool:
-    """Whether this process is the one that tells the user what is wrong with a command: it is not, on ranks > 0."""
-    if not joins(settings or LaunchConfig(), os.environ):
-        return True
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
+def is_joined_rank() -> bool:
+    """Whether this process is one of several ranks that something else started."""
+    return joins(LaunchConfig(), os.environ)
+
+
+def joined_rank() -> int:
+    """This process' rank among those; 0 when it is alone."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) if is_joined_rank() else 0
+
+
+def world_size(settings: LaunchConfig) -> int:
+    """How many ranks the run has in all: what torchrun or srun says, else launch.ranks on each of launch.nodes."""
+    if not joins(settings, os.environ):
+        return settings.num_ranks
+    return int((dict(os.environ) | slurm_variables(os.environ))["WORLD_SIZE"])
 
 
 def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:

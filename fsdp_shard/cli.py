@@ -1,0 +1,190 @@
+"""The command `fsdp-shard`: what it can do, and which code does it.
+
+Recipes are found by their file and run as programs of their own; the other commands call one function each. Imports
+nothing heavy: a command loads what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fsdp_shard.errors import DifferenceError, InputError
+from fsdp_shard.recipe import Recipe, load_recipe, recipe
+from fsdp_shard.settings import nearest
+from fsdp_shard.shell import run_as_program, wants_debug
+
+__all__ = ["Recipe", "main", "recipe"]
+
+_HELP = """\
+fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them
+
+  fsdp-shard finetune [name=value ...]   fine-tune a causal language model on one or many ranks
+  fsdp-shard convert  [name=value ...]   turn any checkpoint into a Hugging Face directory, or into per-rank files
+  fsdp-shard evaluate [name=value ...]   perplexity of a checkpoint on a text
+  fsdp-shard generate [name=value ...]   text from a checkpoint, spread over what devices and disk there are
+  fsdp-shard plan     [name=value ...]   memory that each rank will need, from the config alone
+
+  fsdp-shard inspect PATH                what is in a checkpoint of any format
+  fsdp-shard verify PATH                 every byte of a checkpoint against its digest
+
+  fsdp-shard ls                          the recipes and configs that ship
+  fsdp-shard cp NAME DEST                copy one out to edit
+  fsdp-shard run FILE.py [name=value ...]  run a copied or own recipe like the shipped ones
+
+Each command has --help. --debug shows tracebacks of errors, --version the version.
+Start with:  fsdp-shard finetune model.path=org/name data.path=text.txt launch.ranks=2
+"""
+
+
+def main() -> None:
+    """Run the command line of this process, and leave with its exit status."""
+    arguments = sys.argv[1:]
+    run_as_program(lambda: dispatch(arguments), debug=wants_debug(arguments))
+
+
+def dispatch(arguments: Sequence[str]) -> None:
+    """Do what `arguments`, without the program's name, ask for."""
+    command, *rest = [argument for argument in arguments if argument != "--debug"] or ["--help"]
+    flags = {"--help": _show_help, "-h": _show_help, "--version": _show_version}
+    if command in flags:
+        flags[command]()
+    elif command in ("-sc", "--shell-completion"):
+        _complete(rest)
+    elif command in _RECIPES:
+        _run_shipped(command, [*rest, *(["--debug"] if "--debug" in arguments else [])])
+    elif command == "run":
+        _run_file([*rest, *(["--debug"] if "--debug" in arguments else [])])
+    elif command in _OTHERS:
+        _OTHERS[command](rest)
+    else:
+        raise InputError(
+            f"{command} is no command of fsdp-shard{nearest(command, [*_RECIPES, *_OTHERS, 'run'])}. "
+            f"`fsdp-shard --help` lists them."
+        )
+
+
+def _show_help() -> None:
+    print(_HELP, end="")
+
+
+def _show_version() -> None:
+    from fsdp_shard import __version__
+
+    print(f"fsdp-shard {__version__}")
+
+
+_RECIPES = ("finetune", "convert", "evaluate", "generate", "plan")
+
+
+def _run_shipped(command: str, arguments: Sequence[str], program: str = "") -> None:
+    from fsdp_shard.config import COMMANDS
+    from fsdp_shard.recipe import run_jobs
+    from fsdp_shard.shipped import shipped
+
+    file = shipped("recipes") / f"{command}.py"
+    run_jobs(COMMANDS[command], lambda: load_recipe(file), arguments, program or f"fsdp-shard {command}")
+
+
+def _run_file(arguments: Sequence[str]) -> None:
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print("fsdp-shard run FILE.py [name=value ...]\n\n  Run a copied or own recipe like the shipped ones.")
+        if not arguments:
+            raise InputError("run needs the path of a recipe, such as one that `fsdp-shard cp` made.")
+        return
+    file, *rest = arguments
+    load_recipe(file).run(rest, f"fsdp-shard run {file}")
+
+
+def _complete(arguments: Sequence[str]) -> None:
+    """Shell completion: Hydra knows the settings of a recipe; the commands are completed here."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split()
+    if not any(argument.startswith("query=") for argument in arguments):
+        _run_shipped("finetune", ["-sc", *arguments], program="fsdp-shard")
+    elif len(words) > 2 or (len(words) == 2 and line.endswith(" ")):
+        if words[1] in _RECIPES:
+            os.environ["COMP_LINE"] = line.replace(f" {words[1]}", "", 1)
+            _run_shipped(words[1], ["-sc", *arguments])
+    else:
+        print(" ".join([*_RECIPES, *_OTHERS, "run"]))
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with errors as all our commands tell them."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise InputError(f"{message[:1].upper()}{message[1:]}. `{self.prog} --help` shows how it is used.")
+
+
+def _parser(command: str, description: str) -> _Parser:
+    return _Parser(prog=f"fsdp-shard {command}", description=description, allow_abbrev=False)
+
+
+def _list(arguments: Sequence[str]) -> None:
+    from fsdp_shard.shipped import configs, recipes
+
+    _parser("ls", "The recipes and configs that ship.").parse_args(arguments)
+    for title, items in (("Recipes", recipes()), ("Configs", configs())):
+        print(title)
+        width = max((len(item.name) for item in items), default=0)
+        for item in items:
+            print(f"  {item.name:<{width}}  {item.description}")
+    print("\n`fsdp-shard cp NAME DEST` copies one out to edit.")
+
+
+def _copy(arguments: Sequence[str]) -> None:
+    from fsdp_shard.shipped import configs, recipes
+
+    parser = _parser("cp", "Copy a shipped recipe or config out, to edit it.")
+    parser.add_argument("name", help="as `fsdp-shard ls` shows it")
+    parser.add_argument("destination", help="a new file, or a directory to put it in")
+    options = parser.parse_args(arguments)
+    items = {item.name: item.path for item in [*recipes(), *configs()]}
+    name = next((n for n in (options.name, f"{options.name}.yaml") if n in items), options.name.removesuffix(".py"))
+    if name not in items:
+        raise InputError(f"Nothing called {options.name} ships{nearest(name, list(items))}. `fsdp-shard ls` lists all.")
+    source, target = items[name], Path(options.destination)
+    target = target / source.name if target.is_dir() or options.destination.endswith("/") else target
+    if target.exists():
+        raise InputError(f"{target} is already there and is not overwritten; give another name.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error.strerror}.") from error
+    print(f"{target}  (run it with: fsdp-shard run {target})" if target.suffix == ".py" else target)
+
+
+def _inspect(arguments: Sequence[str]) -> None:
+    from fsdp_shard.checkpoint.describe import describe
+
+    parser = _parser("inspect", "What is in a checkpoint of any format.")
+    parser.add_argument("path", help="a checkpoint, a run directory (its latest step), or a .gguf file")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(arguments)
+    description = describe(options.path)
+    print(description.to_json() if options.json else description.to_text())
+
+
+def _verify(arguments: Sequence[str]) -> None:
+    from fsdp_shard.checkpoint.integrity import verify
+
+    parser = _parser("verify", "Every byte of a checkpoint against its digest.")
+    parser.add_argument("path", help="a checkpoint, or a run directory (its latest step)")
+    report = verify(parser.parse_args(arguments).path)
+    print(report)
+    if report.problems:
+        raise DifferenceError(f"{len(report.problems)} problem(s).")
+
+
+_OTHERS: dict[str, Callable[[Sequence[str]], None]] = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "ls": _list,
+    "cp": _copy,
+}

@@ -1,0 +1,182 @@
+"""From a command line to checked configs, through Hydra: overrides, groups, presets, sweeps, --cfg, --help.
+
+Hydra only composes here. It runs nothing, writes nothing and makes no directory: that is left to the recipe, after all
+configs of a sweep have been checked. Knows no recipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from fsdp_shard import settings
+from fsdp_shard.config import RunConfig, command_of, register
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.explain import explain, unknown
+from fsdp_shard.reference import help_text
+from fsdp_shard.shipped import shipped
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@dataclass(frozen=True)
+class Job(Generic[C]):
+    """One run to make: its config, and the overrides that tell it from the others of a sweep."""
+
+    config: C
+    overrides: tuple[str, ...]
+
+
+def compose(schema: type[C], arguments: Sequence[str], program: str) -> list[Job[C]]:
+    """The jobs that `arguments` ask of the command `program`: one, several for a sweep, none for --help and the like.
+
+    Each config is complete and inside its ranges, or ConfigError says what is not.
+    """
+    if {"-h", "--help"} & set(arguments):
+        # Hydra's own would take seconds: it lists every group there is by copying the whole ConfigStore for each.
+        print(help_text(schema, program))
+        return []
+
+    try:
+        composed = _through_hydra(schema, list(arguments), program)
+    except ConfigError:
+        raise
+    except Exception as error:  # Hydra has no base class for what it raises; assertions are among it
+        raise explain(error, schema, arguments) from error
+    if not composed and {"-m", "--multirun"} & set(arguments):
+        raise ConfigError("Hydra's launcher or sweeper has run no job here; leave hydra/launcher and sweeper alone.")
+    jobs = [_job(config, number, overrides, schema) for config, number, overrides in composed]
+    for job in jobs:
+        settings.check(job.config)
+    return jobs
+
+
+def _through_hydra(schema: type, arguments: list[str], program: str) -> list[tuple[Any, int | None, tuple[str, ...]]]:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    composed: list[tuple[Any, int | None, tuple[str, ...]]] = []
+
+    def take(config: Any) -> None:
+        mine = HydraConfig.get()
+        number = int(mine.job.num) if mine.mode == RunMode.MULTIRUN else None
+        composed.append((config, number, tuple(mine.overrides.task)))
+
+    command = command_of(schema)
+    # argparse takes what is positional in one stretch only, and users put -m anywhere.
+    arguments = sorted(arguments, key=lambda argument: "=" in argument and not argument.startswith("-"))
+    with tempfile.TemporaryDirectory() as scratch, _own_errors(), _as_program(program, arguments):
+        register(schema)
+        _register_hydra(scratch)
+        hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=command)(take)()
+    return composed
+
+
+def _register_hydra(scratch: str) -> None:
+    """Hydra's own settings: no logging, and a scratch directory for what it writes in a sweep."""
+    from hydra.conf import HydraConf, RunDir, SweepDir
+    from hydra.core.config_store import ConfigStore
+
+    ours = {"job_logging": "none", "hydra_logging": "none"}
+    defaults = [{group: ours.get(group, option) for group, option in entry.items()} for entry in HydraConf().defaults]
+    conf = HydraConf(defaults=defaults, run=RunDir("."), sweep=SweepDir(scratch, "jobs"), output_subdir=None)
+    store: Any = ConfigStore.instance()
+    store.store(group="hydra", name="config", node=conf, provider="fsdp-shard")
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Let exceptions out of Hydra, and turn its refusal of a flag into ours."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as leaving:
+        if leaving.code:
+            raise ConfigError(_last_words(said.getvalue())) from None
+    else:
+        sys.stderr.write(said.getvalue())
+
+
+def _last_words(said: str) -> str:
+    """The message of argparse, without the usage above it and the program's name before it."""
+    line = said.strip().rpartition("\n")[2]
+    message = line.partition("error: ")[2] or line
+    return f"{message[:1].upper()}{message[1:]}; settings are given as name=value, and --help lists them."
+
+
+@contextlib.contextmanager
+def _as_program(program: str, arguments: list[str]) -> Iterator[None]:
+    """hydra.main reads the command line from sys.argv."""
+    before = sys.argv
+    sys.argv = [program, *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: type[C]) -> Job[C]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    # Hydra takes `+name=value` for any name, and then nothing would read it.
+    if (name := next(_unread(composed), None)) is not None:
+        raise ConfigError(unknown(name, schema))
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        raise ConfigError(_not_given(missing, schema))
+    try:
+        config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        raise explain(error, schema, overrides) from error
+    if number is not None:
+        config = dataclasses.replace(config, run_dir=str(Path(config.run_dir) / str(number)))
+    return Job(config, overrides)
+
+
+def _unread(composed: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the keys that no field of the dataclass behind their section has."""
+    from omegaconf import DictConfig, OmegaConf
+
+    kind = OmegaConf.get_type(composed)
+    fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(composed)
+    for key in composed:
+        if key not in fields:
+            yield f"{prefix}{key}"
+        elif isinstance(node := composed._get_node(key), DictConfig) and not node._is_none() and not node._is_missing():
+            yield from _unread(node, f"{prefix}{key}.")
+
+
+def _not_given(missing: Sequence[str], schema: type) -> str:
+    from fsdp_shard.reference import settings_of
+
+    helps = {setting.name: setting.help for setting in settings_of(schema)}
+    said = "; ".join(f"{name} ({helps[name].rstrip('.')})" if name in helps else name for name in missing)
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{said} {verb} not set. Add {' '.join(f'{name}=VALUE' for name in missing)}."
+
+
+def write_config(config: RunConfig) -> None:
+    """Write RUN_DIR/config.yaml, whole or not at all, over that of an earlier run that this one resumes."""
+    from omegaconf import OmegaConf
+
+    directory = Path(config.run_dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = directory / f".config.yaml.{os.getpid()}"
+        temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+        temporary.replace(directory / "config.yaml")
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Give a directory that can be made."
+        ) from error

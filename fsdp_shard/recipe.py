@@ -1,0 +1,167 @@
+"""What makes a function a recipe: a program with a config, run the same by `fsdp-shard`, `python` and `torchrun`.
+
+A recipe is composition only; this module does what they all share. The config is composed and checked once, before any
+rank starts; then RUN_DIR/config.yaml is written and the function is called on every rank. Knows no particular recipe.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from fsdp_shard.config import RunConfig, command_of
+from fsdp_shard.errors import ConfigError, InputError, RunError
+from fsdp_shard.launch import check_machine, joined_rank, launch
+from fsdp_shard.shell import run_as_program, tell, wants_debug
+
+if TYPE_CHECKING:
+    from fsdp_shard.compose import Job
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def recipe(schema: type[C], *, check: Callable[[C], None] | None = None) -> Callable[[Callable[[C], None]], Recipe[C]]:
+    """Make a function of a config into a recipe.
+
+    `schema` is one of the config dataclasses in `fsdp_shard.config`, or a dataclass that extends one. `check(config)`
+    is called once before any rank starts and raises one of our InputErrors when a file that the config names is not
+    what it must be.
+    """
+    command_of(schema)
+
+    def decorate(work: Callable[[C], None]) -> Recipe[C]:
+        return Recipe(schema, work, check)
+
+    return decorate
+
+
+class Recipe(Generic[C]):
+    """A function of a config that can be run as a program: `main()` reads the command line and leaves the process."""
+
+    def __init__(self, schema: type[C], work: Callable[[C], None], check: Callable[[C], None] | None) -> None:
+        self.schema, self.work, self.check = schema, work, check
+        self.file = Path(work.__code__.co_filename).resolve()
+        self.__doc__ = work.__doc__
+
+    def __call__(self) -> None:
+        """Run as a program, with the command line of this process."""
+        arguments = sys.argv[1:]
+        run_as_program(lambda: self.run(arguments, Path(sys.argv[0]).name), debug=wants_debug(arguments))
+
+    def run(self, arguments: Sequence[str], program: str) -> None:
+        """Compose the configs that `arguments` ask for, check them all, and then carry them out one by one."""
+        run_jobs(self.schema, lambda: self, arguments, program)
+
+    def perform(self, config: C) -> None:
+        """The work of one rank."""
+        self.work(config)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # A started rank finds the recipe by its file: `main` of that module is this object, not the bare function.
+        return load_recipe, (str(self.file),)
+
+
+def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence[str], program: str) -> None:
+    """Carry out what `arguments` ask of a recipe with this schema.
+
+    `find` gives that recipe, and is called after the configs have been composed, so that a wrong one costs no import
+    of torch. A run of a sweep that fails does not keep the others from running; RunError at the end says which did.
+    """
+    with _one_voice():
+        jobs = _prepare(schema, find, arguments, program)
+    failed = []
+    for number, job in enumerate(jobs, start=1):
+        if len(jobs) == 1:
+            _carry_out(find(), job.config)
+            continue
+        print(f"[{number}/{len(jobs)}] {' '.join(job.overrides)} -> {job.config.run_dir}", flush=True)
+        try:
+            _carry_out(find(), job.config)
+        except RunError as error:
+            failed.append(job.config.run_dir)
+            tell(error, job.config.debug)
+    if failed:
+        raise RunError(f"{len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}.")
+
+
+def _prepare(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence[str], program: str) -> list[Job[C]]:
+    """The jobs, checked. Nothing is loaded where there is nothing to do."""
+    from fsdp_shard.compose import compose
+
+    jobs = compose(schema, [argument for argument in arguments if argument != "--debug"], program)
+    for job in jobs:
+        job.config.debug |= "--debug" in arguments
+    for job in jobs:
+        _check(find(), job.config)
+    return jobs
+
+
+@contextmanager
+def _one_voice() -> Iterator[None]:
+    """Ranks that something else started all find the same wrong; the first of them says it, the others just end."""
+    try:
+        yield
+    except InputError as error:
+        if joined_rank() > 0:
+            sys.exit(error.exit_status)
+        raise
+
+
+def _check(recipe: Recipe[C], config: C) -> None:
+    """What can be found wrong before any rank starts."""
+    if config.ranks_are == "started":
+        check_machine(config.launch)
+    elif config.ranks_are == "one" and config.launch.num_ranks > 1:
+        raise ConfigError(
+            f"launch.ranks={config.launch.ranks}, launch.nodes={config.launch.nodes}: {config.command} works in one "
+            f"process on one machine; leave both at 1."
+        )
+    if recipe.check is not None:
+        recipe.check(config)
+
+
+def _carry_out(recipe: Recipe[C], config: C) -> None:
+    from fsdp_shard.compose import write_config
+
+    if config.ranks_are == "started":
+        launch(recipe.perform, config, begin=write_config)
+    else:
+        write_config(config)
+        recipe.perform(config)
+
+
+_loaded: dict[Path, Recipe[Any]] = {}
+
+
+def load_recipe(path: str | Path) -> Recipe[Any]:
+    """The recipe in a Python file. InputError when there is none, or when the file cannot be loaded."""
+    file = Path(path).resolve()
+    if file in _loaded:
+        return _loaded[file]
+    if not file.is_file():
+        raise InputError(f"{path} is not a file; give the path of a recipe, such as one that `fsdp-shard cp` made.")
+    # As with `python FILE.py`, modules beside the recipe can be imported.
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    name = f"fsdp_shard_recipe_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} is not a Python file; a recipe ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{path} could not be loaded: {type(error).__name__}: {error}.") from error
+    found = [value for value in vars(module).values() if isinstance(value, Recipe)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{path} has {len(found)} functions that are recipes and must have one: "
+            f"decorate its main function with @recipe(...) from fsdp_shard.cli."
+        )
+    _loaded[file] = found[0]
+    return found[0]

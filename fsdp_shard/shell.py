@@ -1,0 +1,80 @@
+"""How a command ends: its exit status, and the one paragraph that says why.
+
+Everything a user sees of an error is written here. Knows the error tree and no command.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
+from fsdp_shard.launch import is_joined_rank, joined_rank
+
+
+def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
+    """Call `body` and leave the process with the status that its outcome has; an error is told in one paragraph."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        body()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        tell(error, debug)
+        sys.exit(error.exit_status if isinstance(error, FsdpShardError) else 1)
+    sys.exit(0)
+
+
+def wants_debug(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for tracebacks; it may be too wrong to be composed."""
+    return "--debug" in arguments or any(argument.lower() == "debug=true" for argument in arguments)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM, while no recipe and no launcher has a handler of its own."""
+    raise Interrupted(f"Stopped by {signal.Signals(number).name}.", signal_number=number)
+
+
+def tell(error: Exception, debug: bool) -> None:
+    """Write what went wrong to standard error; one of several ranks that something else started says which it is."""
+    if debug:
+        sys.stderr.write(_traceback(error))
+    where = f"rank {joined_rank()}: " if is_joined_rank() and not isinstance(error, InputError) else ""
+    print(paragraph(f"{where}{message(error)}", error), file=sys.stderr)
+
+
+def message(error: Exception) -> str:
+    """What went wrong, in one line; for a mistake of our own, where it happened too."""
+    if isinstance(error, FsdpShardError):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" at {last[0].filename}:{last[0].lineno}" if last else ""
+    return f"{type(error).__name__}: {error}{place}. Give debug=true or --debug to see how it came to that."
+
+
+def paragraph(text: str, error: Exception) -> str:
+    """`error: ...` on one line, unless standard error is a terminal that would break it in the middle of words."""
+    start = "" if isinstance(error, Interrupted) else "error: "
+    text = start + " ".join(text.split())
+    if not sys.stderr.isatty():
+        return text
+    width = os.get_terminal_size(sys.stderr.fileno()).columns
+    return textwrap.fill(text, max(width - 1, 40), break_long_words=False, break_on_hyphens=False)
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback of `error`; of one that a rank raised, that rank's own."""
+    told = getattr(error, "traceback", "") or getattr(error.__cause__, "traceback", "")
+    return told or "".join(traceback.format_exception(error))
