@@ -184,7 +184,9 @@ class TensorIndex:
         out = torch.empty(shape, dtype=dtypes.to_torch(entry.dtype))
         if math.prod(shape):
             self._read_box(entry, offsets, shape, out)
-        return out[rest]
+        part = out[rest]
+        is_strided = any(isinstance(item, slice) and (item.step or 1) > 1 for item in rest)
+        return part.clone(memory_format=torch.contiguous_format) if is_strided else part
 
     def _read_box(
         self, entry: TensorEntry, offsets: tuple[int, ...], shape: tuple[int, ...], out: torch.Tensor
@@ -260,7 +262,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 
     assert tensor.is_contiguous(), "only contiguous memory is one view of bytes"
     assert tensor.device.type == "cpu", "a view of bytes is of CPU memory"
-    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(flat)
 
 

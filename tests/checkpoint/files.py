@@ -1,4 +1,4 @@
-"""Small checkpoints of any dtype, written with torch and safetensors' own writer; and split over ranks by our planner."""
+"""Small checkpoints of any dtype: by safetensors' own writer, and split over ranks by our planner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor_bytes(tensor.contiguous())) if tensor.numel() else b""
+    return bytes(tensor_bytes(tensor.clone(memory_format=torch.contiguous_format))) if tensor.numel() else b""
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -49,7 +49,9 @@ def test_runs_of_a_box_are_its_elements_in_the_range(
     flat = numbers[tuple(slice(o, o + n) for o, n in zip(offsets, box, strict=True))].reshape(-1).tolist()
     expected = [(value, at) for at, value in enumerate(flat) if start <= value < stop]
     found = [
-        (position + i, inside + i) for position, inside, n in boxes.runs(shape, offsets, box, start, stop) for i in range(n)
+        (position + i, inside + i)
+        for position, inside, n in boxes.runs(shape, offsets, box, start, stop)
+        for i in range(n)
     ]
     assert found == expected
 

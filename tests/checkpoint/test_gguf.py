@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.errors import CheckpointError
+from tests.checkpoint.files import raw_bytes
+
+gguf = pytest.importorskip("gguf")
+
+HIDDEN, HEADS, KV_HEADS, INNER, VOCABULARY, LAYERS = 64, 4, 2, 96, 32, 2
+_TOKENS = ["<unk>", "<s>", "</s>", *(chr(ord("a") + i) for i in range(VOCABULARY - 3))]
+
+
+def write_gguf(
+    path: Path, architecture: str, kind: Any, *, tied: bool = False, extra: dict[str, Any] | None = None
+) -> Path:
+    """A tiny model with random weights, by the gguf package's own writer; matrices quantised to `kind`."""
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(_TOKENS)
+    writer.add_token_scores([0.0] * VOCABULARY)
+    writer.add_token_types([1] * VOCABULARY)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, shape in _shapes(architecture, tied).items():
+        data = random.standard_normal(shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(name, data)
+        else:
+            writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
+    for name, data in (extra or {}).items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _shapes(architecture: str, tied: bool) -> dict[str, tuple[int, ...]]:
+    # transformers does not read the head size of a GGUF file and takes its default for qwen3.
+    head = 128 if architecture == "qwen3" else HIDDEN // HEADS
+    q, kv = head * HEADS, head * KV_HEADS
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCABULARY, HIDDEN), "output_norm.weight": (HIDDEN,)}
+    if not tied:
+        shapes["output.weight"] = (VOCABULARY, HIDDEN)
+    for layer in range(LAYERS):
+        inside: dict[str, tuple[int, ...]] = {
+            "attn_norm.weight": (HIDDEN,),
+            "attn_q.weight": (q, HIDDEN),
+            "attn_k.weight": (kv, HIDDEN),
+            "attn_v.weight": (kv, HIDDEN),
+            "attn_output.weight": (HIDDEN, q),
+            "ffn_norm.weight": (HIDDEN,),
+            "ffn_gate.weight": (INNER, HIDDEN),
+            "ffn_up.weight": (INNER, HIDDEN),
+            "ffn_down.weight": (HIDDEN, INNER),
+        }
+        if architecture == "qwen2":
+            inside |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+        if architecture == "qwen3":
+            inside |= {"attn_q_norm.weight": (head,), "attn_k_norm.weight": (head,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in inside.items()}
+    return shapes
+
+
+def load_with_transformers(path: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "tied"),
+    [("llama", "Q8_0", False), ("llama", "Q4_1", True), ("qwen2", "F16", False), ("qwen3", "BF16", True)],
+)
+def test_names_and_values_are_those_of_transformers(tmp_path: Path, architecture: str, kind: str, tied: bool) -> None:
+    path = write_gguf(tmp_path / "model.gguf", architecture, gguf.GGMLQuantizationType[kind], tied=tied)
+    expected = dict(load_with_transformers(path).named_parameters())
+    with open_checkpoint(path) as index:
+        assert index.format == "gguf"
+        assert set(index.names) == set(expected)
+        assert index.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+        for name, parameter in expected.items():
+            assert index.dtypes[name] == "F32"
+            assert torch.equal(index.read(name), parameter), name
+
+
+def test_parts_are_decoded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_shard.checkpoint.formats.gguf._DECODE_ELEMENTS", 128)
+    path = write_gguf(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.Q4_0)
+    with open_checkpoint(tmp_path) as index:  # a directory with one .gguf file
+        assert index.root / index.metadata["file"] == path
+        for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"):
+            whole = index.read(name)
+            assert torch.equal(index.read(name, (slice(5, 21), slice(3, 50))), whole[5:21, 3:50])
+            for start, stop in ((0, 1), (70, 71), (63, 65), (31, 2011), (2000, 2048)):
+                out = bytearray(4 * (stop - start))
+                index.read_into(name, start, out)
+                assert out == raw_bytes(whole.reshape(-1)[start:stop])
+
+
+def test_computed_tensors_are_left_out_and_unknown_ones_refused(tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType.F16
+    path = write_gguf(tmp_path / "a.gguf", "llama", kind, extra={"rope_freqs.weight": np.ones(8, np.float32)})
+    with open_checkpoint(path) as index:
+        assert not [name for name in index.names if "rope" in name]
+    path = write_gguf(tmp_path / "b.gguf", "llama", kind, extra={"blk.0.ffn_gate_exps.weight": np.ones(8, np.float32)})
+    with pytest.raises(CheckpointError, match=r"b\.gguf has a tensor blk\.0\.ffn_gate_exps\.weight, which no llama"):
+        open_checkpoint(path)
+    path = write_gguf(tmp_path / "c.gguf", "mamba", kind)
+    with pytest.raises(CheckpointError, match="architecture 'mamba'; GGUF files of llama, qwen2, qwen3"):
+        open_checkpoint(path)
+
+
+def test_damage_is_one_error_that_names_the_file(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.Q8_0)
+    content = path.read_bytes()
+    for length in (10, 30, 300, 2000, len(content) - 100_000, len(content) // 2):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"model\.gguf .*cut short"):
+            open_checkpoint(path)
+    changes = {
+        content.replace(struct.pack("<I", 3), struct.pack("<I", 9), 1): "version 9",
+        content.replace(b"token_embd.weight", b"output.weight\0\0\0\0", 1): "which no llama|twice",
+        content.replace(b"blk.0.attn_v.weight", b"blk.0.attn_k.weight"): "blk.0.attn_k.weight twice",
+        content.replace(b"llama.attention.head_count\x04\0\0\0", b"llama.attention.head_kount\x04\0\0\0"): "heads",
+        content[:8] + struct.pack("<Q", 2**60) + content[16:]: "cut short|unknown|dimensions",
+        content[:16] + struct.pack("<Q", 2**60) + content[24:]: "cut short|unknown|UTF-8|twice",
+    }
+    for changed, message in changes.items():
+        if changed == content:
+            continue
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(path)

@@ -1,0 +1,264 @@
+"""Every way a checkpoint can be wrong is one CheckpointError that names the file, soon, and reads nothing outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.layout import SHARD_KEY, plan_gathered, shard_name
+from fsdp_shard.errors import CheckpointError
+from tests.checkpoint.files import edit_header, even_edges, spec_of, write_huggingface, write_ranks
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4.0)}
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def single(root: Path) -> Path:
+    return write_huggingface(root, TENSORS) / MODEL
+
+
+def indexed(root: Path) -> Path:
+    """Two files, `a` in the first and `b` in the second, with an index."""
+    plans, index = plan_gathered([spec_of(name, tensor) for name, tensor in TENSORS.items()], 1)
+    root.mkdir()
+    for plan in plans:
+        (root / plan.name).write_bytes(plan.header + bytes(plan.num_bytes - len(plan.header)))
+    assert index is not None
+    (root / INDEX).write_bytes(index)
+    return root / INDEX
+
+
+def ranks(root: Path, **kwargs: Any) -> Path:
+    return write_ranks(root, TENSORS, even_edges(TENSORS, 3), **kwargs) / shard_name(1, 3)
+
+
+def length(value: int) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(struct.pack("<Q", value) + path.read_bytes()[8:]) and None
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return lambda path: edit_header(path, change)
+
+
+def text(content: bytes) -> Callable[[Path], None]:
+    return header(lambda document: content)
+
+
+def entry(name: str, key: str, value: Any) -> Callable[[Path], None]:
+    return header(lambda document: document[name].__setitem__(key, value))
+
+
+def weight_map(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        document = json.loads(path.read_text())
+        change(document["weight_map"])
+        path.write_text(json.dumps(document))
+
+    return apply
+
+
+def shard_info(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def apply(document: dict[str, Any]) -> None:
+        info = json.loads(document["__metadata__"][SHARD_KEY])
+        change(info)
+        document["__metadata__"][SHARD_KEY] = json.dumps(info)
+
+    return header(apply)
+
+
+def link_outside(path: Path) -> None:
+    outside = path.parent.parent / "outside.safetensors"
+    path.rename(outside)
+    path.symlink_to(outside)
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def first_file(path: Path, *names: str) -> None:
+    save_file({name: torch.zeros(2) for name in names}, path.parent / "model-00001-of-00002.safetensors")
+
+
+def other_save(path: Path) -> None:
+    write_ranks(path.parent.parent / "other", TENSORS, even_edges(TENSORS, 3), save="two")
+    (path.parent.parent / "other" / path.name).rename(path)
+
+
+def other_world(path: Path) -> None:
+    write_ranks(path.parent, TENSORS, even_edges(TENSORS, 2))
+
+
+def swap_ranks(path: Path) -> None:
+    other = path.parent / shard_name(2, 3)
+    content = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+Case = tuple[Callable[[Path], Path], Callable[[Path], object], str]
+
+CASES: dict[str, Case] = {
+    # One safetensors file.
+    "empty file": (single, lambda p: p.write_bytes(b""), "0 bytes, too few"),
+    "cut in the length": (single, lambda p: p.write_bytes(p.read_bytes()[:5]), "5 bytes, too few"),
+    "cut in the header": (single, lambda p: p.write_bytes(p.read_bytes()[:40]), "cut short"),
+    "cut in the data": (single, lambda p: p.write_bytes(p.read_bytes()[:-1]), "cut short"),
+    "bytes appended": (single, lambda p: p.write_bytes(p.read_bytes() + b"x"), "appended"),
+    "length beyond the file": (single, length(10**6), "says that its header takes 1000000 bytes"),
+    "length of 2^63": (single, length(2**63), "says that its header takes"),
+    "no JSON": (single, text(b"{nonsense"), "not valid JSON"),
+    "no UTF-8": (single, text(b'{"\xff": 1}'), "not valid JSON"),
+    "a list": (single, text(b"[]"), "not a JSON object"),
+    "deep nesting": (single, text(b'{"a":' + b"[" * 200_000), "nested too deeply|not valid JSON"),
+    "duplicate key": (single, text(b'{"a": {}, "a": {}}'), "'a' stands there twice"),
+    "metadata no map": (single, header(lambda d: d.__setitem__("__metadata__", {"x": 1})), "__metadata__"),
+    "unknown dtype": (single, entry("a", "dtype", "F31"), "'F31', which is not known"),
+    "dtype no text": (single, entry("a", "dtype", ["F32"]), "not known"),
+    "negative shape": (single, entry("a", "shape", [-2, -3]), "list of counts"),
+    "shape of booleans": (single, entry("a", "shape", [True, 6]), "list of counts"),
+    "shape too large": (single, entry("a", "shape", [2**40, 2**40]), "takes 24 bytes, but F32"),
+    "wrong dtype": (single, entry("a", "dtype", "F64"), "takes 24 bytes, but F64"),
+    "offsets swapped": (single, entry("a", "data_offsets", [24, 0]), "takes -24 bytes"),
+    "three offsets": (single, entry("a", "data_offsets", [0, 24, 25]), "two byte positions"),
+    "fractional offset": (single, entry("a", "data_offsets", [0.0, 24]), "two byte positions"),
+    "overlap": (single, entry("b", "data_offsets", [8, 24]), "overlap"),
+    "gap": (single, entry("b", "data_offsets", [25, 41]), "no tensor owns the 1 bytes"),
+    "missing key": (single, header(lambda d: d["a"].pop("dtype")), "must have exactly"),
+    "extra key": (single, entry("a", "stride", [1]), "must have exactly"),
+    "entry no map": (single, header(lambda d: d.__setitem__("a", 5)), "must have exactly"),
+    "link outside": (single, link_outside, "outside the directory"),
+    "FIFO": (single, fifo, "not a regular file"),
+    "a directory": (single, lambda p: (p.unlink(), p.mkdir()), "cannot be read|not a regular file|no checkpoint"),
+    # Several files with an index.
+    "index cut": (indexed, lambda p: p.write_bytes(p.read_bytes()[:-9]), "not valid JSON"),
+    "index without map": (indexed, lambda p: p.write_text("{}"), "no weight_map"),
+    "index a list": (indexed, lambda p: p.write_text("[]"), "no weight_map"),
+    "index empty": (indexed, lambda p: p.write_text('{"weight_map": {}}'), "empty weight_map"),
+    "index to a number": (indexed, weight_map(lambda m: m.update(a=1)), "no weight_map"),
+    "file missing": (indexed, lambda p: (p.parent / "model-00002-of-00002.safetensors").unlink(), "is missing"),
+    "up and out": (indexed, weight_map(lambda m: m.update(a="../../x.safetensors")), "outside the directory"),
+    "up inside": (indexed, weight_map(lambda m: m.update(a="sub/../x.safetensors")), "outside the directory"),
+    "absolute": (indexed, weight_map(lambda m: m.update(a="/etc/passwd")), "outside the directory"),
+    "empty name": (indexed, weight_map(lambda m: m.update(a="")), "no file name"),
+    "NUL in a name": (indexed, weight_map(lambda m: m.update(a="a\0b")), "no file name"),
+    "a linked file": (
+        indexed,
+        lambda p: link_outside(p.parent / "model-00001-of-00002.safetensors"),
+        "outside the dir",
+    ),
+    "a FIFO among files": (
+        indexed,
+        lambda p: fifo(p.parent / "model-00001-of-00002.safetensors"),
+        "not a regular file",
+    ),
+    "a linked index": (indexed, link_outside, "outside the directory"),
+    "wrong file": (indexed, weight_map(lambda m: m.update(a=m["b"])), "does not hold it|does not list"),
+    "name too many": (indexed, weight_map(lambda m: m.update(c=m["b"])), "tensor c is in"),
+    "name too few": (indexed, lambda p: first_file(p, "a", "c"), "does not list tensor c"),
+    "tensor in two files": (indexed, lambda p: first_file(p, "a", "b"), "tensor b stands both in"),
+    # Rank files.
+    "rank missing": (ranks, lambda p: p.unlink(), "is missing: the checkpoint was written by 3 ranks"),
+    "of another save": (ranks, other_save, "weights of two saves are not mixed"),
+    "of another step": (ranks, shard_info(lambda i: i.update(step=9)), "weights of two saves"),
+    "of another world": (ranks, other_world, "saves by 2 and 3 ranks"),
+    "ranks swapped": (ranks, swap_ranks, "renamed or mixed up"),
+    "no info": (ranks, header(lambda d: d["__metadata__"].pop(SHARD_KEY)), "not written by fsdp-shard"),
+    "info no JSON": (ranks, header(lambda d: d["__metadata__"].update({SHARD_KEY: "{"})), "not valid JSON"),
+    "info of the future": (ranks, shard_info(lambda i: i.update(format_version=2)), "format version 2"),
+    "info without ranges": (ranks, shard_info(lambda i: i.pop("tensors")), "KeyError"),
+    "info with a negative start": (ranks, shard_info(lambda i: i["tensors"]["a"].update(start=-1)), "not a count"),
+    "overlapping ranges": (ranks, shard_info(lambda i: i["tensors"]["a"].update(start=1)), "overlap"),
+    "beyond the shape": (ranks, shard_info(lambda i: i["tensors"]["a"].update(start=5)), "no part of the full shape"),
+    "shapes differ": (
+        ranks,
+        shard_info(lambda i: i["tensors"]["a"].update(shape=[3, 2])),
+        "earlier rank says|no part of",
+    ),
+    "range without tensor": (
+        ranks,
+        shard_info(lambda i: i["tensors"].update(z={"shape": [], "start": 0})),
+        "only in one",
+    ),
+    "tensor without range": (ranks, shard_info(lambda i: i["tensors"].pop("a")), "only in one"),
+    "tied to nothing": (ranks, shard_info(lambda i: i.update(aliases={"head": "gone"})), "tied to gone"),
+    "a rank is a link": (ranks, link_outside, "outside the directory"),
+    "a rank is a FIFO": (ranks, fifo, "not a regular file"),
+    # No checkpoint at all.
+    "nothing there": (single, lambda p: [f.unlink() for f in p.parent.iterdir()], "the directory is empty"),
+    "other files": (single, lambda p: p.unlink(), r"the directory holds config\.json"),
+    "a pickle": (single, lambda p: p.rename(p.parent / "pytorch_model.bin"), "which is a pickle"),
+    "several files": (
+        single,
+        lambda p: (p.rename(p.parent / "x.safetensors"), (p.parent / "y.safetensors").touch()),
+        "several",
+    ),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", CASES)
+def test_is_refused(tmp_path: Path, name: str) -> None:
+    make, damage, message = CASES[name]
+    root = tmp_path / "model"
+    path = make(root)
+    with open_checkpoint(root) as index:
+        assert set(index.names) == set(TENSORS), "it was sound before"
+    damage(path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(root)
+    assert str(root) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_range_is_found(tmp_path: Path) -> None:
+    write_ranks(tmp_path, TENSORS, {"a": [0, 2, 4, 5], "b": [0, 1, 2, 4]})
+    with pytest.raises(CheckpointError, match=r"tensor a of shape \[2, 3\] is not whole: its pieces hold 5 of 6"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_cut_after_opening_is_found(tmp_path: Path) -> None:
+    path = single(tmp_path / "model")
+    with open_checkpoint(path.parent) as index:
+        os.truncate(path, path.stat().st_size - 4)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors ends at byte"):
+            index.read("b")
+
+
+def test_links_of_a_hub_cache_are_followed_to_its_blobs_only(tmp_path: Path) -> None:
+    repo = tmp_path / "models--org--name"
+    snapshot, blobs = repo / "snapshots" / "abc", repo / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    single(tmp_path / "model").rename(blobs / "123")
+    (snapshot / MODEL).symlink_to("../../blobs/123")
+    with open_checkpoint(snapshot) as index:
+        assert set(index.names) == set(TENSORS)
+    (blobs / "123").rename(tmp_path / "elsewhere")
+    (snapshot / MODEL).unlink()
+    (snapshot / MODEL).symlink_to("../../../elsewhere")
+    with pytest.raises(CheckpointError, match="outside the directory"):
+        open_checkpoint(snapshot)
+
+
+def test_links_inside_the_directory_are_followed(tmp_path: Path) -> None:
+    path = single(tmp_path)
+    path.rename(tmp_path / "weights")
+    path.symlink_to("weights")
+    with open_checkpoint(tmp_path) as index:
+        assert set(index.names) == set(TENSORS)
+
+
+def test_a_path_with_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_checkpoint(tmp_path / "gone")
