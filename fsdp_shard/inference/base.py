@@ -29,7 +29,8 @@ class DispatchConfig:
             "next; cpu; disk; or a mapping from module names to a GPU's number, cpu or disk."
         },
     )
-    max_memory: dict[Any, Any] | None = field(
+    # Any, not dict | None: OmegaConf cannot put a mapping in the place of an optional dict that is None.
+    max_memory: Any = field(
         default=None,
         metadata={
             "help": "Budgets such as {0: 20GB, cpu: 64GB}. Only the devices in it are used, and disk. "
