@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 
 def llama_config(*, tied: bool = True, layers: int = 2) -> LlamaConfig:
@@ -33,3 +36,20 @@ def llama(seed: int = 0, *, tied: bool = True, layers: int = 2) -> PreTrainedMod
 def token_batch(step: int, rows: int = 12, length: int = 16, vocabulary: int = 257) -> torch.Tensor:
     """Random token ids [rows, length] that depend on `step` alone."""
     return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(step))
+
+
+def save_model(directory: Path, *, seed: int = 0, tied: bool = True) -> Path:
+    """Write the tiny Llama and a tokenizer whose tokens are bytes, as transformers writes them."""
+    llama(seed, tied=tied).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """256 byte tokens and <|end|>: exactly the vocabulary of `llama_config`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*alphabet, "<|end|>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")

@@ -1,0 +1,31 @@
+"""Fixtures that many tests share: a model directory and real text, made once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import save_model
+
+# Forked ranks must not inherit a pool of OpenMP threads that does not exist on their side.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory: the tiny Llama of seed 0 with a byte-level tokenizer. Not to be written into."""
+    return save_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with train.txt (60 kB) and held_out.txt (4 kB): reference prose that comes with Python."""
+    from pydoc_data.topics import topics
+
+    directory = tmp_path_factory.mktemp("texts")
+    whole = "\n\n".join(topics[name] for name in sorted(topics))
+    (directory / "train.txt").write_text(whole[:60_000], encoding="utf-8")
+    (directory / "held_out.txt").write_text(whole[60_000:64_000], encoding="utf-8")
+    return directory
