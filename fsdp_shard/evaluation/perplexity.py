@@ -48,12 +48,12 @@ def check_context(config: PretrainedConfig, sequence_length: int) -> None:
 
 def evaluation_windows(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path | None = None
-) -> tuple[WindowDataset, tuple[str, ...]]:
-    """What is to be evaluated (see `evaluated_text`), cut into windows, and notes on it. Raises DataError."""
+) -> WindowDataset:
+    """What is to be evaluated (see `evaluated_text`), cut into windows. Raises DataError."""
     from fsdp_shard.data.prepare import prepare
 
     windows = prepare(evaluated_text(data), tokenizer, cache_dir)
-    return windows.held_out or windows.train, windows.notes
+    return windows.held_out or windows.train
 
 
 def perplexity(

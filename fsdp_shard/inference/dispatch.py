@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from fsdp_shard import models
 from fsdp_shard.checkpoint.files import has_file
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.inference.base import DTYPES, parse_budgets, parse_device_map
-from fsdp_shard.inference.device_map import plan_device_map
+from fsdp_shard.inference.device_map import DevicePlan, plan_device_map
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +28,19 @@ if TYPE_CHECKING:
     from fsdp_shard.models import ModelSource
 
 
-def locate(path: str | os.PathLike[str]) -> ModelSource:
+def locate(path: str | os.PathLike[str], gguf_file: str | None = None) -> ModelSource:
     """Where config, tokenizer and weights of `path` lie: a run (its latest step), a checkpoint, a model, a hub id."""
     from fsdp_shard.checkpoint import store
 
     place = Path(path).expanduser()
-    return models.resolve(store.resolve(place) if place.exists() else path, need_weights=False)
+    return models.resolve(store.resolve(place) if place.exists() else path, gguf_file, need_weights=False)
+
+
+def check_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError or ModelError unless `path` holds weights that can be read; looks at headers only."""
+    from fsdp_shard.checkpoint.index import open_checkpoint
+
+    open_checkpoint(locate(path).weights).close()
 
 
 def load_dispatched(
@@ -59,12 +66,17 @@ def dispatch(
     device_map: str | Mapping[str, Any] = "auto",
     max_memory: Mapping[Any, Any] | None = None,
     dtype: str | torch.dtype | None = None,
+    *,
+    on_plan: Callable[[DevicePlan], object] = lambda plan: None,
 ) -> PreTrainedModel:
-    """`load_dispatched` for a model that has been located, with its config read."""
+    """`load_dispatched` for a model that has been located, with its config read.
+
+    `on_plan` is handed the plan before any weight is read.
+    """
     from fsdp_shard.blocks import no_split_blocks
     from fsdp_shard.checkpoint.index import open_checkpoint
-    from fsdp_shard.inference.machine import check_devices, machine_budgets
     from fsdp_shard.checkpoint.names import match_names
+    from fsdp_shard.inference.machine import check_devices, machine_budgets
     from fsdp_shard.inference.placement import place
 
     strategy = parse_device_map(dict(device_map) if isinstance(device_map, Mapping) else device_map)
@@ -77,6 +89,7 @@ def dispatch(
         budgets = {} if isinstance(strategy, dict) else machine_budgets()
     plan = plan_device_map(blocks, strategy, budgets, ties=tied_blocks(model, blocks))
     check_devices([*plan.devices.values(), plan.main])
+    on_plan(plan)
     place(model, blocks, plan, index, stored)
     model.__dict__["hf_device_map"] = dict(plan.devices)  # as transformers and accelerate call it
     _load_generation_config(model, source)

@@ -40,15 +40,6 @@ def free_cpu_bytes() -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def peak_resident_bytes() -> int:
-    """The most memory that this process has had resident so far."""
-    import resource
-    import sys
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def _part(num_bytes: int) -> int:
     return int(num_bytes * (1 - _KEPT_FREE))
 

@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import indent
 
 from fsdp_shard.errors import DataError
 from fsdp_shard.inference.base import GenerateSettings
+
+_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,13 @@ def read_prompts(settings: GenerateSettings) -> list[Prompt]:
     if not prompts:
         raise DataError(f"prompts={path} holds no prompts; give at least one line.")
     return prompts
+
+
+def describe(completion: Completion, number: int) -> str:
+    """Completion `number` (from 0) as a terminal shows it; of many only the first, all are in the output file."""
+    if number >= _SHOWN:
+        return "\n..." if number == _SHOWN else ""
+    return f"\n> {completion.prompt}\n{indent(completion.completion.strip(), '  ')}"
 
 
 def write_completions(path: Path, completions: Iterable[Completion]) -> Iterator[Completion]:

@@ -42,7 +42,8 @@ class TensorReader:
         import torch
 
         if self._staging is None:
-            self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=out.is_cuda)
+            with torch.inference_mode(False):
+                self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=out.is_cuda)
         staging = self._staging.view(dtype)
         for start in range(0, len(out), len(staging)):
             part = staging[: len(out) - start]

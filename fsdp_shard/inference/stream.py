@@ -73,7 +73,8 @@ class BlockStream:
         """A free buffer, each as large as the largest block; a second one is made only when a block runs in another."""
         if self._free:
             return self._free.pop()
-        return torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+        with torch.inference_mode(False):  # else it could be filled in no other mode than that of the first pass
+            return torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
 
 
 def _padded_bytes(parameters: Sequence[StreamedParameter]) -> int:

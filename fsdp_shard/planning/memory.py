@@ -1,0 +1,206 @@
+"""Memory that each rank of a run needs at its fullest, from configs alone; the model is only ever on meta.
+
+What is counted, per rank: its share of the parameters, gradients and optimizer state; what is whole for a while (units
+gathered in the compute dtype, and gradients before they are reduced); and what the forward pass of a micro-batch keeps.
+They are added up as if all were there at once, so the peak is an upper estimate. Not counted: the CUDA context, the
+allocator's fragmentation and the buffers of the communication library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_shard import models
+from fsdp_shard.blocks import Block, no_split_blocks
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.planning.activations import Activations, measure_activations
+from fsdp_shard.planning.optimizer import optimizer_bytes
+from fsdp_shard.planning.shares import Shape, flat_shares, row_shares
+from fsdp_shard.sharding.base import ShardConfig
+from fsdp_shard.sharding.fsdp1 import Fsdp1Config
+from fsdp_shard.sharding.units import plan_units
+from fsdp_shard.training.base import OptimConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The settings of the run that is planned, as `finetune` takes them."""
+
+    model: ModelConfig
+    shard: ShardConfig
+    train: TrainConfig
+    optim: OptimConfig
+    sequence_length: int
+    num_ranks: int
+
+    @property
+    def num_shards(self) -> int:
+        return self.num_ranks // self.shard.replicas
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank; `host_bytes` of them are not on the device. None: the activations could not be measured."""
+
+    rank: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    unsharded_bytes: int
+    activations_bytes: int | None
+    host_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most on the device at one time."""
+        if self.activations_bytes is None:
+            return None
+        return self.state_bytes - self.host_bytes + self.unsharded_bytes + self.activations_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """`problem` says why activations could not be measured, if so."""
+
+    model_class: str
+    num_params: int
+    blocks: tuple[Block, ...]
+    per_rank: tuple[RankMemory, ...]
+    problem: str | None = None
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """Bytes of all parameters, were they held in each dtype."""
+        return {name: -(-self.num_params * bits // 8) for name, bits in BITS.items()}
+
+    @property
+    def balance(self) -> float:
+        """State of the fullest rank over that of the mean one; 1.0 is even."""
+        sizes = [rank.state_bytes for rank in self.per_rank]
+        return max(sizes) * len(sizes) / sum(sizes)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """On the fullest rank."""
+        peaks = [rank.peak_bytes for rank in self.per_rank]
+        return None if None in peaks else max(peak for peak in peaks if peak is not None)
+
+    def fits(self, memory_bytes: int | None) -> bool | None:
+        """Whether every rank fits in `memory_bytes`; None when one of the two is not known."""
+        return None if memory_bytes is None or self.peak_bytes is None else self.peak_bytes <= memory_bytes
+
+
+def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
+    """The plan of `run` for the model that `config` describes. Raises ConfigError or ModelError."""
+    if run.num_ranks % run.shard.replicas:
+        raise ConfigError(f"shard.replicas={run.shard.replicas} does not divide the {run.num_ranks} ranks of this run.")
+    model = _build(config, run, run.model.dtype)
+    blocks = no_split_blocks(model, run.shard.blocks)
+    params = dict(model.named_parameters())
+    units = _unit_parameters(model, run.shard)
+    activations, problem = _activations(config, run)
+    unsharded = _unsharded_bytes([sum(params[name].numel() for name in names) for names in units], run)
+    shares = _shares({name: tuple(param.shape) for name, param in params.items()}, units, run)
+    kept = None if activations is None else activations.saved_bytes + 2 * activations.logits_bytes
+    states = _state_bytes(shares, {name: tuple(param.shape) for name, param in params.items()}, run)
+    per_rank = []
+    for rank in range(run.num_ranks):
+        parameters, optimizer = states[rank % run.num_shards]
+        host = 2 * parameters + optimizer if run.shard.cpu_offload else 0
+        per_rank.append(RankMemory(rank, parameters, parameters, optimizer, unsharded, kept, host))
+    num_params = sum(param.numel() for param in params.values())
+    return MemoryPlan(type(model).__name__, num_params, tuple(blocks), tuple(per_rank), problem)
+
+
+def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedModel:
+    # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
+    attention = "eager" if run.model.attention == "eager" else "sdpa"
+    return models.build_on_meta(config, dtype, trust_remote_code=run.model.trust_remote_code, attention=attention)
+
+
+def _unit_parameters(model: PreTrainedModel, shard: ShardConfig) -> list[list[str]]:
+    """Names of the parameters of each unit, the root's last."""
+    units = plan_units(model, shard.blocks)
+    members: dict[str, list[str]] = {fqn: [] for fqn in [*units, ""]}
+    for name, _ in model.named_parameters():
+        members[next((fqn for fqn in units if name.startswith(fqn + ".")), "")].append(name)
+    return list(members.values())
+
+
+def _shares(shapes: Mapping[str, Shape], units: Sequence[Sequence[str]], run: PlannedRun) -> list[dict[str, Shape]]:
+    if isinstance(run.shard, Fsdp1Config):
+        return flat_shares(shapes, units, run.num_shards, _itemsize(run.shard.param_dtype))
+    return row_shares(shapes, run.num_shards)
+
+
+def _state_bytes(
+    shares: Sequence[Mapping[str, Shape]], shapes: Mapping[str, Shape], run: PlannedRun
+) -> list[tuple[int, int]]:
+    """(bytes of parameters, bytes of optimizer state) of each shard; equal shards are looked at once."""
+    known: dict[tuple[Shape, ...], tuple[int, int]] = {}
+    dtype = getattr(torch, run.model.dtype)
+    sizes = []
+    for share in shares:
+        if (key := tuple(share.values())) not in known:
+            local = {name: shape for name, shape in share.items() if name in shapes}
+            num_elements = sum(torch.Size(shape).numel() for shape in share.values())
+            known[key] = num_elements * dtype.itemsize, optimizer_bytes(run.optim, local, shapes, dtype)
+        sizes.append(known[key])
+    return sizes
+
+
+def _unsharded_bytes(sizes: Sequence[int], run: PlannedRun) -> int:
+    """What is whole for a while, for units of `sizes` elements (the root last).
+
+    Gathered: the root, the unit that computes and the next one, in the compute dtype; or all, if they are not freed
+    after the forward pass. Gradients: those of the root and of one unit before they are reduced, and the copy of one
+    of the two that is reduced; of all units, if they are reduced once a step only.
+    """
+    *units, root = sizes
+    compute, reduce = _itemsize(run.shard.param_dtype), _itemsize(run.shard.reduce_dtype)
+    largest = sorted(units, reverse=True)[:2]
+    gathered = root + (sum(largest) if run.shard.reshard_after_forward else sum(units))
+    gradients = (root + sum(largest[:1])) * compute + max([root, *largest]) * reduce
+    if not run.shard.sync_every_micro_batch and _num_micro_batches(run) > 1:
+        gradients += sum(sizes) * (compute if isinstance(run.shard, Fsdp1Config) else reduce)
+    return gathered * compute + gradients
+
+
+def _num_micro_batches(run: PlannedRun) -> int:
+    return -(-run.train.global_batch_size // (run.train.micro_batch_size * run.num_ranks))
+
+
+def _activations(config: PretrainedConfig, run: PlannedRun) -> tuple[Activations | None, str | None]:
+    """Measured in the compute dtype; or why that cannot be done: control flow that depends on values, no text input."""
+    model = _build(config, run, run.shard.param_dtype)
+    blocks = no_split_blocks(model, run.shard.blocks)
+    try:
+        activations = measure_activations(
+            model,
+            blocks,
+            run.train.micro_batch_size,
+            run.sequence_length,
+            checkpointing=run.shard.activation_checkpointing,
+        )
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        return None, (str(error).strip() or type(error).__name__).splitlines()[0]
+    return activations, None
+
+
+def _itemsize(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size

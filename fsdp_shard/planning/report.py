@@ -1,0 +1,112 @@
+"""A memory plan as text for people, and as the figures of result.json. Sizes are in units of 1024^3 (GiB)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from fsdp_shard.blocks import Block
+from fsdp_shard.planning.memory import MemoryPlan, RankMemory
+from fsdp_shard.sizes import format_size
+
+_COLUMNS = ("parameters", "gradients", "optimizer", "unsharded", "activations", "peak")
+
+
+def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
+    """The plan's part of result.json."""
+    return {
+        "num_params": plan.num_params,
+        "bytes_by_dtype": plan.bytes_by_dtype,
+        "blocks": [asdict(block) for block in plan.blocks],
+        "per_rank": [asdict(rank) | {"peak_bytes": rank.peak_bytes} for rank in plan.per_rank],
+        "peak_bytes": plan.peak_bytes,
+        "device_memory_bytes": memory_bytes,
+        "fits": plan.fits(memory_bytes),
+        "balance": plan.balance,
+    }
+
+
+def report(plan: MemoryPlan, memory_bytes: int | None) -> str:
+    """Several lines: the model, its blocks, the ranks, and whether they fit."""
+    sizes = ", ".join(f"{gib(num_bytes)} in {dtype}" for dtype, num_bytes in plan.bytes_by_dtype.items())
+    head = f"{plan.model_class}: {_count(plan.num_params)} parameters, {sizes}"
+    return "\n".join(
+        [
+            head,
+            "",
+            *_table(_block_rows(plan.blocks)),
+            "",
+            *_table(_rank_rows(plan.per_rank)),
+            "",
+            _verdict(plan, memory_bytes),
+        ]
+    )
+
+
+def gib(num_bytes: int | None) -> str:
+    """`num_bytes` in units of 1024^3, or of 1024^2 or 1024 when it is small; `?` when it is not known."""
+    if num_bytes is None:
+        return "?"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if num_bytes >= unit / 10:
+            return f"{num_bytes / unit:.2f} {name}"
+    return f"{num_bytes / 2**10:.2f} KiB"
+
+
+def _block_rows(blocks: Sequence[Block]) -> list[list[str]]:
+    """A row for each run of blocks of one class and size."""
+    rows = [["block", "class", "number", "parameters each", "bytes each"]]
+    for (cls, num_params, num_bytes), run in groupby(blocks, key=lambda b: (b.cls, b.num_params, b.num_bytes)):
+        found = list(run)
+        name = found[0].fqn if len(found) == 1 else f"{found[0].fqn} ... {found[-1].fqn}"
+        sizes = [_count(num_params), gib(num_bytes)] if num_params else ["tied", "tied"]
+        rows.append([name or "(root)", cls, str(len(found)), *sizes])
+    return rows
+
+
+def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
+    """A row for each run of ranks that need the same."""
+    rows = [["rank", *_COLUMNS]]
+    for _, run in groupby(ranks, key=lambda rank: [getattr(rank, f"{column}_bytes") for column in _COLUMNS]):
+        found = list(run)
+        name = str(found[0].rank) if len(found) == 1 else f"{found[0].rank} to {found[-1].rank}"
+        rows.append([name, *(gib(getattr(found[0], f"{column}_bytes")) for column in _COLUMNS)])
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell; those with numbers in them stand to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = [any(row[place][0].isdigit() for row in rows[1:]) for place in range(len(widths))]
+    return [
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
+    if plan.peak_bytes is None:
+        return f"Activations could not be measured ({plan.problem}), so there is no peak."
+    balance = f"The fullest rank holds {plan.balance:.2f} x the mean."
+    if memory_bytes is None:
+        return f"{balance} Give device.memory=80GB, or what a device has, to see whether it fits."
+    memory = f"{format_size(memory_bytes)} ({gib(memory_bytes)})"
+    if plan.fits(memory_bytes):
+        return f"{balance} Fits in {memory} with {gib(memory_bytes - plan.peak_bytes)} to spare."
+    return (
+        f"{balance} Does NOT fit in {memory}: {gib(plan.peak_bytes - memory_bytes)} too much. What helps: "
+        f"more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true, shard.cpu_offload=true."
+    )
+
+
+def _count(number: int) -> str:
+    """2.85 B, 135 M, 36.6 K, 576."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
