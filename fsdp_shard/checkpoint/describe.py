@@ -198,4 +198,4 @@ def _shape(node: Any) -> Any:
     """What two subtrees have in common when they look alike."""
     if isinstance(node, TensorSummary):
         return (node.dtype, node.shape)
-    return tuple((name, _shape(below)) for name, below in node.items())
+    return {name: _shape(below) for name, below in node.items()}

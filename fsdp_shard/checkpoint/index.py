@@ -208,7 +208,7 @@ class TensorIndex:
                 out[outer].narrow(0, first, count).copy_(hull.narrow(1, offsets[axis], shape[axis]))
 
     def places(self, name: str, start: int, stop: int) -> list[tuple[str, int, int]]:
-        """Where the flat elements [start, stop) of `name` are stored: (file, first byte, last byte + 1), piece by piece.
+        """Where the flat elements [start, stop) of `name` lie: (file, first byte, last byte + 1), piece by piece.
 
         Of a piece with a codec the whole piece is named.
         """

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from fsdp_shard.checkpoint.convert import convert
+from fsdp_shard.checkpoint.describe import describe
+from fsdp_shard.checkpoint.index import open_checkpoint
+from tests.checkpoint.files import write_huggingface
+
+
+def layers(count: int) -> dict[str, torch.Tensor]:
+    tensors = {"embed.weight": torch.zeros(9, 4), "norm": torch.zeros(())}
+    for layer in range(count):
+        tensors[f"layers.{layer}.mlp.weight"] = torch.zeros(4, 4 if layer < count - 1 else 8, dtype=torch.bfloat16)
+        tensors[f"layers.{layer}.norm.bias"] = torch.zeros(4)
+    return tensors
+
+
+def test_what_is_in_a_checkpoint(tmp_path: Path) -> None:
+    source = write_huggingface(tmp_path / "source", layers(12), head="embed.weight")
+    convert(source, tmp_path / "ranks", format="sharded", ranks=2)
+    found = describe(tmp_path / "ranks")
+    assert (found.format, found.layout, found.world_size, found.integrity) == ("sharded", "sharded", 2, "digests")
+    assert found.num_tensors == 26
+    assert found.num_parameters == 36 + 1 + 12 * 4 + 11 * 16 + 32
+    assert found.bytes_by_dtype == {"bfloat16": 416, "float32": 340}
+    assert found.num_bytes == 756
+    assert [file.name for file in found.files] == [f"shard-0000{r}-of-00002.safetensors" for r in range(2)]
+    assert 1 <= found.balance < 1.5
+    assert found.tied == {"head": "embed.weight"}
+
+
+def test_the_tree_is_folded_by_layer(tmp_path: Path) -> None:
+    with open_checkpoint(write_huggingface(tmp_path, layers(12))) as index:
+        text = describe(index).to_text()
+    assert "layers\n  0..10 (11 alike)\n" in text
+    assert "    mlp.weight  BF16  4 x 4  352 B in 11\n" in text
+    assert "    norm.bias  F32  4  176 B in 11\n" in text
+    assert "    mlp.weight  BF16  4 x 8  64 B\n" in text
+    assert "embed.weight  F32  9 x 4  144 B\n" in text
+    assert "norm  F32  scalar  4 B" in text
+    assert "no manifest" in text
+
+
+def test_json_and_chosen_tensors(tmp_path: Path) -> None:
+    document = json.loads(describe(write_huggingface(tmp_path, layers(2)), "*.mlp.*").to_json())
+    assert [tensor["name"] for tensor in document["tensors"]] == ["layers.0.mlp.weight", "layers.1.mlp.weight"]
+    assert document["num_tensors"] == 6
+    assert document["tensors"][0] == {"name": "layers.0.mlp.weight", "dtype": "BF16", "shape": [4, 4], "num_bytes": 32}
