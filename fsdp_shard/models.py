@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ModelError
+from fsdp_shard.gguf_side import side_directory
 from fsdp_shard.settings import REQUIRED, setting
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where config and tokenizer of a model lie: a directory, or a GGUF file in it."""
+    """Where a model lies: config and tokenizer in `directory`, the weights there too or in a GGUF file."""
 
     directory: Path
     gguf_file: Path | None = None
@@ -67,6 +68,9 @@ def resolve(path: str | os.PathLike[str], gguf_file: str | None = None, *, need_
         return _gguf_source(place)
     if gguf_file is not None:
         return _gguf_source(place / gguf_file)
+    ggufs = [] if (place / "config.json").exists() else sorted(place.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return _gguf_source(ggufs[0])
     _check_config(place)
     if need_weights and not any(_weight_files(place)):
         files = ", ".join(sorted(entry.name for entry in place.iterdir())[:8])
@@ -82,9 +86,7 @@ def load_config(source: ModelSource, trust_remote_code: bool = False) -> Pretrai
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(
-            source.directory, trust_remote_code=trust_remote_code, **_gguf_argument(source)
-        )
+        return AutoConfig.from_pretrained(source.directory, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ModelError(f"The config of {source.weights} cannot be used: {_first_line(error)}") from error
 
@@ -95,7 +97,7 @@ def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreT
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source.directory, trust_remote_code=trust_remote_code, **_gguf_argument(source)
+            source.directory, trust_remote_code=trust_remote_code
         )
     except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
         raise ModelError(
@@ -192,7 +194,7 @@ def _gguf_source(file: Path) -> ModelSource:
         magic = stream.read(4)
     if magic != b"GGUF":
         raise ModelError(f"{file} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; give a model directory.")
-    return ModelSource(file.parent, file)
+    return ModelSource(side_directory(file), file)
 
 
 def _check_config(directory: Path) -> None:
@@ -209,10 +211,6 @@ def _check_config(directory: Path) -> None:
 
 def _weight_files(directory: Path) -> Iterator[Path]:
     return directory.glob("*.safetensors")
-
-
-def _gguf_argument(source: ModelSource) -> dict[str, str]:
-    return {"gguf_file": source.gguf_file.name} if source.gguf_file else {}
 
 
 def _first_line(error: BaseException) -> str:

