@@ -5,7 +5,7 @@ whether two stored copies of one tied tensor are equal. Knows no device.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_shard.blocks import tied_names
@@ -23,16 +23,18 @@ _NAMED = 4  # names in an error message; the rest is counted
 def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
     """Model name -> name in `index`, for every parameter and persistent buffer; tied parameters under their kept name.
 
-    Names differ from the model's only by its `base_model_prefix`, as a checkpoint of the bare model has them. Raises
-    CheckpointError that names what is missing, not expected or of another shape, or tied here and not in the index.
+    Names in `index` may be the model's own, those that transformers gives them in files (it renames some as it loads
+    and saves), or lack or have `base_model_prefix`, as with a checkpoint of the bare model. Raises CheckpointError that
+    names what is missing, not expected or of another shape, or tied here and not in the index.
     """
     aliases = tied_names(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+    spellings = _spellings(model, index, shapes)
     found: dict[str, str] = {}
     copies: list[tuple[str, str]] = []
     for name in shapes.keys() - aliases.keys():
         names = [name, *(alias for alias, kept in aliases.items() if kept == name)]
-        stored = _distinct(index, [there for wanted in names for there in _spellings(wanted, model, index)])
+        stored = _distinct(index, [there for wanted in names for there in spellings.get(wanted, ())])
         if stored:
             found[name] = stored[0]
             copies += [(stored[0], other) for other in stored[1:]]
@@ -44,11 +46,27 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
     return {name: found[name] for name in shapes if name in found}
 
 
-def _spellings(name: str, model: PreTrainedModel, index: TensorIndex) -> Iterator[str]:
-    """`name` and what it would be in a checkpoint with one more or one less prefix, as far as `index` has them."""
-    prefix = f"{model.base_model_prefix}."
-    other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
-    yield from (spelling for spelling in (name, other) if spelling in index.tensors or spelling in index.aliases)
+def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """Model name -> the names in `index` that mean it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    spellings: dict[str, list[str]] = {}
+    for name in [*index.tensors, *index.aliases]:
+        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
+        if name in shapes:
+            spellings.setdefault(name, []).append(name)
+        elif converted is not None:
+            raise CheckpointError(
+                f"{index.root} stores {name} in a form that transformers merges or splits for {type(model).__name__}; "
+                f"that is not supported yet. Give a checkpoint that has this model's own names."
+            )
+        else:
+            spellings.setdefault(renamed, []).append(name)
+    return spellings
 
 
 def _distinct(index: TensorIndex, names: Iterable[str]) -> list[str]:

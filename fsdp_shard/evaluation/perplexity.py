@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from fsdp_shard.data.windows import WindowDataset
 
+_LARGEST_LOSS = 700.0  # exp of more is no double
+
 
 @dataclass(frozen=True)
 class Perplexity:
@@ -82,7 +84,11 @@ def perplexity(
             total, num_tokens = total + loss, num_tokens + batch.num_predictions
             if progress is not None:
                 progress(len(indices))
-    return Perplexity(total / num_tokens, num_tokens, time.perf_counter() - start)
+    if (loss := total / num_tokens) > _LARGEST_LOSS:
+        raise LossError(
+            f"The loss is {loss:.4g}, which is beyond any perplexity: the weights are not a trained model's."
+        )
+    return Perplexity(loss, num_tokens, time.perf_counter() - start)
 
 
 def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:

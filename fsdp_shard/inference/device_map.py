@@ -9,7 +9,7 @@ for that buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import PlanError
@@ -72,16 +72,8 @@ def plan_device_map(
     are bytes for each GPU and for `cpu` (for a mapping they may be empty: nothing is checked then). `ties` are groups
     of block FQNs with common parameters. Raises PlanError when a budget is too small, with what would fit.
     """
-    units = _units(blocks, ties)
-    order = _in_order(budgets)
-    if isinstance(device_map, Mapping):
-        return _explicit(units, device_map, order)
-    if device_map == "cpu":
-        return _all_on_cpu(units, order)
-    main = next(iter(order), "cpu")
-    if device_map == "disk":
-        return _finish(units, {id(unit): main if unit.pinned else "disk" for unit in units}, main, order)
-    return _fill(units, order, main, even=device_map in ("auto", "balanced"))
+    plan = _plan(_units(blocks, ties), device_map, _in_order(budgets))
+    return replace(plan, devices={block.fqn: plan.devices[block.fqn] for block in blocks})
 
 
 def device_name(device: Device) -> str:
@@ -104,6 +96,17 @@ def _units(blocks: Sequence[Block], ties: Sequence[Sequence[str]]) -> list[_Unit
         )
         for group in members.values()
     ]
+
+
+def _plan(units: Sequence[_Unit], device_map: str | Mapping[str, Device], budgets: Mapping[Device, int]) -> DevicePlan:
+    if isinstance(device_map, Mapping):
+        return _explicit(units, device_map, budgets)
+    if device_map == "cpu":
+        return _all_on_cpu(units, budgets)
+    main = next(iter(budgets), "cpu")
+    if device_map == "disk":
+        return _finish(units, {id(unit): main if unit.pinned else "disk" for unit in units}, main, budgets)
+    return _fill(units, budgets, main, even=device_map in ("auto", "balanced"))
 
 
 def _in_order(budgets: Mapping[Device, int]) -> dict[Device, int]:

@@ -44,16 +44,17 @@ class BlockStream:
         self._buffer_bytes = max(self._buffer_bytes, _padded_bytes(parameters))
 
         def before(module: nn.Module, args: Any) -> None:
-            self._shown[module] = self._show(parameters)
+            hide()  # in case that Ctrl-C ended the last pass, after which torch calls no hooks
+            self._shown[block] = self._show(parameters)
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def hide(*_: Any) -> None:
             for parameter in parameters:
                 parameter.owner._parameters[parameter.name] = parameter.meta
-            if (buffer := self._shown.pop(module, None)) is not None:
+            if (buffer := self._shown.pop(block, None)) is not None:
                 self._free.append(buffer)
 
         block.register_forward_pre_hook(before)
-        block.register_forward_hook(after, always_call=True)  # an interrupted pass gives its buffer back, too
+        block.register_forward_hook(hide, always_call=True)  # a pass that raises gives its buffer back, too
 
     def _show(self, parameters: Sequence[StreamedParameter]) -> torch.Tensor:
         """Fill a buffer with `parameters` and put them into their modules; returns the buffer."""

@@ -1,0 +1,156 @@
+"""The device map planner: a pure function of blocks and budgets."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_shard.blocks import Block
+from fsdp_shard.errors import PlanError
+from fsdp_shard.inference.base import Device, parse_budgets
+from fsdp_shard.inference.device_map import DevicePlan, plan_device_map
+
+
+def block(fqn: str, num_bytes: int, *, direct: bool = False) -> Block:
+    return Block(fqn, "Layer", num_bytes, num_bytes, repeated=True, direct=direct)
+
+
+def layers(*sizes: int) -> list[Block]:
+    return [block(f"layers.{number}", size) for number, size in enumerate(sizes)]
+
+
+def places(plan: DevicePlan) -> list[Device]:
+    return list(plan.devices.values())
+
+
+MODEL = [block("embed", 40), *layers(10, 10, 10, 10), block("norm", 1), block("head", 0)]
+TIES = [["embed", "head"]]
+
+
+def test_everything_on_the_cpu_when_it_fits() -> None:
+    plan = plan_device_map(MODEL, "auto", {"cpu": 81}, ties=TIES)
+    assert places(plan) == ["cpu"] * 7
+    assert (plan.main, plan.buffer_bytes, plan.resident_bytes) == ("cpu", 0, {"cpu": 81})
+
+
+def test_what_does_not_fit_is_on_disk_and_the_buffer_has_room() -> None:
+    plan = plan_device_map(MODEL, "auto", {"cpu": 72}, ties=TIES)
+    assert plan.devices == {
+        "embed": "cpu",
+        "layers.0": "cpu",
+        "layers.1": "cpu",
+        "layers.2": "disk",
+        "layers.3": "disk",
+        "norm": "cpu",
+        "head": "cpu",
+    }
+    assert plan.buffer_bytes == 10
+    assert plan.resident_bytes["cpu"] + plan.buffer_bytes <= 72
+
+
+def test_sequential_fills_each_gpu_and_auto_shares_evenly() -> None:
+    blocks, budgets = layers(*[10] * 6), {0: 50, 1: 50, "cpu": 100}
+    assert places(plan_device_map(blocks, "sequential", budgets)) == [0, 0, 0, 0, 0, 1]
+    assert places(plan_device_map(blocks, "auto", budgets)) == [0, 0, 0, 1, 1, 1]
+    assert plan_device_map(blocks, "balanced", budgets) == plan_device_map(blocks, "auto", budgets)
+
+
+def test_gpus_then_cpu_then_disk_and_room_for_what_is_streamed() -> None:
+    plan = plan_device_map(layers(*[10] * 8), "auto", {0: 30, 1: 20, "cpu": 20})
+    assert places(plan) == [0, 0, 1, 1, "cpu", "cpu", "disk", "disk"]
+    assert (plan.main, plan.buffer_bytes) == (0, 10)
+    assert [plan.is_streamed(fqn) for fqn in plan.devices] == [False] * 4 + [True] * 4
+
+
+def test_a_gpu_that_is_full_is_not_gone_back_to() -> None:
+    assert places(plan_device_map(layers(10, 30, 10), "sequential", {0: 25, 1: 40})) == [0, 1, 1]
+
+
+def test_blocks_with_tied_parameters_stay_together() -> None:
+    plan = plan_device_map(MODEL, "sequential", {0: 60, 1: 30}, ties=TIES)
+    assert plan.devices["embed"] == plan.devices["head"] == 0
+    assert plan.devices["norm"] == 1
+
+
+def test_cpu_and_disk_put_everything_there() -> None:
+    assert set(places(plan_device_map(MODEL, "cpu", {0: 100, "cpu": 81}))) == {"cpu"}
+    plan = plan_device_map(MODEL, "disk", {"cpu": 40}, ties=TIES)
+    assert (set(places(plan)), plan.buffer_bytes) == ({"disk"}, 40)
+
+
+def test_parameters_beside_the_layers_are_never_streamed() -> None:
+    blocks = [block("", 3, direct=True), *layers(10, 10)]
+    assert plan_device_map(blocks, "disk", {"cpu": 13}).devices[""] == "cpu"
+    assert plan_device_map(blocks, "auto", {"cpu": 13}).devices == {"": "cpu", "layers.0": "disk", "layers.1": "disk"}
+    assert plan_device_map(blocks, {"": "disk"}, {}).devices[""] == "cpu"
+
+
+def test_a_mapping_takes_the_longest_name_and_tied_blocks_follow() -> None:
+    mapping: dict[str, Device] = {"embed": "cpu", "layers": "disk", "layers.1": "cpu", "norm": "cpu"}
+    plan = plan_device_map(MODEL, mapping, {}, ties=TIES)
+    assert places(plan) == ["cpu", "disk", "cpu", "disk", "disk", "cpu", "cpu"]
+    assert plan.main == "cpu"
+    assert plan_device_map(MODEL, {"": "disk", "layers.0": 3}, {}, ties=TIES).main == 3
+
+
+@pytest.mark.parametrize(
+    ("mapping", "says"),
+    [
+        ({"layers": "cpu"}, "names no device for embed, head"),
+        ({"": "cpu", "layers.0.mlp": "disk"}, r"would divide the block layers\.0"),
+        ({"": "cpu", "layer.0": "disk"}, r"no module with parameters \(did you mean layers\.0\?\)"),
+        ({"": "cpu", "head": "disk"}, "share tied parameters"),
+    ],
+)
+def test_mappings_that_cannot_be(mapping: dict[str, Device], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan_device_map(MODEL, mapping, {}, ties=TIES)
+
+
+def test_the_budget_of_a_mapping_is_kept() -> None:
+    with pytest.raises(PlanError, match="needs 50 B on cpu, where max_memory gives 45 B: 5 B too little"):
+        plan_device_map(MODEL[:3], {"embed": "cpu", "layers": "disk"}, {"cpu": 45})
+
+
+@pytest.mark.parametrize("strategy", ["auto", "sequential", "disk", "cpu"])
+def test_too_small_says_by_how_much_and_what_would_fit(strategy: str) -> None:
+    blocks = [block("embed", 113_246_208), *layers(*[14_160_384] * 3)]
+    with pytest.raises(PlanError) as caught:
+        plan_device_map(blocks, strategy, {"cpu": 100_000_000})
+    message = str(caught.value)
+    lacking = {"cpu": "55.7 MB too little"}.get(strategy, "13.2 MB too little")
+    assert lacking in message.replace("which is ", "").replace("is 55.7", "55.7")
+    enough = re.search(r"Give cpu: (\w+)", message)
+    assert enough is not None
+    plan_device_map(blocks, strategy, parse_budgets({"cpu": enough[1]}) or {})
+
+
+SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=12)
+BUDGETS = st.dictionaries(st.sampled_from([0, 1, 2, "cpu"]), st.integers(1, 600), min_size=1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SIZES, BUDGETS, st.sampled_from(["auto", "sequential"]), st.data())
+def test_every_plan_keeps_every_budget(
+    sizes: list[int], budgets: dict[Device, int], strategy: str, data: st.DataObject
+) -> None:
+    blocks = layers(*sizes)
+    tied = data.draw(st.lists(st.sampled_from([b.fqn for b in blocks]), max_size=3, unique=True))
+    main = min((device for device in budgets if device != "cpu"), default="cpu")
+    try:
+        plan = plan_device_map(blocks, strategy, budgets, ties=[tied] if len(tied) > 1 else [])
+    except PlanError:
+        assert budgets[main] < max(sizes)
+        return
+    assert list(plan.devices) == [b.fqn for b in blocks]
+    assert len({plan.devices[fqn] for fqn in tied}) <= 1
+    for device, budget in budgets.items():
+        held = sum(b.num_bytes for b in blocks if plan.devices[b.fqn] == device)
+        assert held == plan.resident_bytes.get(device, 0)
+        assert held + (plan.buffer_bytes if device == plan.main else 0) <= budget
+    streamed = [b.num_bytes for b in blocks if plan.is_streamed(b.fqn)]
+    assert plan.buffer_bytes >= max(streamed, default=0)
+    assert set(plan.devices.values()) <= {*budgets, "disk"}

@@ -1,0 +1,210 @@
+"""Dispatched models: the same logits as `from_pretrained`, from every format, under every map."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PreTrainedModel, Qwen2Config
+
+from fsdp_shard.checkpoint.convert import convert
+from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
+from fsdp_shard.inference.dispatch import load_dispatched
+from tests.tiny import llama, save_model, token_batch
+
+IDS = token_batch(0, rows=2, length=9)
+# Blocks of the tiny Llama in float32: embedding 37 kB (tied to the head), layers 51 kB each.
+MAPS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "cpu": {"device_map": "cpu"},
+    "disk": {"device_map": "disk"},
+    "half": {"device_map": "auto", "max_memory": {"cpu": "110kB"}},
+    "least": {"device_map": "sequential", "max_memory": {"cpu": "53kB"}},
+    "named": {"device_map": {"": "disk", "model.layers.1": "cpu"}},
+}
+
+
+def families() -> dict[str, PreTrainedModel]:
+    """Architectures that differ in what a device map meets: biases, fused projections, parallel residuals, ties."""
+    small = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    configs = {
+        "gpt2": GPT2Config(vocab_size=257, n_embd=24, n_layer=3, n_head=2, n_positions=64),
+        "qwen2": Qwen2Config(**small, **heads),
+        "neox": GPTNeoXConfig(**small, num_attention_heads=2, max_position_embeddings=64),
+    }
+    torch.manual_seed(1)
+    return {name: AutoModelForCausalLM.from_config(config) for name, config in configs.items()}
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits.clone()
+
+
+def plain(path: Path, dtype: str = "float32") -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    return model
+
+
+@pytest.fixture(scope="module")
+def sources(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny model as transformers wrote it, in several files, and as 2 and 3 ranks write it."""
+    root = tmp_path_factory.mktemp("formats")
+    convert(tiny_model, root / "pieces", max_shard_size="60kB")
+    convert(tiny_model, root / "two", format="sharded", ranks=2)
+    convert(tiny_model, root / "three", format="sharded", ranks=3)
+    return {"one file": tiny_model, "pieces": root / "pieces", "2 ranks": root / "two", "3 ranks": root / "three"}
+
+
+@pytest.mark.parametrize("format", ["one file", "pieces", "2 ranks", "3 ranks"])
+@pytest.mark.parametrize("wanted", list(MAPS))
+def test_logits_are_those_of_the_plain_model(sources: dict[str, Path], format: str, wanted: str) -> None:
+    model = load_dispatched(sources[format], **MAPS[wanted])
+    assert torch.equal(logits(model), logits(plain(sources["one file"])))
+    assert torch.equal(logits(model), logits(model))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("wanted", ["cpu", "disk", "half"])
+def test_generate_gives_the_same_tokens(tmp_path: Path, tied: bool, wanted: str) -> None:
+    path = save_model(tmp_path / "model", seed=3, tied=tied)
+    reference = plain(path)
+    reference.generation_config.pad_token_id = 0
+    model = load_dispatched(path, **MAPS[wanted])
+    model.generation_config.pad_token_id = 0
+    expected = reference.generate(IDS, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(IDS, max_new_tokens=12, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "neox"])
+def test_other_families(tmp_path: Path, family: str) -> None:
+    families()[family].save_pretrained(tmp_path)
+    for wanted in ({"device_map": "cpu"}, {"device_map": "disk"}, {"max_memory": {"cpu": "35kB"}}):
+        assert torch.equal(logits(load_dispatched(tmp_path, **wanted)), logits(plain(tmp_path))), wanted
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("wanted", ["cpu", "disk"])
+def test_weights_are_cast_while_they_are_read(sources: dict[str, Path], dtype: str, wanted: str) -> None:
+    model = load_dispatched(sources["2 ranks"], device_map=wanted, dtype=dtype)
+    assert {param.dtype for param in model.parameters()} == {getattr(torch, dtype)}
+    assert torch.equal(logits(model), logits(plain(sources["one file"], dtype)))
+
+
+def test_the_stored_dtype_is_kept(tmp_path: Path) -> None:
+    llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    for wanted in (None, "keep"):
+        assert load_dispatched(tmp_path, dtype=wanted).dtype == torch.bfloat16
+    assert load_dispatched(tmp_path, dtype=torch.float32).dtype == torch.float32
+
+
+def test_disk_blocks_hold_no_memory_outside_their_pass(sources: dict[str, Path]) -> None:
+    model = load_dispatched(sources["one file"], **MAPS["half"])
+    on_disk = [fqn for fqn, device in model.hf_device_map.items() if device == "disk"]
+    assert on_disk
+    assert "cpu" in model.hf_device_map.values()
+    logits(model)
+    for fqn in on_disk:
+        assert all(param.is_meta for param in model.get_submodule(fqn).parameters())
+    resident = sum(param.nbytes for param in model.parameters() if not param.is_meta)
+    assert 0 < resident <= 110_000 - 50_000
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_pass_leaves_a_model_that_works(sources: dict[str, Path], error: type[BaseException]) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    model, expected = load_dispatched(sources["one file"], device_map="disk"), logits(plain(sources["one file"]))
+    for _ in range(3):
+        handle = model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            logits(model)
+        handle.remove()
+        assert torch.equal(logits(model), expected)
+        assert all(param.is_meta for param in model.parameters())
+
+
+def test_a_pass_in_inference_mode_does_not_bind_the_next(sources: dict[str, Path]) -> None:
+    model = load_dispatched(sources["one file"], device_map="disk", dtype="bfloat16")
+    with torch.inference_mode():
+        first = model(input_ids=IDS).logits
+    assert torch.equal(first, logits(model))
+
+
+def test_the_generation_config_comes_along(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8], "pad_token_id": 9}))
+    config = load_dispatched(path).generation_config
+    assert (config.eos_token_id, config.pad_token_id) == ([7, 8], 9)
+
+
+def changed(source: Path, target: Path, change: Any) -> Path:
+    """A copy of the model at `source` whose tensors went through `change`."""
+    target.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (target / name).write_bytes((source / name).read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
+        (lambda t: t.update(other=torch.ones(2)), "holds other, which LlamaForCausalLM has no place for"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(7)}),
+            r"model\.norm\.weight \[7\] instead of \[36\]",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": torch.ones(257, 36)}),
+            "different values, but its config.json ties them",
+        ),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused(tiny_model: Path, tmp_path: Path, change: Any, says: str) -> None:
+    path = changed(tiny_model, tmp_path / "model", change)
+    with pytest.raises(CheckpointError, match=says):
+        load_dispatched(path)
+
+
+def test_a_second_equal_copy_of_a_tied_tensor_and_a_missing_prefix_are_fine(tiny_model: Path, tmp_path: Path) -> None:
+    def copy_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    def without_prefix(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    for name, change in (("copy", copy_head), ("bare", without_prefix)):
+        model = load_dispatched(changed(tiny_model, tmp_path / name, change), device_map="disk")
+        assert torch.equal(logits(model), logits(plain(tiny_model)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "says"),
+    [
+        ({"device_map": {"": 0, "model.norm": "cpu"}}, PlanError, "names GPU 0, but this machine has no GPU"),
+        ({"device_map": "everywhere"}, ConfigError, "device_map=everywhere is not one of"),
+        ({"max_memory": {"cpu": "1kB"}}, PlanError, "too little"),
+        ({"device_map": "cpu", "max_memory": {"cpu": "100kB"}}, PlanError, "take device_map=auto"),
+        ({"dtype": "int3"}, ConfigError, "dtype=int3 is not one of"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
+def test_what_cannot_be_asked(tiny_model: Path, wanted: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        load_dispatched(tiny_model, **wanted)
+
+
+def test_no_such_checkpoint_names_the_path(tmp_path: Path) -> None:
+    with pytest.raises((CheckpointError, ValueError), match="nothing-here"):
+        load_dispatched(tmp_path / "nothing-here")
