@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fsdp_shard.errors import DifferenceError, InputError
+from fsdp_shard.errors import CheckpointError, DifferenceError, InputError
 from fsdp_shard.recipe import Recipe, load_recipe, recipe
 from fsdp_shard.settings import nearest
 from fsdp_shard.shell import run_as_program, wants_debug
@@ -23,17 +23,17 @@ __all__ = ["Recipe", "main", "recipe"]
 _HELP = """\
 fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them
 
-  fsdp-shard finetune [name=value ...]   fine-tune a causal language model on one or many ranks
-  fsdp-shard convert  [name=value ...]   turn any checkpoint into a Hugging Face directory, or into per-rank files
-  fsdp-shard evaluate [name=value ...]   perplexity of a checkpoint on a text
-  fsdp-shard generate [name=value ...]   text from a checkpoint, spread over what devices and disk there are
-  fsdp-shard plan     [name=value ...]   memory that each rank will need, from the config alone
+  fsdp-shard finetune [name=value ...]     fine-tune a causal language model on one or many ranks
+  fsdp-shard convert  [name=value ...]     any checkpoint into a Hugging Face directory or rank files
+  fsdp-shard evaluate [name=value ...]     perplexity of a checkpoint on a text
+  fsdp-shard generate [name=value ...]     text from a checkpoint, over what devices and disk there are
+  fsdp-shard plan     [name=value ...]     memory that each rank will need, from the config alone
 
-  fsdp-shard inspect PATH                what is in a checkpoint of any format
-  fsdp-shard verify PATH                 every byte of a checkpoint against its digest
+  fsdp-shard inspect PATH                  what is in a checkpoint of any format
+  fsdp-shard verify PATH                   every byte of a checkpoint against its digest
 
-  fsdp-shard ls                          the recipes and configs that ship
-  fsdp-shard cp NAME DEST                copy one out to edit
+  fsdp-shard ls                            the recipes and configs that ship
+  fsdp-shard cp NAME DEST                  copy one out to edit
   fsdp-shard run FILE.py [name=value ...]  run a copied or own recipe like the shipped ones
 
 Each command has --help. --debug shows tracebacks of errors, --version the version.
@@ -148,16 +148,19 @@ def _copy(arguments: Sequence[str]) -> None:
     name = next((n for n in (options.name, f"{options.name}.yaml") if n in items), options.name.removesuffix(".py"))
     if name not in items:
         raise InputError(f"Nothing called {options.name} ships{nearest(name, list(items))}. `fsdp-shard ls` lists all.")
-    source, target = items[name], Path(options.destination)
-    target = target / source.name if target.is_dir() or options.destination.endswith("/") else target
+    target = Path(options.destination)
+    if target.is_dir() or options.destination.endswith("/"):
+        # A config keeps the name of its group, so that the directory can be given as --config-dir.
+        target = target / (name if name.endswith(".yaml") else items[name].name)
     if target.exists():
         raise InputError(f"{target} is already there and is not overwritten; give another name.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+        shutil.copyfile(items[name], target)
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror}.") from error
-    print(f"{target}  (run it with: fsdp-shard run {target})" if target.suffix == ".py" else target)
+    hint = f"fsdp-shard run {target}" if target.suffix == ".py" else "--config-dir DIRECTORY"
+    print(f"{target} is yours to edit; use it with {hint}")
 
 
 def _inspect(arguments: Sequence[str]) -> None:
@@ -176,10 +179,13 @@ def _verify(arguments: Sequence[str]) -> None:
 
     parser = _parser("verify", "Every byte of a checkpoint against its digest.")
     parser.add_argument("path", help="a checkpoint, or a run directory (its latest step)")
-    report = verify(parser.parse_args(arguments).path)
+    path = parser.parse_args(arguments).path
+    if not Path(path).exists():
+        raise CheckpointError(f"{path}: there is no such file or directory.")
+    report = verify(path)
     print(report)
-    if report.problems:
-        raise DifferenceError(f"{len(report.problems)} problem(s).")
+    if not report.is_sound:
+        raise DifferenceError(f"{path} has {len(report.problems)} problem(s), listed above.")
 
 
 _OTHERS: dict[str, Callable[[Sequence[str]], None]] = {

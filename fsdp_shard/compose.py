@@ -6,6 +6,7 @@ configs of a sweep have been checked. Knows no recipe.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import io
@@ -72,13 +73,33 @@ def _through_hydra(schema: type, arguments: list[str], program: str) -> list[tup
         composed.append((config, number, tuple(mine.overrides.task)))
 
     command = command_of(schema)
+    conf, arguments = _with_own_presets(arguments)
     # argparse takes what is positional in one stretch only, and users put -m anywhere.
     arguments = sorted(arguments, key=lambda argument: "=" in argument and not argument.startswith("-"))
     with tempfile.TemporaryDirectory() as scratch, _own_errors(), _as_program(program, arguments):
         register(schema)
         _register_hydra(scratch)
-        hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=command)(take)()
+        hydra.main(version_base="1.3", config_path=str(conf), config_name=command)(take)()
     return composed
+
+
+def _with_own_presets(arguments: list[str]) -> tuple[Path, list[str]]:
+    """The directory that Hydra looks in first, and the arguments with --config-dir naming the one it looks in next.
+
+    A file in the user's directory goes before a shipped one of the same name; Hydra has them the other way round.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-dir", "-cd")
+    try:
+        options, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError:
+        return shipped("conf"), arguments  # Hydra says what is wrong with it
+    if options.config_dir is None:
+        return shipped("conf"), arguments
+    own = Path(options.config_dir).expanduser().absolute()
+    if not own.is_dir():
+        raise ConfigError(f"--config-dir {options.config_dir}: there is no such directory.")
+    return own, [*rest, f"--config-dir={shipped('conf')}"]
 
 
 def _register_hydra(scratch: str) -> None:

@@ -18,8 +18,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -29,11 +28,10 @@ from torch.distributed.launcher.api import elastic_launch
 
 from fsdp_shard import errors
 from fsdp_shard.errors import FsdpShardError, Interrupted, RankError
+from fsdp_shard.signals import interrupt_on_signals, stop_signals
 
 C = TypeVar("C")
 
-# SIGUSR1 is what Slurm sends before a time limit, when it is asked to.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # What gloo and NCCL say on the other ranks when one is gone.
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "connection refused")
 
@@ -59,7 +57,7 @@ def run_ranks(
     """
     _quieten_torch(log)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    before = {number: signal.getsignal(number) for number in passed_on()}
+    before = {number: signal.getsignal(number) for number in stop_signals()}
     with tempfile.TemporaryDirectory(prefix="fsdp-shard-") as reports:
         elastic = ElasticConfig(
             min_nodes=nodes,
@@ -76,7 +74,7 @@ def run_ranks(
             max_restarts=max_restarts,
             monitor_interval=0.05,
             start_method=start_method,
-            signals_to_handle=",".join(number.name for number in passed_on()),
+            signals_to_handle=",".join(number.name for number in stop_signals()),
             shutdown_timeout=grace_seconds,
         )
         error: FsdpShardError | None = None
@@ -112,8 +110,7 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
     """One rank, from its first line to its last."""
     # A process group of its own: Ctrl-C then reaches the starting process only, which passes it on exactly once.
     os.setpgid(0, 0)
-    for number in passed_on():
-        signal.signal(number, _hang_up if number == signal.SIGHUP else _stop)
+    interrupt_on_signals(ctrl_c=True)
     torch.set_num_threads(num_threads)
     try:
         work(config)
@@ -121,21 +118,6 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
         report = _report(error)
         (Path(reports) / f"rank-{report.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
         raise SystemExit(report.exit_status) from None
-
-
-def passed_on() -> list[signal.Signals]:
-    """The signals that ask a run to stop; not SIGHUP where `nohup` ignores it, so that the run outlives a terminal."""
-    return [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-
-
-def _hang_up(number: int, frame: FrameType | None) -> None:
-    """The terminal is gone: the same as SIGTERM, for which recipes have a handler that saves."""
-    signal.raise_signal(signal.SIGTERM)
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """What a signal does while a recipe has no handler of its own."""
-    raise Interrupted(f"Stopped by {signal.Signals(number).name}.", signal_number=number)
 
 
 def _report(error: BaseException) -> Report:

@@ -99,7 +99,7 @@ def _wrong_value(error: BaseException, schema: type) -> str | None:
 
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
     if cause is None:
         return None
     name = str(getattr(cause, "full_key", None) or "")

@@ -107,7 +107,7 @@ def help_text(schema: type, command: str) -> str:
         f"  {(schema.__doc__ or '').strip().partition(chr(10))[0]}",
         "",
         "name=value changes a setting, group=option takes a set of them. -m with name=a,b runs once for each value.",
-        "--cfg job shows the config and runs nothing, --config-dir DIR adds presets of yours, --debug shows tracebacks.",
+        "--cfg job shows the config and runs none, --config-dir DIR adds presets of yours, --debug shows tracebacks.",
         "",
         "Groups",
         *(f"  {group:<12} {', '.join(options)}" for group, options in groups_of(schema).items()),
@@ -125,8 +125,8 @@ def markdown() -> str:
     lines = [
         "# Settings",
         "",
-        "Made by `make docs` from the declarations in the code, which a test compares. On the command line `name=value`",
-        f"changes a setting and `group=option` takes a set of them. `{REQUIRED}` must be given.",
+        "Made by `make docs` from the declarations in the code. On a command line `name=value` changes a setting and",
+        f"`group=option` takes a set of them. `{REQUIRED}` must be given.",
     ]
     for command, schema in COMMANDS.items():
         groups = (

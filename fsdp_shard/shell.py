@@ -11,16 +11,16 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import NoReturn
 
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
 from fsdp_shard.launch import is_joined_rank, joined_rank
+from fsdp_shard.signals import interrupt_on_signals
 
 
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
     """Call `body` and leave the process with the status that its outcome has; an error is told in one paragraph."""
-    signal.signal(signal.SIGTERM, _stop)
+    interrupt_on_signals(ctrl_c=False)
     try:
         body()
         sys.stdout.flush()
@@ -40,11 +40,6 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
 def wants_debug(arguments: Sequence[str]) -> bool:
     """Whether a command line asks for tracebacks; it may be too wrong to be composed."""
     return "--debug" in arguments or any(argument.lower() == "debug=true" for argument in arguments)
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM, while no recipe and no launcher has a handler of its own."""
-    raise Interrupted(f"Stopped by {signal.Signals(number).name}.", signal_number=number)
 
 
 def tell(error: Exception, debug: bool) -> None:

@@ -1,0 +1,36 @@
+"""The signals that ask a run to stop, and what they do in a process that has no handler of its own for them.
+
+Installing one is for the main thread. Knows no recipe: a training loop puts its own handlers, which save, over these.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import NoReturn
+
+from fsdp_shard.errors import Interrupted
+
+# SIGUSR1 is what Slurm sends before a time limit, when it is asked to.
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop; not SIGHUP where `nohup` ignores it, so that the run outlives a terminal."""
+    return [number for number in _STOP if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def interrupt_on_signals(*, ctrl_c: bool) -> None:
+    """Raise Interrupted on these signals; on Ctrl-C only if `ctrl_c`, which else stays Python's KeyboardInterrupt."""
+    for number in stop_signals():
+        if ctrl_c or number != signal.SIGINT:
+            signal.signal(number, _hang_up if number == signal.SIGHUP else _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted(f"Stopped by {signal.Signals(number).name}.", signal_number=number)
+
+
+def _hang_up(number: int, frame: FrameType | None) -> None:
+    """The terminal is gone: the same as SIGTERM, for which recipes have a handler that saves."""
+    signal.raise_signal(signal.SIGTERM)
