@@ -21,6 +21,7 @@ from fsdp_shard.checkpoint.files import open_regular, parse_json
 from fsdp_shard.errors import CheckpointError
 
 _MAX_HEADER = 100_000_000  # safetensors' own limit
+_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +82,30 @@ def _metadata(value: Any, path: Path) -> dict[str, str]:
     return value
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _are_counts(values: list[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _entry(name: str, value: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
     """(dtype, shape, begin, end) of one header entry."""
-    where = f"the header of {path}: tensor {name!r}"
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where} must have exactly dtype, shape and data_offsets.")
+    if not isinstance(value, dict) or value.keys() != _ENTRY_KEYS:
+        raise _wrong(path, name, "must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or not dtypes.is_known(dtype):
-        raise CheckpointError(f"{where} has the dtype {dtype!r}, which is not known.")
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise CheckpointError(f"{where} has the shape {shape!r}; it must be a list of counts.")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise CheckpointError(f"{where} has the data_offsets {offsets!r}; they must be two byte positions.")
+        raise _wrong(path, name, f"has the dtype {dtype!r}, which is not known")
+    if not isinstance(shape, list) or not _are_counts(shape):
+        raise _wrong(path, name, f"has the shape {shape!r}; it must be a list of counts")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
+        raise _wrong(path, name, f"has the data_offsets {offsets!r}; they must be two byte positions")
     begin, end = offsets
     expected = math.prod(shape) * dtypes.itemsize(dtype)
     if end - begin != expected:
-        raise CheckpointError(f"{where} takes {end - begin} bytes, but {dtype} of shape {shape} takes {expected}.")
+        raise _wrong(path, name, f"takes {end - begin} bytes, but {dtype} of shape {shape} takes {expected}")
     return dtype, tuple(shape), begin, end
+
+
+def _wrong(path: Path, name: str, problem: str) -> CheckpointError:
+    return CheckpointError(f"the header of {path}: tensor {name!r} {problem}.")
 
 
 def _check_layout(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], data_bytes: int, path: Path) -> None:
