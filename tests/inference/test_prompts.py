@@ -1,0 +1,77 @@
+"""Prompt files: what is read, and the line that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_shard.errors import DataError
+from fsdp_shard.inference.base import GenerateSettings
+from fsdp_shard.inference.prompts import Completion, describe, read_prompts, write_completions
+
+
+def settings(path: Path) -> GenerateSettings:
+    return GenerateSettings(checkpoint="x", prompts=str(path))
+
+
+def texts(path: Path) -> list[str]:
+    return [prompt.text for prompt in read_prompts(settings(path))]
+
+
+def test_one_prompt_from_the_command_line() -> None:
+    (prompt,) = read_prompts(GenerateSettings(checkpoint="x", prompt=" two\nlines "))
+    assert prompt.text == " two\nlines "
+
+
+def test_both_kinds_of_files(tmp_path: Path) -> None:
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"prompt": "one\\ntwo", "id": 3}\n{"prompt": "  ünï "}\n\n', encoding="utf-8")
+    assert texts(rows) == ["one\ntwo", "  ünï "]
+    lines = tmp_path / "a.txt"
+    lines.write_text("one \r\n  two\n\n \n", encoding="utf-8")
+    assert texts(lines) == ["one ", "  two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": 3}\n', "line 2, is not a row"),
+        ("a.jsonl", '{"prompt": "a"}\n\n{"promt": "b"}\n', "line 2, is not JSON"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt" "b"}\n', r"line 2, is not JSON: Expecting ':' delimiter at column 11"),
+        ("a.jsonl", '["a"]\n', "line 1, is not a row"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "line 2, is an empty prompt"),
+        ("a.txt", "a\n\nb\n", "line 2, is an empty prompt"),
+        ("a.txt", "\n \n", "holds no prompts"),
+        ("a.csv", "a\n", "must be a .jsonl file"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str, content: str, says: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=says):
+        texts(tmp_path / name)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no such file"):
+        texts(tmp_path / "none.txt")
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(DataError, match="cannot be read as UTF-8"):
+        texts(tmp_path / "latin.txt")
+
+
+def test_each_completion_is_on_disk_when_it_is_passed_on(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.jsonl"
+    given = [Completion("a", "b\n", 2), Completion("ü", "", 0)]
+    for number, _ in enumerate(write_completions(path, iter(given)), start=1):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert len(rows) == number
+    assert rows[0] == {"prompt": "a", "completion": "b\n", "num_new_tokens": 2}
+
+
+def test_only_the_first_of_many_are_shown() -> None:
+    shown = [describe(Completion("p", "c\nd", 1), number) for number in range(30)]
+    assert shown[0] == "\n> p\n  c\n  d"
+    assert shown[10] == "\n..."
+    assert set(shown[11:]) == {""}
