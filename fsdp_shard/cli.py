@@ -26,7 +26,7 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
   fsdp-shard finetune [name=value ...]     fine-tune a causal language model on one or many ranks
   fsdp-shard convert  [name=value ...]     any checkpoint into a Hugging Face directory or rank files
   fsdp-shard evaluate [name=value ...]     perplexity of a checkpoint on a text
-  fsdp-shard generate [name=value ...]     text from a checkpoint, over what devices and disk there are
+  fsdp-shard generate [name=value ...]     text from a checkpoint, over the devices and disk there are
   fsdp-shard plan     [name=value ...]     memory that each rank will need, from the config alone
 
   fsdp-shard inspect PATH                  what is in a checkpoint of any format
