@@ -2,7 +2,7 @@
 
 The plain loss keeps three float32 arrays [num_tokens, vocabulary]: the logits upcast, their log-softmax and its
 gradient. Here a few tokens at a time are upcast, and their gradient is computed in the forward pass and kept in the
-logits' own dtype. The loss of a chunk is torch's own, and so equal to the plain loss bit by bit where one chunk is all.
+logits' own dtype. Both are torch's own for that chunk: where one chunk is all, they equal the plain loss bit by bit.
 Knows nothing of ranks: the caller says what the sum is divided by.
 """
 
@@ -28,6 +28,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float) ->
     is made in float32, before the gradient is rounded to the dtype of the logits.
     """
     flat = logits.flatten(0, -2)
+    if not torch.is_grad_enabled():  # which `needs_input_grad` does not tell
+        flat = flat.detach()
     result: torch.Tensor = _ChunkedCrossEntropy.apply(flat, labels.flatten(), divisor)  # type: ignore[no-untyped-call]
     return result
 
@@ -43,10 +45,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_rows = max(1, _CHUNK_BYTES.get(logits.device.type, _CHUNK_BYTES_ELSEWHERE) // (4 * logits.shape[-1]))
         for start in range(0, len(labels), num_rows):
             rows = slice(start, start + num_rows)
-            log_probabilities = F.log_softmax(logits[rows], dim=-1, dtype=torch.float32)
-            total += F.nll_loss(log_probabilities, labels[rows], ignore_index=MASKED, reduction="sum")
-            if gradient is not None:
-                gradient[rows] = _slope(log_probabilities, labels[rows], divisor)
+            total += _sum_and_slope(logits[rows], labels[rows], divisor, None if gradient is None else gradient[rows])
         ctx.gradient = gradient
         return total / divisor
 
@@ -60,9 +59,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return gradient.mul_(slope), None, None
 
 
-def _slope(log_probabilities: torch.Tensor, labels: torch.Tensor, divisor: float) -> torch.Tensor:
-    """(probabilities - one-hot labels) / divisor, zero where masked; takes the memory of `log_probabilities`."""
-    counts = labels != MASKED
-    slope = log_probabilities.exp_()
-    slope[torch.arange(len(labels), device=labels.device), labels.clamp(min=0)] -= 1.0
-    return slope.div_(divisor).masked_fill_(~counts.unsqueeze(-1), 0.0)
+def _sum_and_slope(
+    logits: torch.Tensor, labels: torch.Tensor, divisor: float, gradient: torch.Tensor | None
+) -> torch.Tensor:
+    """The summed loss of a chunk; `gradient`, unless it is None, is filled with the slope of (the sum / divisor)."""
+    with torch.set_grad_enabled(gradient is not None):
+        upcast = logits.detach().float().requires_grad_(gradient is not None)
+        total = F.cross_entropy(upcast, labels, ignore_index=MASKED, reduction="sum")
+        if gradient is not None:
+            gradient.copy_(torch.autograd.grad(total / divisor, upcast)[0])
+    return total.detach()

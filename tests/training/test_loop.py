@@ -1,0 +1,319 @@
+"""The loop against a plain PyTorch loop, and what must not change: micro-batches, ranks, restarts, evaluations."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp_shard.data.order import sample_indices
+from fsdp_shard.data.windows import WindowDataset
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import LossError
+from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.training.adamw import AdamWConfig
+from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.training.loop import StepReport, evaluate_loss, train
+from fsdp_shard.training.schedule import learning_rate
+from fsdp_shard.training.signals import StopSignal
+from fsdp_shard.training.state import TrainerState
+from tests.ranks import on_ranks
+from tests.sharding.test_wrappers import sharded
+from tests.tiny import llama
+from tests.training.conftest import Plain, stream, world_of_one
+
+SEED, LR = 5, 1e-2
+ADAMW = AdamWConfig(lr=LR, weight_decay=0.1)
+
+
+class Run:
+    """A model under training that can be stopped, copied and gone on with."""
+
+    def __init__(self, context: DistributedContext, model: Any = None, data: WindowDataset | None = None) -> None:
+        self.context = context
+        self.model = model or Plain(llama())
+        self.data = data or stream()
+        parameters = dict(self.model.module.named_parameters())
+        self.optimizer = ADAMW.build(parameters, {name: tuple(p.shape) for name, p in parameters.items()})
+        self.state = TrainerState(SEED, self.data.identity)
+
+    def go(self, config: TrainConfig, stop: StopSignal | None = None, **options: Any) -> list[StepReport]:
+        settings = {"state": self.state, "peak_lr": LR, "stop": stop or StopSignal()} | options
+        return list(train(self.model, self.optimizer, self.data, config, self.context, **settings))
+
+
+def losses(reports: list[StepReport]) -> list[float]:
+    return [report.loss for report in reports]
+
+
+def plain_loop(config: TrainConfig, data: WindowDataset) -> tuple[list[float], list[float]]:
+    """What the loop should do, in as few words as PyTorch needs; whole batches, one process."""
+    model = llama().train()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+    values, norms = [], []
+    for step in range(config.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, LR, step)
+        size = config.global_batch_size
+        batch = data.batch(sample_indices(SEED, len(data), step * size, size))
+        logits = model(torch.from_numpy(batch.input_ids)).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or math.inf)))
+        optimizer.step()
+        values.append(loss.item())
+    return values, norms
+
+
+def test_equals_a_plain_loop(alone: DistributedContext) -> None:
+    config = TrainConfig(steps=15, global_batch_size=4, micro_batch_size=4, warmup_steps=3, max_grad_norm=0.5)
+    reports = Run(alone).go(config)
+    expected, norms = plain_loop(config, stream())
+    assert losses(reports) == expected, "bit by bit"
+    assert [report.grad_norm for report in reports] == pytest.approx(norms, rel=1e-4)
+    assert reports[-1].loss < reports[0].loss - 0.1, "it learns by heart"
+
+
+def test_the_norm_is_measured_without_a_limit_too(alone: DistributedContext) -> None:
+    config = TrainConfig(steps=3, global_batch_size=4, micro_batch_size=4, max_grad_norm=None)
+    reports = Run(alone).go(config)
+    expected, norms = plain_loop(config, stream())
+    assert losses(reports) == pytest.approx(expected, rel=2e-6)
+    assert [report.grad_norm for report in reports] == pytest.approx(norms, rel=1e-4)
+
+
+def test_reports(alone: DistributedContext) -> None:
+    data = stream(6 * 8 + 4)  # six windows and one of three predictions
+    run = Run(alone, data=data)
+    config = TrainConfig(steps=2, global_batch_size=7, micro_batch_size=1, schedule="linear")
+    first, second = run.go(config)
+    assert (first.step, second.step) == (1, 2)
+    assert first.tokens == second.tokens == 51
+    assert (first.learning_rate, second.learning_rate) == (LR, LR / 2)
+    assert first.tokens_per_second == pytest.approx(51 / first.step_seconds)
+    assert first.memory_bytes > 10 << 20
+    assert (run.state.step, run.state.num_samples, run.state.num_tokens) == (2, 14, 102)
+    assert list(json.loads(json.dumps(first.row()))) == [
+        "step",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
+        "memory_bytes",
+    ]
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_accumulation_changes_nothing(alone: DistributedContext, micro: int) -> None:
+    """The short window has 1 prediction of 8, so a mean of means would be far off."""
+    data = stream(5 * 8 + 2)
+    config = TrainConfig(steps=8, global_batch_size=8, micro_batch_size=8)
+    whole = Run(alone, data=data).go(config)
+    parts = Run(alone, data=data).go(dataclasses.replace(config, micro_batch_size=micro))
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_gradients_are_reduced_as_asked(alone: DistributedContext) -> None:
+    config = TrainConfig(steps=2, global_batch_size=4, micro_batch_size=1)
+    often, seldom = Run(alone), Run(alone)
+    assert losses(often.go(config)) == losses(seldom.go(config, sync_every_micro_batch=False))
+    assert often.model.num_unsynced == 0
+    assert seldom.model.num_unsynced == 2 * 3, "all but the last of each step"
+
+
+def test_stopping_and_going_on_is_bit_equal(alone: DistributedContext) -> None:
+    config = TrainConfig(steps=8, global_batch_size=4, micro_batch_size=2, warmup_steps=2)
+    whole = losses(Run(alone).go(config))
+    run = Run(alone)
+    settings: dict[str, Any] = {"state": run.state, "peak_lr": LR, "stop": StopSignal()}
+    first = []
+    for report in train(run.model, run.optimizer, run.data, config, alone, **settings):
+        first.append(report.loss)
+        if report.step == 3:
+            break
+    saved = copy.deepcopy((run.model.module.state_dict(), run.optimizer.state_dict())), run.state.to_json()
+    again = Run(alone)
+    again.model.module.load_state_dict(saved[0][0])
+    again.optimizer.load_state_dict(saved[0][1])
+    again.state = TrainerState.from_json(saved[1], "trainer.json")
+    assert first + losses(again.go(config)) == whole
+    assert again.go(config) == [], "a finished run has nothing left to do"
+
+
+def test_dropout_depends_on_the_position_only(alone: DistributedContext) -> None:
+    """An evaluation and any other use of random numbers between two steps change no later loss."""
+    config = TrainConfig(steps=5, global_batch_size=4, micro_batch_size=2)
+
+    def run(disturbed: bool) -> list[float]:
+        dropping = Run(alone)
+        for layer in dropping.model.module.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        settings: dict[str, Any] = {"state": dropping.state, "peak_lr": LR, "stop": StopSignal()}
+        values = []
+        for report in train(dropping.model, dropping.optimizer, dropping.data, config, alone, **settings):
+            values.append(report.loss)
+            if disturbed:
+                torch.rand(7)
+                evaluate_loss(dropping.model, dropping.data.head(3), 2, alone)
+        return values
+
+    assert run(False) == run(True)
+    assert run(False) != losses(Run(alone).go(config)), "there is dropout"
+
+
+def test_gradients_are_freed_between_steps(alone: DistributedContext) -> None:
+    run = Run(alone)
+    run.go(TrainConfig(steps=1, global_batch_size=2))
+    assert all(parameter.grad is None for parameter in run.model.module.parameters())
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_loss_or_gradient_that_is_not_finite(alone: DistributedContext, where: str) -> None:
+    data = stream(8 * 8 + 1)
+    run = Run(alone, data=data)
+    config = TrainConfig(steps=5, global_batch_size=4, micro_batch_size=2)
+    samples = [int(i) for i in sample_indices(SEED, 8, 4, 4)]
+    before = None
+
+    def poison(module: Any, arguments: Any, keywords: Any, output: Any) -> None:
+        if run.state.step == 1 and keywords["input_ids"][0].tolist() == data.batch([samples[2]]).input_ids[0].tolist():
+            if where == "loss":
+                output.logits[0, 0, 0] = math.nan
+            else:
+                output.logits.register_hook(lambda gradient: gradient * math.inf)
+
+    run.model.module.register_forward_hook(poison, with_kwargs=True)
+    with pytest.raises(LossError) as caught:  # noqa: PT012
+        for _ in train(run.model, run.optimizer, data, config, alone, state=run.state, peak_lr=LR, stop=StopSignal()):
+            before = copy.deepcopy(run.model.module.state_dict())
+    message = str(caught.value)
+    assert "step 2" in message
+    expected = f"in the loss of samples {sorted(samples[2:])}" if where == "loss" else f"samples are {sorted(samples)}"
+    assert expected in message
+    assert run.state.step == 1
+    assert before is not None
+    assert all(torch.equal(value, before[name]) for name, value in run.model.module.state_dict().items())
+
+
+def test_evaluation_counts_every_prediction_once(alone: DistributedContext) -> None:
+    data = stream(5 * 8 + 4)
+    model = Plain(llama().train())
+    tokens = torch.from_numpy(data.batch(range(6)).input_ids), torch.from_numpy(data.batch(range(6)).labels)
+    with torch.no_grad():
+        expected = F.cross_entropy(model.module(tokens[0]).logits.flatten(0, 1), tokens[1].flatten()).item()
+    for micro in (1, 4, 6, 50):
+        report = evaluate_loss(model, data, micro, alone)
+        assert report.loss == pytest.approx(expected, rel=1e-6)
+        assert report.num_tokens == 43
+        assert report.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
+    assert model.module.training, "left as it was"
+
+
+def test_evaluation_in_eval_mode_and_without_gradients(alone: DistributedContext) -> None:
+    model = Plain(llama().train())
+    seen = []
+
+    def look(module: Any, arguments: Any, output: Any) -> None:
+        seen.append((module.training, torch.is_grad_enabled()))
+
+    model.module.register_forward_hook(look)
+    evaluate_loss(model, stream(20), 2, alone)
+    assert seen == [(False, False)] * len(seen)
+
+
+def test_evaluation_of_a_broken_model(alone: DistributedContext) -> None:
+    model = Plain(llama())
+    with torch.no_grad():
+        model.module.lm_head.weight.fill_(math.nan)
+    with pytest.raises(LossError, match="held-out loss is nan"):
+        evaluate_loss(model, stream(20), 2, alone)
+
+
+# ---- over ranks -----------------------------------------------------------------------------------------------------
+
+
+def train_sharded(context: DistributedContext, config: TrainConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """Losses, norms and a held-out loss of the tiny Llama under fully_shard."""
+    model = sharded(Fsdp2Config(param_dtype="float32"), context)
+    shapes = {name: shard.shape for name, shard in model.local_shards().items()}
+    run = Run(context, model=model, data=stream(11 * 8 + 4))
+    run.optimizer = ADAMW.build(dict(model.module.named_parameters()), shapes)
+    with StopSignal() as stop:
+        if options.pop("stop_rank", None) == context.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        reports = run.go(config, stop=stop, **options)
+    held_out = evaluate_loss(model, stream(5 * 8 + 4), 2, context)
+    return {
+        "losses": losses(reports),
+        "norms": [report.grad_norm for report in reports],
+        "tokens": [report.tokens for report in reports],
+        "stop": reports[-1].stop_signal,
+        "held_out": (held_out.loss, held_out.num_tokens),
+    }
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Any]:
+    return on_ranks(1, train_sharded, CONFIG, {})[0]
+
+
+CONFIG = TrainConfig(steps=6, global_batch_size=8, micro_batch_size=2, max_grad_norm=0.5)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {}), (2, {"sync_every_micro_batch": False}), (4, {})],
+    ids=["2 ranks", "2 ranks, reduced once a step", "4 ranks"],
+)
+def test_ranks_train_as_one(one_rank: dict[str, Any], world_size: int, options: dict[str, Any]) -> None:
+    results = on_ranks(world_size, train_sharded, CONFIG, options)
+    assert all(result == results[0] for result in results), "all ranks report the same"
+    assert results[0]["losses"] == pytest.approx(one_rank["losses"], rel=1e-5)
+    assert results[0]["norms"] == pytest.approx(one_rank["norms"], rel=1e-3)
+    assert results[0]["tokens"] == one_rank["tokens"]
+    assert results[0]["held_out"][0] == pytest.approx(one_rank["held_out"][0], rel=1e-5)
+    assert results[0]["held_out"][1] == one_rank["held_out"][1] == 43
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step() -> None:
+    results = on_ranks(2, train_sharded, CONFIG, {"stop_rank": 1})
+    assert [len(result["losses"]) for result in results] == [1, 1]
+    assert [result["stop"] for result in results] == [signal.SIGTERM] * 2
+
+
+def train_poisoned(context: DistributedContext) -> str:
+    run = Run(context, data=stream(8 * 8 + 1))
+    if context.rank == 1:
+        with torch.no_grad():
+            run.model.module.lm_head.weight.fill_(math.nan)
+    run.model.clip_grad_norm_ = lambda limit: torch.tensor(1.0)
+    with pytest.raises(LossError) as caught:
+        run.go(TrainConfig(steps=5, global_batch_size=4, micro_batch_size=1))
+    return str(caught.value)
+
+
+def test_a_bad_loss_on_one_rank_is_an_error_on_all() -> None:
+    first, second = on_ranks(2, train_poisoned)
+    order = [int(i) for i in sample_indices(SEED, 8, 0, 4)]
+    assert first == second
+    assert f"in the loss of samples {sorted([order[1], order[3]])}" in first
+
+
+def test_a_world_of_one_needs_no_environment(tmp_path: Path) -> None:
+    with world_of_one() as context:
+        assert len(Run(context).go(TrainConfig(steps=1, global_batch_size=1))) == 1

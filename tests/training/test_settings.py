@@ -1,0 +1,122 @@
+"""The settings of train.* and optim.*: what is refused, the learning rate's curve, and what is decayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from fsdp_shard import settings
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.training.adamw import AdamWConfig, is_decayed
+from fsdp_shard.training.base import TrainConfig, check_batch
+from fsdp_shard.training.schedule import learning_rate
+from tests.tiny import llama
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TrainConfig(steps=0), "steps=0"),
+        (TrainConfig(global_batch_size=6, micro_batch_size=4), "global_batch_size=4 or 8 would fit"),
+        (TrainConfig(global_batch_size=2, micro_batch_size=4), "the least that fits is 4"),
+        (TrainConfig(steps=3, warmup_steps=4), "warmup_steps=4 is more than steps=3"),
+        (TrainConfig(max_grad_norm=0.0), "max_grad_norm=0.0"),
+        (TrainConfig(schedule="cosin"), "did you mean cosine"),
+        (AdamWConfig(lr=0.0), "lr=0.0"),
+        (AdamWConfig(betas=[0.9]), "betas="),
+        (AdamWConfig(betas=[0.9, 1.0]), "betas="),
+    ],
+)
+def test_what_is_refused(config: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings.check(config)
+
+
+def test_good_settings_pass() -> None:
+    settings.check(TrainConfig(max_grad_norm=None, eval_windows=None))
+    settings.check(AdamWConfig())
+
+
+def test_the_batch_must_fit_the_ranks() -> None:
+    config = TrainConfig(global_batch_size=8, micro_batch_size=2)
+    for num_ranks in (1, 2, 4):
+        check_batch(config, num_ranks)
+    with pytest.raises(ConfigError) as caught:
+        check_batch(config, 3)
+    assert str(caught.value) == (
+        "train.global_batch_size=8 is not divisible by train.micro_batch_size=2 x 3 data-parallel ranks = 6; "
+        "train.global_batch_size=6 or 12 would fit."
+    )
+    with pytest.raises(ConfigError, match="the least that fits is 16"):
+        check_batch(config, 8)
+
+
+@pytest.mark.parametrize("warmup", [0, 5, 20])
+@pytest.mark.parametrize(
+    ("schedule", "floor", "theirs", "extra"),
+    [
+        ("linear", 0.0, "linear", {}),
+        ("cosine", 0.0, "cosine", {}),
+        ("cosine", 0.1, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("constant", 0.0, "constant_with_warmup", {}),
+    ],
+)
+def test_the_learning_rate_is_that_of_transformers(
+    warmup: int, schedule: str, floor: float, theirs: str, extra: dict[str, float]
+) -> None:
+    config = TrainConfig(steps=20, warmup_steps=warmup, schedule=schedule, final_lr_fraction=floor)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = get_scheduler(theirs, optimizer, warmup, 20, scheduler_specific_kwargs=extra)
+    for step in range(20):
+        assert learning_rate(config, 0.3, step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_linear_ends_at_its_floor() -> None:
+    config = TrainConfig(steps=10, schedule="linear", final_lr_fraction=0.25)
+    assert [learning_rate(config, 1.0, step) for step in (0, 5, 10, 99)] == [1.0, 0.625, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", (4, 4), True),
+        ("model.embed_tokens.weight", (4, 4), True),
+        ("model.layers.0.input_layernorm.weight", (4,), False),
+        ("transformer.h.0.attn.c_attn.bias", (12,), False),
+        ("odd.bias", (4, 4), False),
+        ("group_norm.weight", (4, 4), False),
+        ("normaliser.layers.0.weight", (4, 4), True),
+        ("scale", (), False),
+    ],
+)
+def test_what_is_decayed(name: str, shape: tuple[int, ...], expected: bool) -> None:
+    assert is_decayed(name, shape) is expected
+
+
+def test_groups_follow_logical_shapes_and_leave_frozen_parameters_out() -> None:
+    """FSDP1 keeps a rank's part of a matrix as a vector, and may keep none of it: the shapes given decide."""
+    model = llama()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    flat = {name: torch.nn.Parameter(parameter.detach().flatten()[:3]) for name, parameter in model.named_parameters()}
+    frozen = "model.layers.0.mlp.up_proj.weight"
+    flat[frozen].requires_grad_(False)
+    optimizer = AdamWConfig(lr=0.1, betas=[0.8, 0.95], eps=1e-6, weight_decay=0.2).build(flat, shapes)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    decayed, others = optimizer.param_groups
+    names = {id(parameter): name for name, parameter in flat.items()}
+    assert {names[id(p)] for p in decayed["params"]} == {n for n, s in shapes.items() if len(s) == 2} - {frozen}
+    assert {names[id(p)] for p in others["params"]} == {n for n, s in shapes.items() if len(s) == 1}
+    for group, decay in ((decayed, 0.2), (others, 0.0)):
+        assert (group["lr"], group["betas"], group["eps"]) == (0.1, (0.8, 0.95), 1e-6)
+        assert group["weight_decay"] == decay
+        assert group["fused"] is True
+
+
+def test_fused_is_honoured() -> None:
+    parameters = {"weight": torch.nn.Parameter(torch.zeros(2, 2))}
+    assert not AdamWConfig(fused=False).build(parameters, {"weight": (2, 2)}).param_groups[0]["fused"]

@@ -1,0 +1,77 @@
+"""Where a run stands survives a file, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.training.seeding import seed_all, step_seed
+from fsdp_shard.training.state import TrainerState
+
+
+def test_round_trip() -> None:
+    state = TrainerState(seed=3, data="digest:9/4")
+    state.advance(8, 31)
+    state.advance(8, 32)
+    assert state.is_best(2.5)
+    assert not state.is_best(2.5)
+    assert (state.step, state.num_samples, state.num_tokens, state.best_loss, state.best_step) == (2, 16, 63, 2.5, 2)
+    assert TrainerState.from_json(state.to_json(), "x") == state
+    fresh = TrainerState(seed=0, data="")
+    assert TrainerState.from_json(fresh.to_json(), "x") == fresh
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format_version": 2}, "format version 1"),
+        ({"step": -1}, "step is -1"),
+        ({"step": 1.5}, "step is 1.5"),
+        ({"step": True}, "step is True"),
+        ({"num_samples": None}, "num_samples is None"),
+        ({"data": 7}, "data is 7"),
+        ({"best_loss": "low"}, "best_loss is 'low'"),
+        ({"extra": 1}, r"unknown \['extra'\]"),
+    ],
+)
+def test_damaged_entries_are_named(change: dict[str, Any], words: str) -> None:
+    text = json.dumps(json.loads(TrainerState(seed=0, data="d").to_json()) | change)
+    with pytest.raises(CheckpointError, match=f"trainer.json.*{words}"):
+        TrainerState.from_json(text, "trainer.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format_version": 1}'])
+def test_other_content_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
+        TrainerState.from_json(text, "trainer.json")
+
+
+def test_a_resumed_run_must_be_the_same_run() -> None:
+    state = TrainerState(seed=3, data="a")
+    state.check_continues(3, "a")
+    with pytest.raises(ConfigError, match="Give seed=3"):
+        state.check_continues(4, "a")
+    with pytest.raises(ConfigError, match="its place in the data means nothing"):
+        state.check_continues(3, "b")
+
+
+def test_seeds_are_unrelated_and_fixed() -> None:
+    seeds = {step_seed(seed, step, rank) for seed in range(4) for step in range(50) for rank in range(4)}
+    assert len(seeds) == 800
+    assert step_seed(0, 0, 0) == 3441634551923929197, "a resumed run must draw what it would have drawn"
+
+
+def test_all_generators_are_seeded() -> None:
+    import random
+
+    import numpy
+    import torch
+
+    def draw() -> tuple[float, float, float]:
+        seed_all(1 << 40)
+        return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+    assert draw() == draw()
