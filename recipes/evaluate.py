@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import EvaluateConfig
-from fsdp_shard.data.base import check_data
-from fsdp_shard.evaluation.base import evaluated_text
+from fsdp_shard.evaluation.base import check_text
 from fsdp_shard.evaluation.perplexity import check_context, evaluation_windows, perplexity
 from fsdp_shard.inference.dispatch import check_checkpoint, dispatch, locate
 from fsdp_shard.models import load_config, load_tokenizer
@@ -14,7 +13,7 @@ from fsdp_shard.results import write_result
 
 def check(config: EvaluateConfig) -> None:
     """What can be found wrong before torch is loaded."""
-    check_data(evaluated_text(config.data))
+    check_text(config.data)
     check_checkpoint(config.checkpoint)
 
 

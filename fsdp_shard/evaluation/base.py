@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.inference.base import DispatchConfig
@@ -22,12 +22,8 @@ class EvaluateSettings:
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
 
 
-def evaluated_text(data: DataConfig) -> DataConfig:
-    """`data` such that only what is to be evaluated is read.
+def check_text(data: DataConfig) -> None:
+    """Raise DataError or ConfigError when the text to evaluate (see `evaluation_windows`) cannot be read."""
+    from fsdp_shard.data.sources import open_source
 
-    That is what training would hold out: data.eval_path when it is given, the last part of data.path when
-    data.eval_fraction is; else all of data.path.
-    """
-    if data.eval_path is None:
-        return data
-    return replace(data, path=data.eval_path, split=data.eval_split, eval_path=None)
+    open_source(data, held_out=data.eval_path is not None).check()

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data.base import DataConfig, cache_directory
 from fsdp_shard.errors import ConfigError, LossError
-from fsdp_shard.evaluation.base import evaluated_text
 
 if TYPE_CHECKING:
     import torch
@@ -51,10 +50,20 @@ def check_context(config: PretrainedConfig, sequence_length: int) -> None:
 def evaluation_windows(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path | None = None
 ) -> WindowDataset:
-    """What is to be evaluated (see `evaluated_text`), cut into windows. Raises DataError."""
-    from fsdp_shard.data.prepare import prepare
+    """What training would hold out, cut into windows; all of data.path when it would hold out nothing.
 
-    windows = prepare(evaluated_text(data), tokenizer, cache_dir)
+    That is data.eval_path when it is given, or the last part of data.path by data.eval_fraction. Raises DataError.
+    """
+    from fsdp_shard.data.prepare import prepare
+    from fsdp_shard.data.sources import open_source
+    from fsdp_shard.data.tokens import tokenise
+    from fsdp_shard.data.windows import WindowDataset
+
+    if data.eval_path is not None:  # without looking at data.path
+        source, cache = open_source(data, held_out=True), cache_dir or cache_directory(data)
+        file = tokenise(source, tokenizer, cache, f"data.eval_path={data.eval_path}")
+        return WindowDataset(file.open(), data.sequence_length, file.digest)
+    windows = prepare(data, tokenizer, cache_dir)
     return windows.held_out or windows.train
 
 

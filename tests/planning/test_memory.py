@@ -1,0 +1,176 @@
+"""Memory plans: sizes that are known, real optimizers and activations, and each setting that changes a figure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig, T5Config, ViTConfig
+
+from fsdp_shard.blocks import no_split_blocks
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import ModelConfig, build_on_meta
+from fsdp_shard.planning.activations import measure_activations
+from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
+from fsdp_shard.planning.optimizer import optimizer_bytes
+from fsdp_shard.sharding.activations import checkpoint_blocks
+from fsdp_shard.sharding.fsdp1 import Fsdp1Config
+from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.training.adamw import AdamWConfig
+from fsdp_shard.training.base import TrainConfig
+from tests.tiny import llama, llama_config
+
+T5_3B = T5Config(
+    architectures=["T5ForConditionalGeneration"],
+    d_model=1024,
+    d_kv=128,
+    d_ff=16384,
+    num_layers=24,
+    num_heads=32,
+    vocab_size=32128,
+)
+
+
+def planned(**settings: Any) -> PlannedRun:
+    """A run of the tiny model; `settings` replace its fields."""
+    run = PlannedRun(ModelConfig(path="x"), Fsdp2Config(), TrainConfig(), AdamWConfig(), 64, 1)
+    return replace(run, **settings)
+
+
+def plan(config: PretrainedConfig | None = None, **settings: Any) -> MemoryPlan:
+    return plan_memory(config or llama_config(), planned(**settings))
+
+
+@pytest.fixture(scope="module")
+def t5_3b() -> MemoryPlan:
+    return plan(T5_3B, num_ranks=7, sequence_length=16)
+
+
+def test_t5_3b_has_the_size_that_it_is_known_to_have(t5_3b: MemoryPlan) -> None:
+    assert t5_3b.num_params == 2_851_598_336
+    assert t5_3b.bytes_by_dtype["float32"] == 2_851_598_336 * 4
+    assert t5_3b.bytes_by_dtype["float32"] / 1024**3 == pytest.approx(10.62, abs=0.01)
+    assert t5_3b.bytes_by_dtype["bfloat16"] * 2 == t5_3b.bytes_by_dtype["float32"]
+    assert [block.cls for block in t5_3b.blocks].count("T5Block") == 48
+    assert sum(block.num_params for block in t5_3b.blocks) == t5_3b.num_params
+
+
+def test_the_ranks_together_hold_the_model_once(t5_3b: MemoryPlan) -> None:
+    assert sum(rank.parameters_bytes for rank in t5_3b.per_rank) == t5_3b.bytes_by_dtype["float32"]
+    first, last = t5_3b.per_rank[0], t5_3b.per_rank[-1]
+    assert last.parameters_bytes < first.parameters_bytes  # 1024 and 128 rows are not 7 equal parts
+    assert 1.0 < t5_3b.balance < 1.02
+    assert first.gradients_bytes == first.parameters_bytes
+    # Two float32 states, and a float32 step count for each parameter.
+    assert 2 * first.parameters_bytes < first.optimizer_bytes < 2 * first.parameters_bytes + 4 * 1000
+
+
+def test_the_optimizer_has_what_the_real_one_has() -> None:
+    model, config = llama(), AdamWConfig()
+    params = dict(model.named_parameters())
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    for param in params.values():
+        param.grad = torch.zeros_like(param)
+    optimizer = config.build(params, shapes)
+    optimizer.step()
+    real = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    assert optimizer_bytes(config, shapes, shapes, torch.float32) == real
+    assert plan().per_rank[0].optimizer_bytes == real
+
+
+def saved_bytes(rows: int, length: int, dtype: torch.dtype, *, checkpointing: bool) -> int:
+    """Storages that autograd really keeps in a forward pass, beside parameters and buffers."""
+    model = llama(layers=3).to(dtype).train()
+    if checkpointing:
+        checkpoint_blocks(model, [])
+    known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := tensor.untyped_storage())._cdata not in known:
+            storages[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(input_ids=torch.zeros((rows, length), dtype=torch.long), use_cache=False)
+    del output
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize(("rows", "length", "dtype"), [(1, 96, torch.bfloat16), (3, 40, torch.float32)])
+def test_activations_are_what_autograd_keeps(rows: int, length: int, dtype: torch.dtype) -> None:
+    model = build_on_meta(llama_config(layers=3), dtype)
+    blocks = no_split_blocks(model)
+    found = measure_activations(model, blocks, rows, length, checkpointing=False)
+    assert found.saved_bytes == saved_bytes(rows, length, dtype, checkpointing=False)
+    assert found.logits_bytes == rows * length * 257 * dtype.itemsize
+
+
+def test_recomputed_blocks_keep_their_inputs_and_one_block() -> None:
+    rows, length, dtype = 2, 64, torch.float32
+
+    def measured(layers: int, checkpointing: bool) -> int:
+        model = build_on_meta(llama_config(layers=layers), dtype)
+        return measure_activations(model, no_split_blocks(model), rows, length, checkpointing=checkpointing).saved_bytes
+
+    hidden = rows * length * 36 * dtype.itemsize
+    assert measured(4, True) - measured(3, True) == hidden
+    one_block = measured(4, False) - measured(3, False)
+    real = saved_bytes(rows, length, dtype, checkpointing=True)
+    assert measured(3, True) == pytest.approx(real + one_block, rel=0.05)
+
+
+def test_settings_change_what_they_should() -> None:
+    base = plan(num_ranks=2).per_rank[0]
+    assert base.peak_bytes == base.state_bytes + base.unsharded_bytes + (base.activations_bytes or 0)
+
+    kept = plan(num_ranks=2, shard=Fsdp2Config(reshard_after_forward=False)).per_rank[0]
+    assert kept.unsharded_bytes == base.unsharded_bytes, "of two layers both are gathered at one time anyway"
+    deep = [plan(llama_config(layers=6), shard=Fsdp2Config(reshard_after_forward=r)).per_rank[0] for r in (True, False)]
+    layer = 2 * (36 * 36 * 2 + 12 * 36 * 2 + 3 * 85 * 36 + 72)
+    assert deep[1].unsharded_bytes - deep[0].unsharded_bytes == 4 * layer
+
+    accumulating = TrainConfig(global_batch_size=8, micro_batch_size=1)
+    late = plan(num_ranks=2, train=accumulating, shard=Fsdp2Config(sync_every_micro_batch=False)).per_rank[0]
+    assert late.unsharded_bytes - base.unsharded_bytes == plan().bytes_by_dtype["float32"]
+
+    offloaded = plan(num_ranks=2, shard=Fsdp2Config(cpu_offload=True)).per_rank[0]
+    assert offloaded.host_bytes == base.state_bytes
+    assert offloaded.peak_bytes == base.unsharded_bytes + (base.activations_bytes or 0)
+
+    half = plan(num_ranks=2, model=ModelConfig(path="x", dtype="bfloat16")).per_rank[0]
+    assert half.parameters_bytes * 2 == base.parameters_bytes
+
+    wide = plan(num_ranks=2, train=TrainConfig(micro_batch_size=4)).per_rank[0]
+    assert (wide.activations_bytes or 0) > 3 * (base.activations_bytes or 0)
+    recomputed = plan(num_ranks=2, shard=Fsdp2Config(activation_checkpointing=True)).per_rank[0]
+    assert (recomputed.activations_bytes or 0) < (base.activations_bytes or 0)
+
+
+@pytest.mark.parametrize("wrapper", [Fsdp1Config, Fsdp2Config])
+def test_replicas_hold_the_model_once_each(wrapper: Any) -> None:
+    two = plan(num_ranks=4, shard=wrapper(replicas=2))
+    one = plan(num_ranks=2, shard=wrapper())
+    assert [rank.parameters_bytes for rank in two.per_rank] == [r.parameters_bytes for r in one.per_rank] * 2
+    with pytest.raises(ConfigError, match=r"shard\.replicas=2 does not divide the 3 ranks"):
+        plan(num_ranks=3, shard=wrapper(replicas=2))
+
+
+def test_whether_it_fits_is_asked_of_the_fullest_rank() -> None:
+    found = plan(num_ranks=4)
+    fullest = max(rank.peak_bytes or 0 for rank in found.per_rank)
+    assert found.peak_bytes == fullest
+    assert (found.fits(fullest), found.fits(fullest - 1), found.fits(None)) == (True, False, None)
+
+
+def test_a_model_without_text_input_is_planned_without_activations() -> None:
+    config = ViTConfig(
+        architectures=["ViTForImageClassification"], hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=40, image_size=32, patch_size=8, dtype="float32",
+    )  # fmt: skip
+    found = plan(config, num_ranks=2)
+    assert found.per_rank[0].parameters_bytes > 0
+    assert (found.peak_bytes, found.fits(10**9)) == (None, None)
+    assert found.problem

@@ -1,0 +1,69 @@
+"""The plan as people read it, and as `fsdp-shard plan` leaves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp_shard.planning.report import gib, report
+from tests.planning.test_memory import plan
+from tests.runs import run_recipe
+from tests.tiny import llama, llama_config
+
+
+def test_sizes_are_in_units_of_1024() -> None:
+    assert [gib(size) for size in (11_406_393_344, 2**30 // 8, 3 * 2**20, 512, None)] == [
+        "10.62 GiB", "0.12 GiB", "3.00 MiB", "0.50 KiB", "?",
+    ]  # fmt: skip
+
+
+def test_equal_blocks_and_equal_ranks_share_a_row() -> None:
+    text = report(plan(llama_config(layers=5), num_ranks=4), 80 * 10**9)
+    lines = text.splitlines()
+    (layers,) = [line for line in lines if "LlamaDecoderLayer" in line]
+    assert layers.startswith("model.layers.0 ... model.layers.4")
+    assert layers.split()[4] == "5"
+    (head,) = [line for line in lines if line.startswith("lm_head")]
+    assert head.split()[-1] == "tied"
+    ranks = [line.split()[0] for line in lines[lines.index("") :] if line.strip()[:1].isdigit()]
+    assert ranks == ["0", "3"]  # ranks 0 to 2 have the same
+    assert "Fits in 80.0 GB (74.51 GiB)" in lines[-1]
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_helps() -> None:
+    found = plan()
+    assert found.peak_bytes is not None
+    last = report(found, found.peak_bytes - 1024**2).splitlines()[-1]
+    assert "Does NOT fit" in last
+    assert "1.00 MiB too much" in last
+    assert "shard.activation_checkpointing=true" in last
+    assert "Give device.memory=80GB" in report(found, None)
+
+
+def test_the_recipe_needs_only_a_config(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    llama_config().save_pretrained(model)
+    ended = run_recipe(
+        "plan", tmp_path / "run", f"model.path={model}", "launch.ranks=3", "device.memory=1GB", "shard=fsdp1",
+        "data.sequence_length=32",
+    )  # fmt: skip
+    assert ended.status == 0, ended.err
+    result = ended.result
+    assert result["num_params"] == sum(param.numel() for param in llama().parameters())
+    assert len(result["per_rank"]) == 3
+    assert result["per_rank"][0].keys() >= {
+        "parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "peak_bytes",
+    }  # fmt: skip
+    assert result["fits"] is True
+    assert result["balance"] >= 1.0
+    assert [block["fqn"] for block in result["blocks"]][:2] == ["model.embed_tokens", "model.layers.0"]
+    assert "LlamaForCausalLM: 34.7 K parameters" in ended.out
+
+
+def test_bad_input_is_one_error(tmp_path: Path) -> None:
+    for overrides, says in (
+        ([f"model.path={tmp_path}"], "has no config.json"),
+        (["model.path=x", "device.memory=much"], "device.memory=much is not a size"),
+    ):
+        ended = run_recipe("plan", tmp_path / "run", *overrides)
+        assert (ended.status, ended.err.count("error: ")) == (2, 1)
+        assert says in ended.err
