@@ -50,8 +50,14 @@ def main() -> None:
 
     gain = 1 - after["perplexity"] / before["perplexity"]
     seconds = time.monotonic() - started
-    say(f"held-out perplexity {before['perplexity']:.2f} -> {after['perplexity']:.2f}: {gain:.0%} lower, in {seconds:.0f} s")
-    print(f"loss curve   {run}/loss.png\nmetrics      {run}/metrics.jsonl\ncheckpoints  {run}/checkpoints\nmodel        {converted}")
+    say(
+        f"held-out perplexity {before['perplexity']:.2f} -> {after['perplexity']:.2f}: {gain:.0%} lower, "
+        f"in {seconds:.0f} s"
+    )
+    print(
+        f"loss curve   {run}/loss.png\nmetrics      {run}/metrics.jsonl\n"
+        f"checkpoints  {run}/checkpoints\nmodel        {converted}"
+    )
     if gain < LEAST_GAIN:
         sys.exit(f"error: perplexity fell by {gain:.1%} only; expected at least {LEAST_GAIN:.0%}.")
 

@@ -17,7 +17,7 @@ from fsdp_shard.settings import nearest
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One module that is never divided; `num_params` and `num_bytes` count each tied parameter once, in the first block.
+    """One module that is never divided; `num_params` and `num_bytes` count a tied parameter once, in its first block.
 
     `repeated` tells a layer (decoder layer, residual block, recurrent cell) from what stands beside the layers
     (embedding, final norm, output head). A `direct` block has only the parameters that its module holds itself, not
@@ -99,9 +99,7 @@ def _structural(module: nn.Module) -> Iterator[nn.Module]:
     something beside its list (a residual block with its shortcut, a decoder layer) is whole.
     """
     for child in module.children():
-        if isinstance(child, nn.RNNBase):
-            yield child
-        elif _is_repeated(child, module) and not _is_stage(child):
+        if isinstance(child, nn.RNNBase) or (_is_repeated(child, module) and not _is_stage(child)):
             yield child
         else:
             yield from _structural(child)

@@ -112,13 +112,19 @@ def distributed(
     if "RANK" in os.environ:
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=_memory_store(), rank=0, world_size=1, timeout=timeout)
     try:
         shape = (replicas, world_size // replicas)
         mesh = init_device_mesh(where.type, shape, mesh_dim_names=("replicate", "shard"))
         yield DistributedContext(rank, local_rank, world_size, where, mesh)
     finally:
         dist.destroy_process_group()
+
+
+def _memory_store() -> Any:
+    from torch._C._distributed_c10d import HashStore
+
+    return HashStore()
 
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

@@ -12,7 +12,7 @@
         ├── SaveError               a checkpoint could not be written; the earlier ones are untouched
         ├── LossError               the loss or a gradient became NaN or infinite
         └── DifferenceError         verify or diff found that contents differ
-    Interrupted                     a signal asked the run to stop; what is saved is in the message; exit status 130 or 143
+    Interrupted                     a signal asked the run to stop; the message says what is saved
 
 A message is one paragraph that names the file or setting, what was found, what was expected and what to do.
 Mistakes of our own are `assert`s and never part of this tree. This module imports nothing of the package.

@@ -30,7 +30,9 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 class ModelConfig:
     """Which model, and how it is held while it trains."""
 
-    path: str = setting(REQUIRED, "A directory, a GGUF file, a checkpoint or run of ours, or a hub id such as org/name.")
+    path: str = setting(
+        REQUIRED, "A directory, a GGUF file, a checkpoint or run of ours, or a hub id such as org/name."
+    )
     gguf_file: str | None = setting(None, "Name of a GGUF file inside model.path, when that is a directory or hub id.")
     dtype: str = setting(
         "float32",
@@ -86,9 +88,10 @@ def load_config(source: ModelSource, trust_remote_code: bool = False) -> Pretrai
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source.directory, trust_remote_code=trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(source.directory, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ModelError(f"The config of {source.weights} cannot be used: {_first_line(error)}") from error
+    return config
 
 
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -125,7 +128,7 @@ def build_on_meta(
     kwargs: dict[str, Any] = {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype or config.dtype}
     if attention is not None:
         kwargs["attn_implementation"] = attention
-    named = (config.architectures or [None])[0]
+    named = config.architectures[0] if config.architectures else None
     cls = getattr(transformers, named, None) if named else None
     try:
         with torch.device("meta"):
@@ -174,7 +177,9 @@ def _with_owner(module: nn.Module, owner: PreTrainedModel | None) -> Iterator[tu
 
 def _download(name: str, gguf_file: str | None) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith(".gguf"):
-        raise ModelError(f"model path {name} does not exist; expected a model directory, a .gguf file or a hub id org/name.")
+        raise ModelError(
+            f"model path {name} does not exist; expected a model directory, a .gguf file or a hub id org/name."
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -193,7 +198,9 @@ def _gguf_source(file: Path) -> ModelSource:
     with file.open("rb") as stream:
         magic = stream.read(4)
     if magic != b"GGUF":
-        raise ModelError(f"{file} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; give a model directory.")
+        raise ModelError(
+            f"{file} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; give a model directory."
+        )
     return ModelSource(side_directory(file), file)
 
 

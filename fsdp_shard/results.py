@@ -12,7 +12,7 @@ RESULT = "result.json"
 
 
 def write_result(run_dir: str | os.PathLike[str], figures: Mapping[str, Any]) -> Path:
-    """Write `figures` with `"status": "completed"` in one step; returns the path. Figures must be finite JSON values."""
+    """Write `figures` with `"status": "completed"` in one step; returns the path. Figures must be finite."""
     path = Path(run_dir) / RESULT
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"status": "completed", **figures}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -7,14 +7,22 @@ written from the same declarations. This module knows no particular setting and 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from fsdp_shard.errors import ConfigError
 
 T = TypeVar("T")
+
+_RANGES: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
+    ("minimum", operator.ge, "at least"),
+    ("above", operator.gt, "more than"),
+    ("maximum", operator.le, "at most"),
+)
 
 REQUIRED: Any = "???"  # OmegaConf's mark of a value that the user must give
 
@@ -35,11 +43,9 @@ def setting(
     """
     metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "choices": choices}
     if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
-        import copy
-
         field: T = dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
         return field
-    return dataclasses.field(default=default, metadata=metadata)  # type: ignore[no-any-return, call-overload]
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
@@ -71,12 +77,8 @@ def _check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     choices = rules.get("choices")
     if choices is not None and value not in choices:
         raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}{nearest(str(value), choices)}.")
-    for rule, broken, words in (
-        ("minimum", lambda limit: value < limit, "at least"),
-        ("above", lambda limit: value <= limit, "more than"),
-        ("maximum", lambda limit: value > limit, "at most"),
-    ):
-        if (limit := rules.get(rule)) is not None and broken(limit):
+    for rule, holds, words in _RANGES:
+        if (limit := rules.get(rule)) is not None and not holds(value, limit):
             raise ConfigError(f"{name}={value} is out of range: it must be {words} {limit}.")
 
 

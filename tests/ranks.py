@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -62,6 +63,7 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
 def _rank_main(
     rank: int, world_size: int, rendezvous: str, replicas: int, out: Connection, function: Callable[..., Any], args: Any
 ) -> None:
+    gc.freeze()  # what the parent left is never collected here: a process group of its would wait for threads of its
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:

@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import fsdp_shard.cli
-import fsdp_shard.elastic
 from fsdp_shard.recipe import load_recipe
 from fsdp_shard.shell import run_as_program
 

@@ -68,11 +68,13 @@ class Residual(nn.Module):
 
 def test_structure_keeps_residual_blocks_and_recurrent_cells_whole() -> None:
     stages = nn.Sequential(nn.Sequential(Residual(), Residual()), nn.Sequential(Residual(), Residual()))
-    model = nn.ModuleDict({"stem": nn.Conv2d(3, 4, 3), "stages": stages, "lstm": nn.LSTM(4, 8, 2), "fc": nn.Linear(8, 2)})
+    model = nn.ModuleDict(
+        {"stem": nn.Conv2d(3, 4, 3), "stages": stages, "lstm": nn.LSTM(4, 8, 2), "fc": nn.Linear(8, 2)}
+    )
     found = [(block.fqn, block.cls) for block in no_split_blocks(model) if block.repeated]
     assert found == [*((f"stages.{s}.{b}", "Residual") for s in (0, 1) for b in (0, 1)), ("lstm", "LSTM")]
 
 
 def test_a_model_without_blocks_lists_what_could_be_one() -> None:
-    with pytest.raises(ModelError, match="shard.blocks"):
+    with pytest.raises(ModelError, match=r"shard\.blocks"):
         no_split_blocks(nn.Linear(2, 2))

@@ -37,7 +37,10 @@ def test_rebuilt_buffers_are_bit_equal_to_from_pretrained(tmp_path: Path) -> Non
         (lambda d: None, "is no model: it has no config.json"),
         (lambda d: (d / "config.json").write_text("{"), "is not valid JSON"),
         (lambda d: (d / "config.json").write_text("{}"), "names no model_type"),
-        (lambda d: (d / "config.json").write_text(json.dumps({"model_type": "llama"})), "has no weights: it holds config"),
+        (
+            lambda d: (d / "config.json").write_text(json.dumps({"model_type": "llama"})),
+            "has no weights: it holds config",
+        ),
     ],
 )
 def test_a_directory_that_is_no_model(tmp_path: Path, make: object, message: str) -> None:

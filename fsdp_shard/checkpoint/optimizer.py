@@ -55,7 +55,7 @@ def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], names: s
         what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this optimizer does not keep"
         raise CheckpointError(
             f"The optimizer state in {index.root} {what} ({len(missing)} states missing, {len(extra)} not expected of "
-            f"{len(names)}): it was saved by another optimizer or for another model. Use the optim settings of that run."
+            f"{len(names)}): it was saved by another optimizer or for another model. Use that run's optim settings."
         )
     for name, shard in expected.items():
         if index.entry(name).shape != shard.shape:

@@ -138,7 +138,9 @@ def _write_tensors(directory: Path, plan: WritePlan, shards: Mapping[str, LocalS
 
 def _write_beside(directory: Path, state: RunState, plan: WritePlan, target: Target) -> Records:
     """This rank's optimizer file and the small files; returns the records of every file that this rank made."""
-    records = {file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex()) for file in plan.creates}
+    records = {
+        file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex()) for file in plan.creates
+    }
     small = dict(plan.small_files)
     if target.rank == 0:
         small |= {**state.side_files, TRAINER: (json.dumps(dict(state.trainer), indent=2) + "\n").encode()}
@@ -150,7 +152,9 @@ def _write_beside(directory: Path, state: RunState, plan: WritePlan, target: Tar
         states = plan_sharded_writes(state.optimizer, replace(target, aliases={}))
         _create(directory / OPTIMIZER, states)
         _write_tensors(directory / OPTIMIZER, states, state.optimizer)
-        records |= {f"{OPTIMIZER}/{file.name}": record_file(directory / OPTIMIZER / file.name) for file in states.creates}
+        records |= {
+            f"{OPTIMIZER}/{file.name}": record_file(directory / OPTIMIZER / file.name) for file in states.creates
+        }
     return records
 
 

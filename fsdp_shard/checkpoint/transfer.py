@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_ch
 from fsdp_shard.checkpoint.layout import FilePlan
 from fsdp_shard.errors import CheckpointError
 
-NUM_THREADS = 2  # one reads while the other writes; more did not help (docs/decisions.md)
+NUM_THREADS = 2  # one reads while the other writes (docs/decisions.md)
 _JOB_BYTES = 32 << 20
 
 Progress = Callable[[int], None]

@@ -1,4 +1,4 @@
-"""Activation checkpointing along the units. Method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"."""
+"""Activation checkpointing along the blocks: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016)."""
 
 from __future__ import annotations
 

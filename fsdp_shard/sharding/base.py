@@ -27,7 +27,9 @@ _DTYPES = ("float32", "bfloat16")
 class ShardConfig:
     """Settings that all wrappers share."""
 
-    param_dtype: str = setting("bfloat16", "The dtype that blocks compute in; gathered parameters have it.", choices=_DTYPES)
+    param_dtype: str = setting(
+        "bfloat16", "The dtype that blocks compute in; gathered parameters have it.", choices=_DTYPES
+    )
     reduce_dtype: str = setting("float32", "The dtype that gradients are summed over the ranks in.", choices=_DTYPES)
     replicas: int = setting(
         1, "Groups of ranks that hold a copy of the model each, sharded inside a group (HSDP).", minimum=1
@@ -64,7 +66,7 @@ class ShardedModel(Protocol):
         ...
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, a scalar []."""
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; the norm before, a scalar []."""
         ...
 
     def local_shards(self) -> dict[str, LocalShard]:

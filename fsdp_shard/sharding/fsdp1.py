@@ -90,7 +90,7 @@ class Fsdp1Model:
         self._context = context
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self._fsdp.no_sync()  # type: ignore[no-any-return]
+        return self._fsdp.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         return self._fsdp.clip_grad_norm_(max_norm)  # the free function would take a rank's norm for the whole one
@@ -108,7 +108,9 @@ class Fsdp1Model:
         return params | buffer_shards(self._fsdp, self._context)
 
 
-def _flat_ranges(module: FullyShardedDataParallel) -> Iterator[tuple[nn.Parameter, tuple[torch.Tensor, int, tuple[int, ...]]]]:
+def _flat_ranges(
+    module: FullyShardedDataParallel,
+) -> Iterator[tuple[nn.Parameter, tuple[torch.Tensor, int, tuple[int, ...]]]]:
     """(original parameter, (this rank's elements of it, where they start in it, its full shape)) of every unit."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -116,7 +118,7 @@ def _flat_ranges(module: FullyShardedDataParallel) -> Iterator[tuple[nn.Paramete
         handle = unit._handle
         if handle is None:
             continue
-        flat = handle.flat_param
+        flat: Any = handle.flat_param
         divided = handle.uses_sharded_strategy
         for param, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
             if not divided:
@@ -147,7 +149,7 @@ def _empty_parameters(device: torch.device) -> Callable[[nn.Module], None]:
 
 @contextmanager
 def _without_deprecations() -> Iterator[None]:
-    """torch says that this wrapper and its NO_SHARD are deprecated; whoever wrote shard=fsdp1 has been told by our docs."""
+    """torch says that this wrapper and its NO_SHARD are deprecated; whoever chose shard=fsdp1 knows from our docs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.fsdp")
         yield

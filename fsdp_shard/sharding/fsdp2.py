@@ -14,7 +14,6 @@ from fsdp_shard.shards import LocalShard, row_major_range
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.tensor import DTensor
 
     from fsdp_shard.distributed import DistributedContext
 
@@ -99,9 +98,11 @@ class Fsdp2Model:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _shard_of(self, param: DTensor) -> LocalShard:  # type: ignore[override]
+    def _shard_of(self, param: nn.Parameter) -> LocalShard:
+        from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+        assert isinstance(param, DTensor)
         shape = tuple(param.shape)
         local, offset = compute_local_shape_and_global_offset(shape, param.device_mesh, param.placements)
         start, _ = row_major_range(shape, range(offset[0], offset[0] + local[0]))
@@ -127,5 +128,5 @@ def _refuse_scalars(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.ndim == 0:
             raise ConfigError(
-                f"shard=fsdp2 cannot shard the scalar parameter {name}, which torch's fully_shard refuses; use shard=fsdp1."
+                f"shard=fsdp2 cannot shard the scalar parameter {name}, which torch refuses; use shard=fsdp1."
             )

@@ -113,7 +113,8 @@ def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, conte
     return [
         f"{config.path}: {loaded.num_params / 1e6:,.1f} M parameters in {loaded.num_blocks} blocks on {mesh}, "
         f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}",
-        f"loaded: {format_size(figures.shard_bytes)} of weights a rank, {format_size(figures.peak_memory_bytes)} in use",
+        f"loaded: {format_size(figures.shard_bytes)} of weights a rank, "
+        f"{format_size(figures.peak_memory_bytes)} of memory in use at most",
     ]
 
 

@@ -85,7 +85,7 @@ def _accumulate(
     for number, batch in enumerate(batches, start=1):
         with nullcontext() if sync_every or number == len(batches) else model.no_sync():
             loss = forward_loss(model, batch, divisor, device)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         losses.append(loss.detach())
     return losses
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.integrity import verify
 from fsdp_shard.data.base import DataConfig
-from fsdp_shard.data.prepare import prepare
 from fsdp_shard.data.batch import global_batch
+from fsdp_shard.data.prepare import prepare
 from tests.runs import Ended, Started, run_recipe
 
 STEPS = 20
@@ -145,9 +145,7 @@ def test_result_names_what_loading_cost(runs: dict[tuple[str, int, str], Ended])
 
 
 def _resume_from_half(source: Ended, target: Path, settings: list[str], *overrides: str) -> Ended:
-    ended = run_recipe(
-        "finetune", target, *settings, f"resume={source.run_dir}/checkpoints/step-00000010", *overrides
-    )
+    ended = run_recipe("finetune", target, *settings, f"resume={source.run_dir}/checkpoints/step-00000010", *overrides)
     assert ended.status == 0, ended.err
     return ended
 
@@ -163,7 +161,10 @@ def test_resume_on_the_same_ranks_is_bit_equal(
     with open_checkpoint(rest.checkpoint) as one, open_checkpoint(whole.checkpoint) as other:
         assert {n: one.digest(n) for n in one.names} == {n: other.digest(n) for n in other.names}
     # The optimizer's too, every slot of it.
-    with open_checkpoint(rest.checkpoint / "optimizer") as one, open_checkpoint(whole.checkpoint / "optimizer") as other:
+    with (
+        open_checkpoint(rest.checkpoint / "optimizer") as one,
+        open_checkpoint(whole.checkpoint / "optimizer") as other,
+    ):
         assert len(one.names) == 3 * 20
         assert {n: one.digest(n) for n in one.names} == {n: other.digest(n) for n in other.names}
 
@@ -223,9 +224,7 @@ def test_a_run_that_is_interrupted_goes_on_where_it_was(
 
 
 def test_keep_last_deletes_older_steps(settings: list[str], tmp_path: Path) -> None:
-    ended = run_recipe(
-        "finetune", tmp_path, *settings, "train.steps=5", "checkpoint.every=1", "checkpoint.keep_last=2"
-    )
+    ended = run_recipe("finetune", tmp_path, *settings, "train.steps=5", "checkpoint.every=1", "checkpoint.keep_last=2")
     assert ended.status == 0, ended.err
     steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
     assert steps == ["step-00000004", "step-00000005"]
