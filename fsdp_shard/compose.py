@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fsdp_shard import settings
-from fsdp_shard.config import RunConfig, command_of, register
+from fsdp_shard.config import OPTIONS, RunConfig, command_of, register, schema_name
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.explain import explain, unknown
 from fsdp_shard.reference import help_text
@@ -188,16 +188,33 @@ def _not_given(missing: Sequence[str], schema: type) -> str:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write RUN_DIR/config.yaml, whole or not at all, over that of an earlier run that this one resumes."""
-    from omegaconf import OmegaConf
+    """Write RUN_DIR/config.yaml, whole or not at all, over that of an earlier run that this one resumes.
 
+    It is a config for `--config-name`, so that the same run can be made again from it.
+    """
     directory = Path(config.run_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".config.yaml.{os.getpid()}"
-        temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+        temporary.write_text(_as_yaml(config), encoding="utf-8")
         temporary.replace(directory / "config.yaml")
     except OSError as error:
         raise ConfigError(
             f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Give a directory that can be made."
         ) from error
+
+
+def _as_yaml(config: RunConfig) -> str:
+    """All settings; the defaults list before them has what they do not tell: the dataclass behind each group."""
+    from omegaconf import OmegaConf
+
+    command = command_of(type(config))
+    chosen: list[Any] = [
+        {group: option}
+        for group, options in OPTIONS.items()
+        for option, node in options.items()
+        if type(getattr(config, group, None)) is node
+    ]
+    comment = f"# To run this again: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
+    defaults = OmegaConf.to_yaml({"defaults": [schema_name(command), *chosen, "_self_"]})
+    return f"{comment}\n{defaults}{OmegaConf.to_yaml(OmegaConf.structured(config))}"

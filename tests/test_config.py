@@ -235,6 +235,18 @@ def test_the_written_config_is_resolved_and_replaces_an_older_one(tmp_path: Path
     assert [file.name for file in run_dir.iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_can_be_made_again_from_its_written_config(command: str, tmp_path: Path) -> None:
+    of_group = {"finetune": ["shard=fsdp1", "train.steps=7"], "generate": ["generation=sampled"]}
+    config = _one(command, f"run_dir={tmp_path}", "seed=3", *of_group.get(command, []))
+    write_config(config)
+    (again,) = compose(COMMANDS[command], ["--config-dir", str(tmp_path), "--config-name", "config"], "test")
+    assert again.config == config
+    assert [type(value) for _, _, value in settings.walk(again.config)] == [
+        type(v) for _, _, v in settings.walk(config)
+    ]
+
+
 def test_a_run_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run_dir=.*/file/x cannot be written: Not a directory"):
