@@ -171,7 +171,7 @@ def _lost_a_peer(report: Report) -> bool:
 def _as_error(report: Report) -> FsdpShardError:
     known = getattr(errors, report.kind, None)
     if not (isinstance(known, type) and issubclass(known, FsdpShardError)):
-        message = f"Rank {report.rank} raised {report.kind}: {report.message}"
+        message = f"Rank {report.rank} raised {report.kind}: {report.message.rstrip('.')}."
         return RankError(message, traceback=report.traceback)
     if known is Interrupted:
         return Interrupted(report.message, signal_number=report.exit_status - 128)

@@ -31,7 +31,9 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # torch has errors of its own that are no Exception
         tell(error, debug)
         sys.exit(error.exit_status if isinstance(error, FsdpShardError) else 1)
     sys.exit(0)
@@ -42,24 +44,30 @@ def wants_debug(arguments: Sequence[str]) -> bool:
     return "--debug" in arguments or any(argument.lower() == "debug=true" for argument in arguments)
 
 
-def tell(error: Exception, debug: bool) -> None:
+def tell(error: BaseException, debug: bool) -> None:
     """Write what went wrong to standard error; one of several ranks that something else started says which it is."""
     if debug:
         sys.stderr.write(_traceback(error))
     where = f"rank {joined_rank()}: " if is_joined_rank() and not isinstance(error, InputError) else ""
-    print(paragraph(f"{where}{message(error)}", error), file=sys.stderr)
+    hint = " Give debug=true or --debug to see how it came to that." if _is_unexpected(error) and not debug else ""
+    print(paragraph(f"{where}{message(error)}{hint}", error), file=sys.stderr)
 
 
-def message(error: Exception) -> str:
+def message(error: BaseException) -> str:
     """What went wrong, in one line; for a mistake of our own, where it happened too."""
     if isinstance(error, FsdpShardError):
         return str(error)
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = f" at {last[0].filename}:{last[0].lineno}" if last else ""
-    return f"{type(error).__name__}: {error}{place}. Give debug=true or --debug to see how it came to that."
+    return f"{type(error).__name__}: {error}{place}."
 
 
-def paragraph(text: str, error: Exception) -> str:
+def _is_unexpected(error: BaseException) -> bool:
+    """Whether nobody foresaw it, so that only its traceback can explain it."""
+    return not isinstance(error, FsdpShardError) or bool(getattr(error, "traceback", ""))
+
+
+def paragraph(text: str, error: BaseException) -> str:
     """`error: ...` on one line, unless standard error is a terminal that would break it in the middle of words."""
     start = "" if isinstance(error, Interrupted) else "error: "
     text = start + " ".join(text.split())
