@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_shard.errors import ConfigError, FsdpShardError, SaveError
+from fsdp_shard.errors import FsdpShardError, SaveError
 
 T = TypeVar("T")
 
@@ -103,8 +103,7 @@ def distributed(
     model each (HSDP). A collective that waits longer than `timeout_seconds` raises instead of hanging.
     """
     rank, world_size, local_rank = (int(os.environ.get(k, v)) for k, v in _ALONE.items())
-    if world_size % replicas:
-        raise ConfigError(f"shard.replicas={replicas} does not divide the {world_size} ranks of this run.")
+    assert world_size % replicas == 0, (world_size, replicas)
     where = _place(device, local_rank)
     timeout = timedelta(seconds=timeout_seconds)
     # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.

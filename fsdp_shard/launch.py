@@ -83,7 +83,6 @@ def _start_ranks(work: Callable[[C], None], config: C) -> None:
     from fsdp_shard.elastic import run_ranks
 
     settings = config.launch
-    on_cpu = settings.device == "cpu" or (settings.device == "auto" and count_gpus() == 0)
     run_ranks(
         work,
         config,
@@ -94,7 +93,7 @@ def _start_ranks(work: Callable[[C], None], config: C) -> None:
         grace_seconds=settings.grace_seconds,
         # A CUDA context does not survive a fork; without one, forked ranks share what is imported already and are
         # there in a tenth of the time.
-        start_method="fork" if on_cpu else "spawn",
+        start_method="spawn" if uses_gpus(settings) else "fork",
         num_threads=max(1, num_cores() // settings.ranks),
         log=config.debug,
     )
@@ -214,6 +213,11 @@ def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:
             f"{prefix}ranks={settings.ranks} is more than the {num_gpus} GPU(s) of this machine, and each rank drives "
             f"one; use {prefix}ranks={num_gpus}, or {prefix}device=cpu to run on the CPU."
         )
+
+
+def uses_gpus(settings: LaunchConfig) -> bool:
+    """Whether ranks drive GPUs."""
+    return settings.device == "cuda" or (settings.device == "auto" and count_gpus() > 0)
 
 
 def count_gpus() -> int:

@@ -7,24 +7,25 @@ from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data.base import check_data
 from fsdp_shard.data.prepare import prepare_on_ranks
 from fsdp_shard.distributed import distributed
-from fsdp_shard.launch import world_size
-from fsdp_shard.models import load_tokenizer, resolve
+from fsdp_shard.launch import uses_gpus, world_size
+from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.base import check_batch
 from fsdp_shard.training.checkpointing import find_step, is_finished, open_saver, open_trainer, restore_optimizer
 from fsdp_shard.training.loop import evaluate_loss, train
 from fsdp_shard.training.plot import check_plots
 from fsdp_shard.training.runlog import RunLog, stopped
 from fsdp_shard.training.schedule import is_due
-from fsdp_shard.training.setup import build_optimizer, describe, load_sharded, model_source
+from fsdp_shard.training.setup import build_optimizer, check_model, describe, load_sharded, model_source
 from fsdp_shard.training.signals import StopSignal
 
 
 def check(config: FinetuneConfig) -> None:
     """What can be found wrong before any rank starts."""
-    check_batch(config.train, world_size(config.launch))
-    if find_step(config.resume, config.run_dir) is None:
-        resolve(config.model.path, config.model.gguf_file)
+    num_ranks = world_size(config.launch)
+    check_batch(config.train, num_ranks)
+    config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
     check_data(config.data)
+    check_model(config.model, config.shard, model_source(config.model, find_step(config.resume, config.run_dir)))
     if config.train.plot:
         check_plots()
 

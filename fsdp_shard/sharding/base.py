@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.settings import setting
 from fsdp_shard.shards import LocalShard
 
@@ -50,6 +51,13 @@ class ShardConfig:
         default_factory=list,
         metadata={"help": "Class names of the blocks to shard along; empty: the model's own no-split blocks."},
     )
+
+    def check_ranks(self, num_ranks: int, on_gpu: bool) -> None:
+        """Raise ConfigError when these settings cannot work, or would do nothing, on `num_ranks` ranks."""
+        if num_ranks % self.replicas:
+            raise ConfigError(f"shard.replicas={self.replicas} does not divide the {num_ranks} ranks of this run.")
+        if self.cpu_offload and not on_gpu:
+            raise ConfigError("shard.cpu_offload=true needs a GPU to offload from; this run is on the CPU already.")
 
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
         """Wrap `model` (on meta, buffers on the device) over the ranks of `context`; parameters are left unfilled."""

@@ -46,8 +46,6 @@ class Fsdp1Config(ShardConfig):
         from fsdp_shard.sharding.buffers import materialise_buffers
         from fsdp_shard.sharding.units import plan_units
 
-        if self.cpu_offload and context.device.type == "cpu":
-            raise ConfigError("shard.cpu_offload=true needs a GPU to offload from; this run is on the CPU already.")
         fqns = plan_units(model, self.blocks)
         if self.activation_checkpointing:
             checkpoint_blocks(model, self.blocks)

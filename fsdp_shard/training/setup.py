@@ -24,6 +24,7 @@ from fsdp_shard.training.base import OptimConfig
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from transformers import PreTrainedModel
 
     from fsdp_shard.distributed import DistributedContext
 
@@ -60,6 +61,11 @@ def model_source(config: ModelConfig, step_directory: Path | None) -> ModelSourc
     return ModelSource(step_directory) if step_directory is not None else resolve(config.path, config.gguf_file)
 
 
+def check_model(config: ModelConfig, shard: ShardConfig, source: ModelSource) -> None:
+    """Raise ModelError when the model cannot be built, or has none of the blocks that `shard.blocks` names."""
+    no_split_blocks(_on_meta(config, source), shard.blocks)
+
+
 def load_sharded(
     config: ModelConfig, shard: ShardConfig, source: ModelSource, context: DistributedContext
 ) -> LoadedModel:
@@ -67,14 +73,7 @@ def load_sharded(
 
     Raises ModelError or CheckpointError, on all ranks, when model and weights do not fit each other.
     """
-    model = context.together(
-        lambda: build_on_meta(
-            load_config(source, config.trust_remote_code),
-            config.dtype,
-            trust_remote_code=config.trust_remote_code,
-            attention=config.attention,
-        )
-    )
+    model = context.together(lambda: _on_meta(config, source))
     blocks = no_split_blocks(model, shard.blocks)
     aliases = tied_names(model)
     with context.together(lambda: open_checkpoint(source.weights)) as index:
@@ -116,6 +115,15 @@ def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, conte
         f"loaded: {format_size(figures.shard_bytes)} of weights a rank, "
         f"{format_size(figures.peak_memory_bytes)} of memory in use at most",
     ]
+
+
+def _on_meta(config: ModelConfig, source: ModelSource) -> PreTrainedModel:
+    return build_on_meta(
+        load_config(source, config.trust_remote_code),
+        config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        attention=config.attention,
+    )
 
 
 def _figures(shard_bytes: int, block_bytes: int, context: DistributedContext) -> LoadFigures:

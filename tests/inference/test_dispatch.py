@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PreTra
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
 from fsdp_shard.inference.dispatch import load_dispatched
+from tests.checkpoint.test_gguf import load_with_transformers, write_gguf
 from tests.tiny import llama, save_model, token_batch
 
 IDS = token_batch(0, rows=2, length=9)
@@ -86,6 +87,17 @@ def test_other_families(tmp_path: Path, family: str) -> None:
     families()[family].save_pretrained(tmp_path)
     for wanted in ({"device_map": "cpu"}, {"device_map": "disk"}, {"max_memory": {"cpu": "35kB"}}):
         assert torch.equal(logits(load_dispatched(tmp_path, **wanted)), logits(plain(tmp_path))), wanted
+
+
+@pytest.mark.parametrize("wanted", ["cpu", "disk"])
+def test_a_gguf_file_is_dispatched_in_place(tmp_path: Path, wanted: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = write_gguf(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType["Q8_0"], tied=True)
+    ids = IDS % 32
+    with torch.no_grad():
+        expected = load_with_transformers(path)(input_ids=ids).logits
+        found = load_dispatched(path, wanted)(input_ids=ids).logits
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
