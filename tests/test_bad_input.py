@@ -54,7 +54,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_one_clear_error(case: str, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     make, words = CASES[case]
-    good = [f"model.path={tiny_model}", f"data.path={texts}/train.txt", "launch.ranks=2", "train.global_batch_size=8", "train.steps=1"]
+    good = [
+        f"model.path={tiny_model}",
+        f"data.path={texts}/train.txt",
+        "launch.ranks=2",
+        "train.global_batch_size=8",
+        "train.steps=1",
+    ]
     ended = run_recipe("finetune", tmp_path / "run", *good, make(tmp_path))
     assert ended.status == 2, ended.err
     assert ended.err.startswith("error: ")
