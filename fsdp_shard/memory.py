@@ -25,6 +25,18 @@ def device_peak_bytes(device_type: str) -> int:
     return torch.cuda.max_memory_allocated()
 
 
+def give_back_free_memory() -> None:
+    """Return freed memory of this process to the machine, where the C library can.
+
+    glibc keeps what was freed below something still in use: whole units that are sharded one after the other would
+    add up to a whole model.
+    """
+    import ctypes
+
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def _status(field: str) -> int:
     try:
         with open("/proc/self/status", encoding="ascii") as file:

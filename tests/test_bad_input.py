@@ -58,7 +58,6 @@ def test_one_clear_error(case: str, tiny_model: Path, texts: Path, tmp_path: Pat
         f"model.path={tiny_model}",
         f"data.path={texts}/train.txt",
         "launch.ranks=2",
-        "train.global_batch_size=8",
         "train.steps=1",
     ]
     ended = run_recipe("finetune", tmp_path / "run", *good, make(tmp_path))

@@ -8,6 +8,7 @@ names are private to torch; they have been the same since 2.0, and `test_local_s
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.memory import give_back_free_memory
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
 from fsdp_shard.shards import LocalShard
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     from fsdp_shard.distributed import DistributedContext
+
+
+_LARGE_BYTES = 1 << 20
 
 
 @dataclass
@@ -132,15 +137,20 @@ def _empty_parameters(device: torch.device) -> Callable[[nn.Module], None]:
     """A `param_init_fn` that gives one module's own parameters memory, unfilled; tied ones stay tied."""
     import torch
 
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # keeps the meta parameter alive, so that ids stay unique
+    # The meta parameter is kept, so that ids stay unique; its memory is not, so that a unit's is free once it is sharded.
+    made: dict[int, tuple[nn.Parameter, weakref.ref[nn.Parameter]]] = {}
 
     def init(module: nn.Module) -> None:
         for name, param in module._parameters.items():
-            if param is not None and param.is_meta:
-                if id(param) not in made:
-                    empty = torch.empty_like(param, device=device)
-                    made[id(param)] = param, torch.nn.Parameter(empty, requires_grad=param.requires_grad)
-                module._parameters[name] = made[id(param)][1]
+            if param is None or not param.is_meta:
+                continue
+            known = made[id(param)][1]() if id(param) in made else None
+            if known is None:
+                if device.type == "cpu" and param.numel() * param.element_size() >= _LARGE_BYTES:
+                    give_back_free_memory()  # what the unit before left when it was sharded
+                known = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                made[id(param)] = param, weakref.ref(known)
+            module._parameters[name] = known
 
     return init
 

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
@@ -87,6 +96,30 @@ def test_other_families(tmp_path: Path, family: str) -> None:
     families()[family].save_pretrained(tmp_path)
     for wanted in ({"device_map": "cpu"}, {"device_map": "disk"}, {"max_memory": {"cpu": "35kB"}}):
         assert torch.equal(logits(load_dispatched(tmp_path, **wanted)), logits(plain(tmp_path))), wanted
+
+
+@pytest.mark.parametrize("wanted", ["cpu", "disk"])
+def test_other_kinds_of_models(tmp_path: Path, wanted: str) -> None:
+    config = T5Config(vocab_size=257, d_model=16, d_kv=8, d_ff=20, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    torch.manual_seed(1)
+    expected = T5ForConditionalGeneration(config).eval()
+    expected.save_pretrained(tmp_path)
+    model = load_dispatched(tmp_path, wanted)
+    with torch.no_grad():
+        found = model(input_ids=IDS, decoder_input_ids=IDS[:, :4]).logits
+        assert torch.equal(found, expected(input_ids=IDS, decoder_input_ids=IDS[:, :4]).logits)
+    tokens = model.generate(IDS, max_new_tokens=5, do_sample=False)
+    assert torch.equal(tokens, expected.generate(IDS, max_new_tokens=5, do_sample=False))
+
+
+def test_weights_that_transformers_would_merge_are_refused_by_name(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=257, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=3,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"stores \S*experts\S* in a form .* for MixtralForCausalLM"):
+        load_dispatched(tmp_path)
 
 
 @pytest.mark.parametrize("wanted", ["cpu", "disk"])

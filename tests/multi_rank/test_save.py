@@ -115,9 +115,8 @@ def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -
 
     config = WRAPPERS["fsdp2"](param_dtype="float32")
     model = sharded(config, context)
-    state = RunState(
-        model.local_shards(), tied_names(llama()), side_files=side_files(ModelSource(model_dir), "float32")
-    )
+    beside = side_files(ModelSource(model_dir), "float32")
+    state = RunState(model.local_shards(), tied_names(llama()), side_files=beside)
     store = Store(root)
     save_step(context, store, 1, state, layout="sharded")
     if context.rank == 1:
