@@ -148,7 +148,8 @@ def _empty_parameters(device: torch.device) -> Callable[[nn.Module], None]:
             if known is None:
                 if device.type == "cpu" and param.numel() * param.element_size() >= _LARGE_BYTES:
                     give_back_free_memory()  # what the unit before left when it was sharded
-                known = torch.nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                empty = torch.empty_like(param, device=device)
+                known = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
                 made[id(param)] = param, weakref.ref(known)
             module._parameters[name] = known
 
