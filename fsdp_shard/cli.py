@@ -23,21 +23,23 @@ __all__ = ["Recipe", "main", "recipe"]
 _HELP = """\
 fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them
 
-  fsdp-shard finetune [name=value ...]     fine-tune a causal language model on one or many ranks
-  fsdp-shard convert  [name=value ...]     any checkpoint into a Hugging Face directory or rank files
-  fsdp-shard evaluate [name=value ...]     perplexity of a checkpoint on a text
-  fsdp-shard generate [name=value ...]     text from a checkpoint, over the devices and disk there are
-  fsdp-shard plan     [name=value ...]     memory that each rank will need, from the config alone
+  finetune [name=value ...]     fine-tune a causal language model on one or many ranks
+  convert [name=value ...]      turn any checkpoint into a Hugging Face directory, or into rank files
+  evaluate [name=value ...]     perplexity of a checkpoint on a text
+  generate [name=value ...]     text from a checkpoint, over the devices and the disk there are
+  plan [name=value ...]         memory that each rank will need, from the config alone
 
-  fsdp-shard inspect PATH                  what is in a checkpoint of any format
-  fsdp-shard verify PATH                   every byte of a checkpoint against its digest
+  inspect PATH                  what is in a checkpoint of any format
+  verify PATH                   every byte of a checkpoint against its digest
 
-  fsdp-shard ls                            the recipes and configs that ship
-  fsdp-shard cp NAME DEST                  copy one out to edit
-  fsdp-shard run FILE.py [name=value ...]  run a copied or own recipe like the shipped ones
+  ls                            the recipes and configs that ship
+  cp NAME DEST                  copy one out to edit
+  run FILE.py [name=value ...]  run a copied or own recipe like the shipped ones
 
-Each command has --help. --debug shows tracebacks of errors, --version the version.
-Start with:  fsdp-shard finetune model.path=org/name data.path=text.txt launch.ranks=2
+`fsdp-shard COMMAND --help` lists its settings. --debug shows tracebacks, --version the version.
+
+  fsdp-shard finetune model.path=org/name data.path=text.txt launch.ranks=2
+  fsdp-shard generate checkpoint=outputs/finetune/... prompt="Once upon a time"
 """
 
 

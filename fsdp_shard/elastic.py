@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from fsdp_shard import errors
 from fsdp_shard.errors import FsdpShardError, Interrupted, RankError
-from fsdp_shard.signals import interrupt_on_signals, stop_signals
+from fsdp_shard.signals import Stopped, interrupt_on_signals, stop_signals
 
 C = TypeVar("C")
 
@@ -121,6 +121,7 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
 
 
 def _report(error: BaseException) -> Report:
+    error = error.as_error() if isinstance(error, Stopped) else error
     status = error.exit_status if isinstance(error, FsdpShardError) else 1
     return Report(
         rank=int(os.environ["RANK"]),

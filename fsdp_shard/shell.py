@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
 from fsdp_shard.launch import is_joined_rank, joined_rank
-from fsdp_shard.signals import interrupt_on_signals
+from fsdp_shard.signals import Stopped, interrupt_on_signals
 
 
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
@@ -33,8 +33,10 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
         sys.exit(128 + signal.SIGINT)
     except SystemExit:
         raise
-    except BaseException as error:  # torch has errors of its own that are no Exception
-        tell(error, debug)
+    except BaseException as raised:  # torch has errors of its own that are no Exception
+        error = raised.as_error() if isinstance(raised, Stopped) else raised
+        if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of ranks that are told to stop, one says so
+            tell(error, debug)
         sys.exit(error.exit_status if isinstance(error, FsdpShardError) else 1)
     sys.exit(0)
 

@@ -11,6 +11,19 @@ from typing import NoReturn
 
 from fsdp_shard.errors import Interrupted
 
+
+class Stopped(BaseException):
+    """A signal came while nothing handled it. No Exception: libraries wrap those, or go on after them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def as_error(self) -> Interrupted:
+        """What is told of it."""
+        return Interrupted(f"Stopped by {signal.Signals(self.number).name}.", signal_number=self.number)
+
+
 # SIGUSR1 is what Slurm sends before a time limit, when it is asked to.
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -21,14 +34,14 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def interrupt_on_signals(*, ctrl_c: bool) -> None:
-    """Raise Interrupted on these signals; on Ctrl-C only if `ctrl_c`, which else stays Python's KeyboardInterrupt."""
+    """Raise Stopped on these signals; on Ctrl-C only if `ctrl_c`, which else stays Python's KeyboardInterrupt."""
     for number in stop_signals():
         if ctrl_c or number != signal.SIGINT:
-            signal.signal(number, _hang_up if number == signal.SIGHUP else _interrupt)
+            signal.signal(number, _hang_up if number == signal.SIGHUP else _stop)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise Interrupted(f"Stopped by {signal.Signals(number).name}.", signal_number=number)
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise Stopped(number)
 
 
 def _hang_up(number: int, frame: FrameType | None) -> None:

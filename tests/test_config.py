@@ -133,7 +133,7 @@ def test_mappings_can_be_given_whole() -> None:
             "shard=fsdp3: there is no such option; shard has fsdp2, fsdp1, float32, low_memory (did you mean fsdp",
         ),
         ("train=null", "train=null: there is no such option; train has default"),
-        ("experiment=nothing", "experiment=nothing: there is no such option; experiment has billions_gpu, small_cpu."),
+        ("experiment=nothing", "experiment=nothing: there is no such option; experiment has billions_gpu, "),
         ("train.steps=abc", "train.steps=abc is not a whole number."),
         ("train.steps=1.5", "train.steps=1.5 is not a whole number."),
         ("optim.lr=fast", "optim.lr=fast is not a number."),

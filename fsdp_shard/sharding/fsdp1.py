@@ -137,7 +137,7 @@ def _empty_parameters(device: torch.device) -> Callable[[nn.Module], None]:
     """A `param_init_fn` that gives one module's own parameters memory, unfilled; tied ones stay tied."""
     import torch
 
-    # The meta parameter is kept, so that ids stay unique; its memory is not, so that a unit's is free once it is sharded.
+    # The meta parameter is kept, so that ids stay unique; the real one is not, so that a sharded unit is free.
     made: dict[int, tuple[nn.Parameter, weakref.ref[nn.Parameter]]] = {}
 
     def init(module: nn.Module) -> None:
