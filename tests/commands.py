@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,12 @@ def environment() -> dict[str, str]:
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in ranks and not name.startswith("SLURM")}
     return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
+
+
+def hear_signals() -> None:
+    """In a process before its program starts: undo what the tests' own starter, such as nohup or `&`, has ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def run(command: Sequence[str | Path], cwd: Path, **variables: str) -> Done:

@@ -17,7 +17,7 @@ import pytest
 from fsdp_shard import __version__
 from fsdp_shard.config import COMMANDS
 from fsdp_shard.shipped import configs, recipes
-from tests.commands import FSDP_SHARD, OWN_RECIPE, ROOT, Done, environment, fsdp_shard, run
+from tests.commands import FSDP_SHARD, OWN_RECIPE, ROOT, Done, environment, fsdp_shard, hear_signals, run
 
 _GIVEN = ("model.path=org/name", "data.path=text.txt")
 
@@ -285,6 +285,7 @@ def test_a_signal_lets_every_rank_save(number: signal.Signals, ranks: int, place
         text=True,
         # As in a terminal, where Ctrl-C reaches every process of the group.
         start_new_session=True,
+        preexec_fn=hear_signals,
     )
     _wait_for([place / "run" / f"ready-{rank}" for rank in range(ranks)])
     os.killpg(process.pid, number)
@@ -303,6 +304,7 @@ def test_ctrl_c_while_nothing_handles_it(place: Path) -> None:
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_signals,
     )
     _wait_for([place / "run" / "rank-0"])
     process.send_signal(signal.SIGINT)

@@ -16,7 +16,7 @@ from fsdp_shard import launch
 from fsdp_shard.elastic import Report, first_cause
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError
 from fsdp_shard.launch import LaunchConfig, check_machine, first_node, joins, slurm_variables
-from tests.commands import OWN_RECIPE, environment, run
+from tests.commands import OWN_RECIPE, environment, hear_signals, run
 
 _TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 _SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
@@ -213,7 +213,8 @@ def test_a_failed_run_is_started_again_as_often_as_asked(tmp_path: Path) -> None
 def test_ranks_that_do_not_stop_are_killed_after_their_grace(tmp_path: Path) -> None:
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); (Path(here) / f'deaf-{rank}').touch(); time.sleep(100)"
     program = _program(tmp_path, body, "grace_seconds=1")
-    process = subprocess.Popen(program, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
+    options = {"cwd": tmp_path, "env": environment(), "preexec_fn": hear_signals}
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, **options)
     while len(list(tmp_path.glob("deaf-*"))) < 2:
         time.sleep(0.02)
     start = time.monotonic()
