@@ -12,13 +12,14 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import CheckpointError, DifferenceError, InputError
-from fsdp_shard.recipe import Recipe, load_recipe, recipe
 from fsdp_shard.settings import nearest
 from fsdp_shard.shell import run_as_program, wants_debug
 
-__all__ = ["Recipe", "main", "recipe"]
+if TYPE_CHECKING:
+    from fsdp_shard.recipe import recipe as recipe
 
 _HELP = """\
 fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them
@@ -85,7 +86,7 @@ _RECIPES = ("finetune", "convert", "evaluate", "generate", "plan")
 
 def _run_shipped(command: str, arguments: Sequence[str], program: str = "") -> None:
     from fsdp_shard.config import COMMANDS
-    from fsdp_shard.recipe import run_jobs
+    from fsdp_shard.recipe import load_recipe, run_jobs
     from fsdp_shard.shipped import shipped
 
     file = shipped("recipes") / f"{command}.py"
@@ -98,6 +99,8 @@ def _run_file(arguments: Sequence[str]) -> None:
         if not arguments:
             raise InputError("run needs the path of a recipe, such as one that `fsdp-shard cp` made.")
         return
+    from fsdp_shard.recipe import load_recipe
+
     file, *rest = arguments
     load_recipe(file).run(rest, f"fsdp-shard run {file}")
 
@@ -196,3 +199,12 @@ _OTHERS: dict[str, Callable[[Sequence[str]], None]] = {
     "ls": _list,
     "cp": _copy,
 }
+
+
+def __getattr__(name: str) -> Any:
+    """`from fsdp_shard.cli import recipe` is for recipes; commands that are none start sooner without it."""
+    if name != "recipe":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fsdp_shard.recipe import recipe
+
+    return recipe

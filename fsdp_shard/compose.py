@@ -48,7 +48,7 @@ def compose(schema: type[C], arguments: Sequence[str], program: str) -> list[Job
 
     try:
         composed = _through_hydra(schema, list(arguments), program)
-    except ConfigError:
+    except (ConfigError, BrokenPipeError):
         raise
     except Exception as error:  # Hydra has no base class for what it raises; assertions are among it
         raise explain(error, schema, arguments) from error
@@ -107,8 +107,9 @@ def _register_hydra(scratch: str) -> None:
     from hydra.conf import HydraConf, RunDir, SweepDir
     from hydra.core.config_store import ConfigStore
 
-    ours = {"job_logging": "none", "hydra_logging": "none"}
-    defaults = [{group: ours.get(group, option) for group, option in entry.items()} for entry in HydraConf().defaults]
+    # Each entry that is left out is a file less to compose, twice: Hydra's own --help, `output` and `env` are not used.
+    defaults: list[Any] = [{"launcher": "basic"}, {"sweeper": "basic"}, {"hydra_help": "default"}]
+    defaults += [{"hydra_logging": "none"}, {"job_logging": "none"}]
     conf = HydraConf(defaults=defaults, run=RunDir("."), sweep=SweepDir(scratch, "jobs"), output_subdir=None)
     store: Any = ConfigStore.instance()
     store.store(group="hydra", name="config", node=conf, provider="fsdp-shard")

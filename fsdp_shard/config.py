@@ -6,11 +6,11 @@ composed and checked before anything heavy is loaded. Nothing here is ever insta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from fsdp_shard.checkpoint.base import CheckpointConfig
-from fsdp_shard.checkpoint.convert import ConvertConfig as ConvertSettings
+from fsdp_shard.checkpoint.base import ConvertConfig as ConvertSettings
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.evaluation.base import EvaluateSettings
 from fsdp_shard.inference.base import DispatchConfig, GenerateSettings, GenerationSettings
@@ -137,14 +137,14 @@ def schema_name(command: str) -> str:
 
 
 def register(schema: type) -> None:
-    """Put `schema` and all options into Hydra's ConfigStore, where conf/*.yaml find them by name."""
+    """Put `schema` and the options of its groups into Hydra's ConfigStore, where conf/*.yaml find them by name.
+
+    A recipe's own schema, with settings of its own, so takes the place of the one it extends.
+    """
     from hydra.core.config_store import ConfigStore
 
     store: Any = ConfigStore.instance()
-    for command, config in COMMANDS.items():
-        store.store(name=schema_name(command), node=config)
-    # A recipe's own schema, with settings of its own, takes the place of the one it extends.
     store.store(name=schema_name(command_of(schema)), node=schema)
-    for group, options in OPTIONS.items():
-        for name, node in options.items():
+    for group in {member.name for member in fields(schema)} & set(OPTIONS):
+        for name, node in OPTIONS[group].items():
             store.store(group=group, name=name, node=node)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -53,6 +52,8 @@ def _cache() -> Path:
 
 def _key(file: Path) -> str:
     """Changes with the file, and with the version of transformers, which decides how it is read."""
+    from importlib.metadata import version  # slow to import, and every command imports this module
+
     state = file.stat()
     parts = (str(file.resolve()), state.st_size, state.st_mtime_ns, version("transformers"), _FORMAT)
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()

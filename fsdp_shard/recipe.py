@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from fsdp_shard.compose import Job
 
 C = TypeVar("C", bound=RunConfig)
+
+_SECONDS_TO_SPEAK = 20.0
 
 
 def recipe(schema: type[C], *, check: Callable[[C], None] | None = None) -> Callable[[Callable[[C], None]], Recipe[C]]:
@@ -107,6 +110,8 @@ def _one_voice() -> Iterator[None]:
         yield
     except InputError as error:
         if joined_rank() > 0:
+            # torchrun ends all ranks as soon as one has ended: that must not be before the first has spoken.
+            time.sleep(_SECONDS_TO_SPEAK)
             sys.exit(error.exit_status)
         raise
 

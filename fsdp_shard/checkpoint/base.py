@@ -1,12 +1,14 @@
-"""The settings of `checkpoint.*`. Imports no torch."""
+"""The settings of `checkpoint.*` and of a conversion. Imports next to nothing: every command reads them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.settings import setting
+from fsdp_shard.settings import REQUIRED, setting
 from fsdp_shard.sizes import parse_size
+
+DEFAULT_SHARD_SIZE = "5GB"
 
 
 @dataclass
@@ -26,14 +28,41 @@ class CheckpointConfig:
         minimum=1,
     )
     optimizer: bool = setting(True, "Keep the optimizer state too, which resuming needs.")
-    max_shard_size: str = setting("5GB", "Largest file of a gathered checkpoint, such as 200MB or 5GB.")
+    max_shard_size: str = setting(DEFAULT_SHARD_SIZE, "Largest file of a gathered checkpoint, such as 200MB or 5GB.")
 
     def check(self, prefix: str) -> None:
         """Refuse a size that cannot be read, or that nothing would use."""
         parse_size(self.max_shard_size, f"{prefix}max_shard_size")
-        default = type(self).__dataclass_fields__["max_shard_size"].default
-        if self.layout == "sharded" and self.max_shard_size != default:
+        if self.layout == "sharded" and self.max_shard_size != DEFAULT_SHARD_SIZE:
             raise ConfigError(
                 f"{prefix}max_shard_size={self.max_shard_size} is for {prefix}layout=gathered; with "
                 f"{prefix}layout=sharded each rank writes one file."
             )
+
+
+@dataclass
+class ConvertConfig:
+    """What to convert, into what."""
+
+    source: str = setting(REQUIRED, "A checkpoint of any format, a run directory (its latest step), or a hub id.")
+    target: str = setting(REQUIRED, "The directory to write; it must not exist yet.")
+    format: str = setting(
+        "huggingface", "huggingface: whole tensors; sharded: one file per rank.", choices=("huggingface", "sharded")
+    )
+    max_shard_size: str = setting(DEFAULT_SHARD_SIZE, "Largest file of format=huggingface, such as 200MB or 2GiB.")
+    ranks: int | None = setting(None, "Number of files of format=sharded.", minimum=1)
+    dtype: str = setting(
+        "keep", "Cast floating-point tensors to this type.", choices=("keep", "float32", "bfloat16", "float16")
+    )
+    verify: bool = setting(True, "Read the target back and compare it with what was written.")
+    overwrite: bool = setting(False, "Replace an existing checkpoint at the target, once the new one is complete.")
+
+    def check(self, prefix: str) -> None:
+        """Rules that tie several settings together."""
+        parse_size(self.max_shard_size, f"{prefix}max_shard_size")
+        if self.format == "sharded" and self.ranks is None:
+            raise ConfigError(f"{prefix}ranks is not set: format=sharded writes one file per rank. Add ranks=N.")
+        if self.format != "sharded" and self.ranks is not None:
+            raise ConfigError(f"{prefix}ranks={self.ranks} needs format=sharded; format={self.format} has no ranks.")
+        if self.format == "sharded" and self.max_shard_size != DEFAULT_SHARD_SIZE:
+            raise ConfigError(f"{prefix}max_shard_size is of format=huggingface; format=sharded has one file per rank.")

@@ -18,46 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint import atomic, integrity, layout
+from fsdp_shard.checkpoint.base import DEFAULT_SHARD_SIZE, ConvertConfig
 from fsdp_shard.checkpoint.carry import carry, side_bytes
 from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, itemsize, torch_name
 from fsdp_shard.checkpoint.formats.registry import recognise
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
 from fsdp_shard.checkpoint.transfer import Extent, Move, Progress, compare_with, move_tensors
-from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.memory import peak_resident_bytes
-from fsdp_shard.settings import REQUIRED, check, setting
+from fsdp_shard.settings import check
 from fsdp_shard.sizes import parse_size
-
-_DEFAULT_SHARD_SIZE = "5GB"
-
-
-@dataclass
-class ConvertConfig:
-    """What to convert, into what."""
-
-    source: str = setting(REQUIRED, "A checkpoint of any format, a run directory (its latest step), or a hub id.")
-    target: str = setting(REQUIRED, "The directory to write; it must not exist yet.")
-    format: str = setting(
-        "huggingface", "huggingface: whole tensors; sharded: one file per rank.", choices=("huggingface", "sharded")
-    )
-    max_shard_size: str = setting(_DEFAULT_SHARD_SIZE, "Largest file of format=huggingface, such as 200MB or 2GiB.")
-    ranks: int | None = setting(None, "Number of files of format=sharded.", minimum=1)
-    dtype: str = setting(
-        "keep", "Cast floating-point tensors to this type.", choices=("keep", "float32", "bfloat16", "float16")
-    )
-    verify: bool = setting(True, "Read the target back and compare it with what was written.")
-    overwrite: bool = setting(False, "Replace an existing checkpoint at the target, once the new one is complete.")
-
-    def check(self, prefix: str) -> None:
-        """Rules that tie several settings together."""
-        parse_size(self.max_shard_size, f"{prefix}max_shard_size")
-        if self.format == "sharded" and self.ranks is None:
-            raise ConfigError(f"{prefix}ranks is not set: format=sharded writes one file per rank. Add ranks=N.")
-        if self.format != "sharded" and self.ranks is not None:
-            raise ConfigError(f"{prefix}ranks={self.ranks} needs format=sharded; format={self.format} has no ranks.")
-        if self.format == "sharded" and self.max_shard_size != _DEFAULT_SHARD_SIZE:
-            raise ConfigError(f"{prefix}max_shard_size is of format=huggingface; format=sharded has one file per rank.")
 
 
 @dataclass(frozen=True)
@@ -78,7 +49,7 @@ def convert(
     target: str | Path,
     *,
     format: str = "huggingface",
-    max_shard_size: str | int = _DEFAULT_SHARD_SIZE,
+    max_shard_size: str | int = DEFAULT_SHARD_SIZE,
     ranks: int | None = None,
     dtype: Any = None,
     verify: bool = True,
