@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,7 +108,8 @@ class HubSource:
         _require_text(self, f"{self.setting}={self.name}")
 
     def _load(self) -> Any:
-        datasets = _need("datasets", f"{self.setting}={self.name} is a data set on the hub")
+        import datasets
+
         try:
             return datasets.load_dataset(self.name, self.subset, split=self.split)
         except Exception as error:  # the library raises many kinds, of its own and of its dependencies
@@ -146,17 +146,6 @@ def _refuse_hub_settings(config: DataConfig, name: str, held_out: bool) -> None:
             raise ConfigError(
                 f"{setting}={value} is for data sets on the hub, but {name} is a local path; leave it out."
             )
-
-
-def _need(module: str, because: str) -> Any:
-    """An optional library, imported now; DataError with the command that installs it where it is not there."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise DataError(
-            f"{because}, which needs the {module.partition('.')[0]} library ({error}). Install it with "
-            f"pip install 'fsdp-shard[data]'."
-        ) from error
 
 
 def _require_text(source: Source, what: str) -> None:
@@ -237,8 +226,9 @@ def _read_csv(file: Path, source: FileSource) -> Iterator[str]:
 
 
 def _read_parquet(file: Path, source: FileSource) -> Iterator[str]:
-    parquet = _need("pyarrow.parquet", f"{file} is a Parquet file")
-    arrow = _need("pyarrow", f"{file} is a Parquet file")
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     try:
         table = parquet.ParquetFile(file)
         _require_column(source.text_column, table.schema_arrow.names, str(file))
