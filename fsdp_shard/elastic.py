@@ -82,11 +82,12 @@ def run_ranks(
             elastic_launch(elastic, _rank_main)(work, config, reports, num_threads)
         except ChildFailedError as failed:
             # Which global ranks are here is known only when there is one machine.
-            here = set(range(ranks)) if nodes == 1 else set()
-            error = first_cause(read_reports(Path(reports)), _how_it_died(failed), here)
+            last = _last_attempt(Path(reports))
+            unfinished = set(range(ranks if nodes == 1 else 0)) - _finished(last)
+            error = first_cause(read_reports(last), _how_it_died(failed), unfinished)
         except SignalException as stopped:
             _kill_ranks()
-            error = _interrupted(read_reports(Path(reports)), int(stopped.sigval))
+            error = _interrupted(read_reports(_last_attempt(Path(reports))), int(stopped.sigval))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -112,12 +113,19 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
     os.setpgid(0, 0)
     interrupt_on_signals(ctrl_c=True)
     torch.set_num_threads(num_threads)
+    place = Path(reports) / f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    place.mkdir(exist_ok=True)
     try:
         work(config)
+        (place / f"rank-{os.environ['RANK']}.done").touch()
     except BaseException as error:
         report = _report(error)
-        (Path(reports) / f"rank-{report.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
+        (place / f"rank-{report.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
         raise SystemExit(report.exit_status) from None
+    finally:
+        # What follows is torch waiting for the other ranks, which a signal may end without a word.
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _report(error: BaseException) -> Report:
@@ -139,6 +147,17 @@ def read_reports(directory: Path) -> list[Report]:
     return sorted(reports, key=lambda report: report.time)
 
 
+def _last_attempt(reports: Path) -> Path:
+    """Where the ranks of the last attempt left word; those of earlier ones failed for reasons of their own."""
+    attempts = sorted(reports.glob("attempt-*"), key=lambda place: int(place.name.removeprefix("attempt-")))
+    return attempts[-1] if attempts else reports
+
+
+def _finished(directory: Path) -> set[int]:
+    """The ranks whose work was done; torch still stops them when another one fails."""
+    return {int(file.stem.removeprefix("rank-")) for file in directory.glob("rank-*.done")}
+
+
 def _how_it_died(failed: ChildFailedError) -> tuple[int, str]:
     """The rank that torch found dead, and in what way."""
     rank, failure = failed.get_first_failure()
@@ -148,14 +167,15 @@ def _how_it_died(failed: ChildFailedError) -> tuple[int, str]:
     return rank, f"ended with exit status {failure.exitcode}"
 
 
-def first_cause(reports: list[Report], died: tuple[int, str], here: set[int]) -> FsdpShardError:
+def first_cause(reports: list[Report], died: tuple[int, str], unfinished: set[int]) -> FsdpShardError:
     """What to tell the user, out of what the ranks left behind.
 
-    `died` is the rank that was found dead first, and how; `here` are the ranks of this machine, where that is known.
-    A rank that is killed leaves no report: then the others say that they lost it, or that they were told to stop.
+    `died` is the rank that was found dead first, and how; `unfinished` are those of this machine that were still at
+    work, where that is known. A rank that is killed leaves no report: then the others say that they lost it, or that
+    they were told to stop.
     """
     told = [report for report in reports if report.kind != "Interrupted"]
-    silent = (here | {died[0]}) - {report.rank for report in reports}
+    silent = (unfinished | {died[0]}) - {report.rank for report in reports}
     if told and not (silent and _lost_a_peer(told[0])):
         return _as_error(told[0])
     if silent:

@@ -210,6 +210,12 @@ def test_a_failed_run_is_started_again_as_often_as_asked(tmp_path: Path) -> None
     assert done.out == "RankError: Rank 1 raised ValueError: once.\n"
 
 
+def test_the_last_attempt_is_the_one_that_is_told_of(tmp_path: Path) -> None:
+    body = "if rank == str(1 - int(attempt)): raise ValueError(f'attempt {attempt}')"
+    done = run(_program(tmp_path, body, "max_restarts=1"), tmp_path)
+    assert done.out == "RankError: Rank 0 raised ValueError: attempt 1.\n"
+
+
 def test_ranks_that_do_not_stop_are_killed_after_their_grace(tmp_path: Path) -> None:
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); (Path(here) / f'deaf-{rank}').touch(); time.sleep(100)"
     program = _program(tmp_path, body, "grace_seconds=1")
