@@ -17,7 +17,7 @@ from typing import Any
 import prepare
 
 ROOT = Path("outputs/demo")
-PROMPT = "What does the with statement do in Python?"
+PROMPT = "How do I open a file in Python?"
 LEAST_GAIN = 0.15
 
 
@@ -33,20 +33,22 @@ def main() -> None:
     say("perplexity of the untouched model on held-out text")
     before = command("evaluate", f"checkpoint={model}", f"data.path={held_out}", "data.sequence_length=512")
     say("fine-tune under FSDP on two ranks; each rank writes its own file of the checkpoint")
-    command("finetune", *common, f"run_dir={run}", "train.steps=5")
+    command("finetune", *common, f"run_dir={run}", "train.steps=4")
     say("go on for one step from that checkpoint, now writing one gathered Hugging Face directory")
-    command("finetune", *common, f"run_dir={run}", "train.steps=6", "checkpoint.layout=gathered")
+    command("finetune", *common, f"run_dir={run}", "train.steps=5", "checkpoint.layout=gathered")
     say("what is in it, and is every byte of it right?")
-    plain("inspect", str(run / "checkpoints/step-00000005"))
+    plain("inspect", str(run / "checkpoints/step-00000004"))
     plain("verify", str(run))
-    say("convert the rank files of step 5 into one file, and the gathered step 6 into files of at most 200 MB")
-    command("convert", f"source={run}/checkpoints/step-00000005", f"target={ROOT}/runs/model-step-5")
+    say("convert the rank files of step 4 into one file, and the gathered step 5 into files of at most 200 MB")
+    command("convert", f"source={run}/checkpoints/step-00000004", f"target={ROOT}/runs/model-step-4")
     command("convert", f"source={run}", f"target={converted}", "max_shard_size=200MB")
     say("perplexity of the converted model on the same text")
     after = command("evaluate", f"checkpoint={converted}", f"data.path={held_out}", "data.sequence_length=512")
     say("text from the converted model, with room for half of it in memory and the rest read from disk")
     dispatch = "dispatch.max_memory={cpu: 300MB}"
-    command("generate", f"checkpoint={converted}", f"prompt={PROMPT}", "generation.max_new_tokens=32", dispatch)
+    command(
+        "generate", f"checkpoint={converted}", f"prompt={PROMPT}", "chat=true", "generation.max_new_tokens=48", dispatch
+    )
 
     gain = 1 - after["perplexity"] / before["perplexity"]
     seconds = time.monotonic() - started

@@ -7,7 +7,6 @@ a `launch: LaunchConfig`. Imports torch only when ranks are really started or jo
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -48,6 +47,7 @@ class LaunchConfig:
 class Launchable(Protocol):
     """A config of a run that may have several ranks."""
 
+    run_dir: str
     launch: LaunchConfig
     debug: bool
 
@@ -59,8 +59,8 @@ def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] |
     """Call `work(config)` on every rank of the run that `config.launch` and the environment describe.
 
     `begin(config)` is called once in the whole run, before any rank works: in this process when it starts the ranks
-    itself, else on rank 0. Ranks that others started (torchrun, srun, or ours on several machines) all get rank 0's
-    config, so that they agree on what each would work out alone, such as a directory named by the time.
+    itself, else on rank 0. Ranks that others started (torchrun, srun, or ours on several machines) have each
+    composed the same config, but for a run_dir that is named by the time: they all get rank 0's.
 
     Raises what a rank raised if that is one of our errors, RankError for anything else, and Interrupted after a signal.
     """
@@ -115,23 +115,23 @@ class _Together:
 
 
 def work_together(work: Callable[[C], None], config: C, begin: Callable[[C], None]) -> None:
-    """As one of several ranks described by the environment: take rank 0's config, begin once, and work."""
+    """As one of several ranks described by the environment: take rank 0's run_dir, begin once, and work."""
     from torch.distributed.rendezvous import rendezvous
 
     # The store is kept until the work is done: rank 0 may be serving it, and the process group reuses it.
     store, rank, _ = next(rendezvous("env://"))
-    key = "fsdp-shard/config"
+    key = "fsdp-shard/run_dir"
     if rank == 0:
         try:
             begin(config)
         except BaseException:
             store.set(key, b"")
             raise
-        store.set(key, pickle.dumps(config))
+        store.set(key, config.run_dir)
     elif not (received := store.get(key)):
         sys.exit(1)  # rank 0 says why
     else:
-        config = pickle.loads(received)
+        config.run_dir = received.decode()
     work(config)
 
 

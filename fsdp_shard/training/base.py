@@ -85,4 +85,4 @@ class OptimConfig:
 
         `shapes` holds each one's logical shape: a wrapper may keep its local part of a matrix as a flat vector.
         """
-        raise NotImplementedError
+        raise AssertionError("an optimizer's config class implements this")
