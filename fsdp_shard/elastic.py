@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import elastic_launch
 
 from fsdp_shard import errors
 from fsdp_shard.errors import FsdpShardError, Interrupted, RankError
-from fsdp_shard.signals import Stopped, interrupt_on_signals, stop_signals
+from fsdp_shard.signals import STOP_SIGNALS, Stopped, interrupt_on_signals, stop_signals
 
 C = TypeVar("C")
 
@@ -116,16 +116,22 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
     place = Path(reports) / f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
     place.mkdir(exist_ok=True)
     try:
-        work(config)
+        try:
+            work(config)
+        finally:
+            _on_signals(signal.SIG_IGN)  # the report is written whole
         (place / f"rank-{os.environ['RANK']}.done").touch()
     except BaseException as error:
         report = _report(error)
         (place / f"rank-{report.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
         raise SystemExit(report.exit_status) from None
     finally:
-        # What follows is torch waiting for the other ranks, which a signal may end without a word.
-        for number in stop_signals():
-            signal.signal(number, signal.SIG_DFL)
+        _on_signals(signal.SIG_DFL)  # what follows is torch waiting for the other ranks
+
+
+def _on_signals(handler: signal.Handlers) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler)
 
 
 def _report(error: BaseException) -> Report:

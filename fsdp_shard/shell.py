@@ -5,6 +5,7 @@ Everything a user sees of an error is written here. Knows the error tree and no 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -21,24 +22,34 @@ from fsdp_shard.signals import Stopped, interrupt_on_signals
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
     """Call `body` and leave the process with the status that its outcome has; an error is told in one paragraph."""
     interrupt_on_signals(ctrl_c=False)
+    status = _outcome(body, debug)
+    if status:
+        # What the error's frames held, such as process groups, must go while the interpreter is whole: torch aborts
+        # when its threads outlive it.
+        gc.collect()
+    sys.exit(status)
+
+
+def _outcome(body: Callable[[], None], debug: bool) -> int:
+    """The exit status, after all has been told. No reference to what was raised is left."""
     try:
         body()
         sys.stdout.flush()
+    except SystemExit:
+        raise
     except BrokenPipeError:
         # Whoever read our output has gone, as `head` does. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    except SystemExit:
-        raise
+        return 128 + signal.SIGINT
     except BaseException as raised:  # torch has errors of its own that are no Exception
         error = raised.as_error() if isinstance(raised, Stopped) else raised
         if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of ranks that are told to stop, one says so
             tell(error, debug)
-        sys.exit(error.exit_status if isinstance(error, FsdpShardError) else 1)
-    sys.exit(0)
+        return error.exit_status if isinstance(error, FsdpShardError) else 1
+    return 0
 
 
 def wants_debug(arguments: Sequence[str]) -> bool:

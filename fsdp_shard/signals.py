@@ -25,12 +25,12 @@ class Stopped(BaseException):
 
 
 # SIGUSR1 is what Slurm sends before a time limit, when it is asked to.
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def stop_signals() -> list[signal.Signals]:
     """The signals that ask a run to stop; not SIGHUP where `nohup` ignores it, so that the run outlives a terminal."""
-    return [number for number in _STOP if signal.getsignal(number) != signal.SIG_IGN]
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def interrupt_on_signals(*, ctrl_c: bool) -> None:
