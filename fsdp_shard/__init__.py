@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import open_checkpoint as open_checkpoint
     from fsdp_shard.checkpoint.integrity import verify as verify
     from fsdp_shard.inference.dispatch import load_dispatched as load_dispatched
+    from fsdp_shard.sharding.wrappers import shard as shard
 
 # Public name -> the module that has it.
 _HOMES = {
@@ -24,6 +25,7 @@ _HOMES = {
     "verify": "fsdp_shard.checkpoint.integrity",
     "load_dispatched": "fsdp_shard.inference.dispatch",
     "no_split_blocks": "fsdp_shard.blocks",
+    "shard": "fsdp_shard.sharding.wrappers",
 }
 
 __all__ = ["__version__", *_HOMES]

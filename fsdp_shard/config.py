@@ -19,8 +19,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning.base import PlanSettings
 from fsdp_shard.settings import setting
 from fsdp_shard.sharding.base import ShardConfig
-from fsdp_shard.sharding.fsdp1 import Fsdp1Config
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.sharding.wrappers import WRAPPERS
 from fsdp_shard.training.adamw import AdamWConfig
 from fsdp_shard.training.base import OptimConfig, TrainConfig
 
@@ -115,7 +114,7 @@ COMMANDS: dict[str, type[RunConfig]] = {
 # Group -> option -> the dataclass behind it; YAML files in conf/GROUP/ are options too. There can be no group
 # `checkpoint`: Hydra would take generate's `checkpoint=PATH` for a choice of it.
 OPTIONS: dict[str, dict[str, type]] = {
-    "shard": {"fsdp2": Fsdp2Config, "fsdp1": Fsdp1Config},
+    "shard": dict(WRAPPERS),
     "optim": {"adamw": AdamWConfig},
     "train": {"default": TrainConfig},
     "dispatch": {"default": DispatchConfig},

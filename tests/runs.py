@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -77,6 +78,7 @@ class Started:
 
 
 def _program(command: str, arguments: list[str], directory: str) -> None:
+    gc.freeze()  # as in tests/ranks.py
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(directory) / name, os.O_CREAT | os.O_WRONLY, 0o600), number)
     sys.stdout = os.fdopen(1, "w", buffering=1)

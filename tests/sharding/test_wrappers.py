@@ -172,3 +172,23 @@ def test_a_large_untied_embedding_is_a_unit() -> None:
     config.vocab_size = 200_000
     units = plan_units(build_on_meta(config, "float32"))
     assert units == ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
+
+
+def shard_from_python(context: DistributedContext, wrapper: str) -> tuple[float, str]:
+    import fsdp_shard
+    from fsdp_shard.errors import ConfigError
+
+    model = fsdp_shard.shard(llama(), context, wrapper, param_dtype="float32")
+    with torch.no_grad():
+        loss = model.module(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss
+    with pytest.raises(ConfigError, match=r"shard\.replica is no setting of .* \(did you mean replicas\?\)"):
+        fsdp_shard.shard(llama(), context, wrapper, replica=2)
+    with pytest.raises(ConfigError, match="does not divide the 2 ranks"):
+        fsdp_shard.shard(llama(), context, wrapper, replicas=3)
+    return float(loss), type(model).__name__
+
+
+@pytest.mark.parametrize(("wrapper", "name"), [("fsdp1", "Fsdp1Model"), ("fsdp2", "Fsdp2Model")])
+def test_sharding_a_model_that_has_weights(wrapper: str, name: str) -> None:
+    wanted = float(llama()(input_ids=token_batch(0), labels=token_batch(0)).loss.detach())
+    assert on_ranks(2, shard_from_python, wrapper) == [(pytest.approx(wanted, rel=1e-6), name)] * 2
