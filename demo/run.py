@@ -33,7 +33,7 @@ def main() -> None:
     say("perplexity of the untouched model on held-out text")
     before = command("evaluate", f"checkpoint={model}", f"data.path={held_out}", "data.sequence_length=512")
     say("fine-tune under FSDP on two ranks; each rank writes its own file of the checkpoint")
-    command("finetune", *common, f"run_dir={run}", "train.steps=4")
+    load = command("finetune", *common, f"run_dir={run}", "train.steps=4")["load"]
     say("go on for one step from that checkpoint, now writing one gathered Hugging Face directory")
     command("finetune", *common, f"run_dir={run}", "train.steps=5", "checkpoint.layout=gathered")
     say("what is in it, and is every byte of it right?")
@@ -55,6 +55,9 @@ def main() -> None:
     say(
         f"held-out perplexity {before['perplexity']:.2f} -> {after['perplexity']:.2f}: {gain:.0%} lower, "
         f"in {seconds:.0f} s"
+    )
+    print(
+        f"while loading, no rank had more than {load['excess_bytes'] / 1e6:.0f} MB in use beside its shard and one block"
     )
     print(
         f"loss curve   {run}/loss.png\nmetrics      {run}/metrics.jsonl\n"
