@@ -57,7 +57,7 @@ def main() -> None:
         f"in {seconds:.0f} s"
     )
     print(
-        f"while loading, no rank had more than {load['excess_bytes'] / 1e6:.0f} MB in use beside its shard and one block"
+        f"while loading, no rank had more than {load['excess_bytes'] / 1e6:.0f} MB in use beside its shard and a block"
     )
     print(
         f"loss curve   {run}/loss.png\nmetrics      {run}/metrics.jsonl\n"
