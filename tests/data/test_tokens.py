@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_shard.data.base import DataConfig, check_data
+from fsdp_shard.data.base import DataConfig
 from fsdp_shard.data.sources import HubSource, open_source
 from fsdp_shard.data.tokens import TokenFile, fingerprint, tokenise
 from fsdp_shard.errors import DataError
@@ -59,15 +58,6 @@ def test_formats_with_columns_give_the_same_stream(tmp_path: Path, tokenizer: An
 def test_another_column(tmp_path: Path, tokenizer: Any, kind: str) -> None:
     config = DataConfig(path=make_files(tmp_path)[kind], text_column="name")
     assert tokens_of(config, tokenizer, tmp_path / "cache") == [*b"a", END, *b"b", END, *b"c", END, *b"d"]
-
-
-@pytest.mark.parametrize("library", ["pyarrow", "datasets"])
-def test_a_library_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str) -> None:
-    path = make_files(tmp_path)["parquet"]
-    for module in (library, f"{library}.parquet"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError, match=rf"needs the {library} library .* pip install 'fsdp-shard\[data\]'"):
-        check_data(DataConfig(path=path if library == "pyarrow" else "some/set"))
 
 
 @pytest.mark.parametrize(
