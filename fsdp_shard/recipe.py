@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fsdp_shard.config import RunConfig, command_of
 from fsdp_shard.errors import ConfigError, InputError, RunError
-from fsdp_shard.launch import check_machine, joined_rank, launch
+from fsdp_shard.launch import LaunchConfig, check_machine, joined_rank, launch
+from fsdp_shard.settings import walk
 from fsdp_shard.shell import run_as_program, tell, wants_debug
 
 if TYPE_CHECKING:
@@ -120,13 +121,21 @@ def _check(recipe: Recipe[C], config: C) -> None:
     """What can be found wrong before any rank starts."""
     if config.ranks_are == "started":
         check_machine(config.launch)
-    elif config.ranks_are == "one" and config.launch.num_ranks > 1:
-        raise ConfigError(
-            f"launch.ranks={config.launch.ranks}, launch.nodes={config.launch.nodes}: {config.command} works in one "
-            f"process on one machine; leave both at 1."
-        )
+    elif config.ranks_are == "one":
+        _refuse_launch_settings(config)
     if recipe.check is not None:
         recipe.check(config)
+
+
+def _refuse_launch_settings(config: RunConfig) -> None:
+    """A command that starts no ranks would ignore how they are to be started."""
+    default = LaunchConfig()
+    changed = [name for name, _, value in walk(config.launch) if value != getattr(default, name)]
+    if changed:
+        named = ", ".join(f"launch.{name}={getattr(config.launch, name)}" for name in changed)
+        raise ConfigError(
+            f"{named} would do nothing: {config.command} works in one process on one machine. Leave it out."
+        )
 
 
 def _carry_out(recipe: Recipe[C], config: C) -> None:

@@ -73,3 +73,14 @@ def test_debug_shows_the_traceback(tiny_model: Path, tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path, f"model.path={tiny_model}", "data.path=missing.txt", "debug=true")
     assert ended.status == 2
     assert "Traceback (most recent call last)" in ended.err
+
+
+@pytest.mark.parametrize("override", ["launch.device=cuda", "launch.max_restarts=3", "launch.ranks=2"])
+def test_a_command_that_starts_no_ranks_refuses_how_to_start_them(
+    override: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    arguments = [f"source={tiny_model}", f"target={tmp_path}/target", override]
+    ended = run_recipe("convert", tmp_path / "run", *arguments)
+    assert ended.status == 2
+    assert f"{override} would do nothing: convert works in one process" in ended.err
+    assert not (tmp_path / "target").exists()
