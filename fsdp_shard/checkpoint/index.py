@@ -77,12 +77,20 @@ class TensorEntry:
         return self.num_elements * dtypes.itemsize(self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Tensors that lie in a checkpoint beside the weights: how many, and their logical bytes."""
+
+    num_tensors: int
+    num_bytes: int
+
+
 @dataclass
 class TensorIndex:
-    """The tensors of one checkpoint. A context manager: it keeps the files it read from open until `close`.
+    """The weights of one checkpoint. A context manager: it keeps the files it read from open until `close`.
 
     `aliases` maps a tied name to the name under which it is kept; readers take either. `step` and `world_size` are
-    None where the checkpoint does not say.
+    None where the checkpoint does not say. `extras` counts what is no weight, by kind: `optimizer`, `adapter`, `other`.
     """
 
     root: Path
@@ -92,6 +100,7 @@ class TensorIndex:
     metadata: dict[str, Any] = field(default_factory=dict)
     step: int | None = None
     world_size: int | None = None
+    extras: dict[str, Extra] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._files = Files(self.root)
