@@ -20,6 +20,7 @@ def main(config: ConvertConfig) -> None:
         format=config.format,
         max_shard_size=config.max_shard_size,
         ranks=config.ranks,
+        nest=config.nest,
         dtype=config.dtype,
         verify=config.verify,
         overwrite=config.overwrite,

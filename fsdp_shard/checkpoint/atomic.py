@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import os
 import shutil
 import sys
@@ -11,11 +12,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fsdp_shard.errors import SaveError
 from fsdp_shard.sizes import format_size
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 def fsync_file(path: Path) -> None:
@@ -34,6 +37,20 @@ def _fsync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def start_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Let the kernel begin to write a range to the disk, without waiting: the fsync at the end finds little to do.
+
+    A hint (sync_file_range, Linux); nothing elsewhere, and no error is one.
+    """
+    if (function := _sync_file_range()) is not None:
+        function(descriptor, ctypes.c_int64(offset), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    return getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform.startswith("linux") else None
 
 
 def fsync_tree(path: Path) -> None:

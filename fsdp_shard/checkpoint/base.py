@@ -47,10 +47,19 @@ class ConvertConfig:
     source: str = setting(REQUIRED, "A checkpoint of any format, a run directory (its latest step), or a hub id.")
     target: str = setting(REQUIRED, "The directory to write; it must not exist yet.")
     format: str = setting(
-        "huggingface", "huggingface: whole tensors; sharded: one file per rank.", choices=("huggingface", "sharded")
+        "huggingface",
+        "huggingface: whole tensors; sharded: one file per rank; dcp: what torch.distributed.checkpoint.load reads.",
+        choices=("huggingface", "sharded", "dcp"),
     )
     max_shard_size: str = setting(DEFAULT_SHARD_SIZE, "Largest file of format=huggingface, such as 200MB or 2GiB.")
-    ranks: int | None = setting(None, "Number of files of format=sharded.", minimum=1)
+    ranks: int | None = setting(
+        None, "Number of ranks that format=sharded or dcp writes for; for dcp null means one.", minimum=1
+    )
+    nest: str | None = setting(
+        None,
+        "Key to put the tensors of format=dcp under: model for what loads {'model': state_dict}, as accelerate does. "
+        "null: none.",
+    )
     dtype: str = setting(
         "keep", "Cast floating-point tensors to this type.", choices=("keep", "float32", "bfloat16", "float16")
     )
@@ -62,7 +71,13 @@ class ConvertConfig:
         parse_size(self.max_shard_size, f"{prefix}max_shard_size")
         if self.format == "sharded" and self.ranks is None:
             raise ConfigError(f"{prefix}ranks is not set: format=sharded writes one file per rank. Add ranks=N.")
-        if self.format != "sharded" and self.ranks is not None:
-            raise ConfigError(f"{prefix}ranks={self.ranks} needs format=sharded; format={self.format} has no ranks.")
-        if self.format == "sharded" and self.max_shard_size != DEFAULT_SHARD_SIZE:
-            raise ConfigError(f"{prefix}max_shard_size is of format=huggingface; format=sharded has one file per rank.")
+        if self.format == "huggingface" and self.ranks is not None:
+            raise ConfigError(
+                f"{prefix}ranks={self.ranks} needs format=sharded or dcp; format=huggingface has no ranks."
+            )
+        if self.format != "huggingface" and self.max_shard_size != DEFAULT_SHARD_SIZE:
+            raise ConfigError(
+                f"{prefix}max_shard_size is of format=huggingface; format={self.format} has one file per rank."
+            )
+        if self.nest is not None and (self.format != "dcp" or not self.nest):
+            raise ConfigError(f"{prefix}nest={self.nest!r} needs format=dcp and a key, such as nest=model.")

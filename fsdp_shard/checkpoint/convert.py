@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,14 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint import atomic, integrity, layout
+from fsdp_shard.checkpoint import atomic, integrity
 from fsdp_shard.checkpoint.base import DEFAULT_SHARD_SIZE, ConvertConfig
 from fsdp_shard.checkpoint.carry import carry, side_bytes
-from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, itemsize, torch_name
-from fsdp_shard.checkpoint.formats.registry import recognise
+from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, torch_name
+from fsdp_shard.checkpoint.formats.registry import WRITERS, recognise
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
+from fsdp_shard.checkpoint.layout import TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
-from fsdp_shard.checkpoint.transfer import Extent, Move, Progress, compare_with, move_tensors
+from fsdp_shard.checkpoint.transfer import Move, Progress, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.memory import peak_resident_bytes
 from fsdp_shard.settings import check
@@ -54,6 +54,7 @@ def convert(
     dtype: Any = None,
     verify: bool = True,
     overwrite: bool = False,
+    nest: str | None = None,
 ) -> ConvertReport:
     """Write the checkpoint at `source` to the directory `target`; see ConvertConfig for the settings.
 
@@ -64,14 +65,22 @@ def convert(
     start = time.perf_counter()
     wanted = None if dtype is None or dtype == "keep" else str(dtype).removeprefix("torch.")
     settings = ConvertConfig(
-        str(source), str(target), format, str(max_shard_size), ranks, wanted or "keep", verify, overwrite
+        source=str(source),
+        target=str(target),
+        format=format,
+        max_shard_size=str(max_shard_size),
+        ranks=ranks,
+        nest=nest,
+        dtype=wanted or "keep",
+        verify=verify,
+        overwrite=overwrite,
     )
     check(settings)
     place = Path(target).expanduser().absolute()
     with open_checkpoint(Path(source).expanduser()) as index:
         _check_target(place, index, overwrite)
         plan = plan_conversion(index, settings)
-        with atomic.new_directory(place, plan.num_bytes + side_bytes(index)) as temporary:
+        with atomic.new_directory(place, plan.target.num_bytes + side_bytes(index)) as temporary:
             _write(index, plan, temporary, verify)
     return ConvertReport(
         source_format=index.format,
@@ -86,18 +95,11 @@ def convert(
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Everything that will be written but for side files; pure data. `extra` are small files with their content."""
+    """Everything that will be written but for side files, and what moves where; pure data."""
 
-    files: tuple[layout.FilePlan, ...]
+    target: TargetPlan
     moves: tuple[Move, ...]
-    extra: Mapping[str, bytes]
-    layout: str
-    world_size: int
     aliases: Mapping[str, str]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(plan.num_bytes for plan in self.files) + sum(map(len, self.extra.values()))
 
 
 def plan_conversion(index: TensorIndex, settings: ConvertConfig) -> ConversionPlan:
@@ -105,24 +107,11 @@ def plan_conversion(index: TensorIndex, settings: ConvertConfig) -> ConversionPl
     if not index.tensors:
         raise CheckpointError(f"{index.root} has no tensors, so there is nothing to convert.")
     specs = [_target_spec(entry.spec, settings.dtype) for entry in index.tensors.values()]
-    extents: dict[str, list[Extent]] = {spec.name: [] for spec in specs}
-    if settings.format == "sharded":
-        files, extra = _plan_ranks(index, specs, settings.ranks or 1, extents), None
-    else:
-        limit = parse_size(settings.max_shard_size, "max_shard_size")
-        files, extra = layout.plan_gathered(specs, limit, index.aliases)
-        for plan in files:
-            for name, offset in plan.tensors.items():
-                extents[name].append(Extent(0, sys.maxsize, plan.name, offset))
-    moves = [Move(spec, index.tensors[spec.name].dtype, tuple(extents[spec.name])) for spec in specs]
-    return ConversionPlan(
-        tuple(files),
-        tuple(moves),
-        {layout.INDEX_FILE: extra} if extra else {},
-        "sharded" if settings.format == "sharded" else "gathered",
-        settings.ranks or 1,
-        index.aliases,
-    )
+    limit = parse_size(settings.max_shard_size, "max_shard_size")
+    request = WriteRequest(limit, settings.ranks, index.step, index.aliases, settings.nest)
+    target = WRITERS[settings.format].plan(specs, request)
+    moves = [Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs]
+    return ConversionPlan(target, tuple(moves), index.aliases)
 
 
 def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:
@@ -131,34 +120,16 @@ def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:
     return TensorSpec(spec.name, from_torch_name(dtype), spec.shape)
 
 
-def _plan_ranks(
-    index: TensorIndex, specs: list[TensorSpec], ranks: int, extents: dict[str, list[Extent]]
-) -> list[layout.FilePlan]:
-    save = uuid.uuid4().hex
-    parts = {spec.name: layout.chunk_rows(spec, ranks) for spec in specs}
-    files = []
-    for rank in range(ranks):
-        pieces = [(spec, *parts[spec.name][rank]) for spec in specs]
-        plan = layout.plan_sharded(pieces, rank, ranks, step=index.step, save=save, aliases=index.aliases)
-        for spec, start, count in pieces:
-            if count:
-                size = itemsize(spec.dtype)
-                extent = Extent(start * size, (start + count) * size, plan.name, plan.tensors[spec.name])
-                extents[spec.name].append(extent)
-        files.append(plan)
-    return files
-
-
 def _write(index: TensorIndex, plan: ConversionPlan, root: Path, verify: bool) -> None:
     """Fill the temporary directory `root`, everything synced."""
     total = sum(move.target.num_bytes for move in plan.moves) * (2 if verify else 1)
     source = read_manifest(index.root) if index.root.is_dir() else None
     expected = {name: record.chunks for name, record in source.tensors.items()} if source else {}
-    for name, content in plan.extra.items():
+    for name, content in plan.target.small_files.items():
         (root / name).write_bytes(content)
     names = carry(index, root, _written_dtype(plan))
     with _progress(total) as progress:
-        digests = move_tensors(index, plan.moves, plan.files, root, expected, progress)
+        digests = move_tensors(index, plan.moves, plan.target.files, root, expected, progress)
         _write_manifest(index, plan, root, names, digests)
         if verify:
             with open_checkpoint(root) as written:
@@ -181,14 +152,14 @@ def _write_manifest(
     index: TensorIndex, plan: ConversionPlan, root: Path, names: list[str], digests: Mapping[str, list[bytes]]
 ) -> None:
     files = {name: integrity.record_file(root / name) for name in names}
-    for file in plan.files:
+    for file in plan.target.files:
         files[file.name] = FileRecord(file.num_bytes, header_digest=integrity.chunk_digest(file.header).hex())
     tensors = {}
     for move in plan.moves:
         spec, chunks = move.target, digests[move.target.name]
         digest = integrity.tensor_digest(spec.dtype, spec.shape, chunks)
         tensors[spec.name] = TensorRecord(spec.dtype, spec.shape, digest, tuple(chunk.hex() for chunk in chunks))
-    manifest = Manifest(plan.layout, index.step, plan.world_size, {}, files, tensors, dict(plan.aliases))
+    manifest = Manifest(plan.target.layout, index.step, plan.target.world_size, {}, files, tensors, dict(plan.aliases))
     atomic.write_text(root / MANIFEST, manifest.to_json())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -83,6 +83,12 @@ class Extra:
 
     num_tensors: int
     num_bytes: int
+
+
+def count(entries: Iterable[TensorEntry]) -> Extra:
+    """How many tensors, and their bytes."""
+    sizes = [entry.num_bytes for entry in entries]
+    return Extra(len(sizes), sum(sizes))
 
 
 @dataclass

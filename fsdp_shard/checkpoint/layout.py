@@ -27,12 +27,59 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file: its name, its first bytes, where each tensor's bytes begin (absolute), and its final size."""
+    """One file: its name, where each tensor's bytes begin (absolute), its final size, and all that is no tensor.
+
+    `frames` are (byte position, bytes) in file order: of a safetensors file the header alone.
+    """
 
     name: str
-    header: bytes
+    frames: tuple[tuple[int, bytes], ...]
     tensors: dict[str, int]
     num_bytes: int
+
+    @property
+    def header(self) -> bytes:
+        """All bytes that no tensor owns, in file order: what the manifest's `header_digest` is of."""
+        return b"".join(data for _, data in self.frames)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the flat bytes [start, stop) of a written tensor go: `file` is a file's name, `offset` absolute in it."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """What a format is asked to write. Each takes what it knows of; `ConvertConfig.check` refuses the rest.
+
+    `ranks` None means that the user named no number; `nest` is a key to put the tensors under (`model`).
+    """
+
+    max_shard_bytes: int | None
+    ranks: int | None
+    step: int | None
+    aliases: Mapping[str, str]
+    nest: str | None = None
+
+
+@dataclass(frozen=True)
+class TargetPlan:
+    """Everything that a format writes: files, the extents that partition each tensor in flat order, small files."""
+
+    files: tuple[FilePlan, ...]
+    extents: Mapping[str, tuple[Extent, ...]]
+    small_files: Mapping[str, bytes]
+    layout: str
+    world_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(plan.num_bytes for plan in self.files) + sum(map(len, self.small_files.values()))
 
 
 def plan_gathered(
@@ -80,7 +127,7 @@ def _plan_file(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, st
     # Wide types first keeps every tensor aligned to its own element, whatever is mixed; else the order stays.
     ordered = sorted(specs, key=lambda spec: -itemsize(spec.dtype))
     header, offsets = build_header(ordered, metadata)
-    return FilePlan(name, header, offsets, len(header) + sum(spec.num_bytes for spec in ordered))
+    return FilePlan(name, ((0, header),), offsets, len(header) + sum(spec.num_bytes for spec in ordered))
 
 
 def plan_sharded(

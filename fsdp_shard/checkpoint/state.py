@@ -111,7 +111,8 @@ def _create(directory: Path, plan: WritePlan) -> None:
         descriptor = os.open(directory / file.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         try:
             os.truncate(descriptor, file.num_bytes)
-            pwrite_all(descriptor, 0, memoryview(file.header))
+            for position, data in file.frames:
+                pwrite_all(descriptor, position, memoryview(data))
         finally:
             os.close(descriptor)
 

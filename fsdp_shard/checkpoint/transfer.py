@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from fsdp_shard.checkpoint.atomic import fsync_file
+from fsdp_shard.checkpoint.atomic import fsync_file, start_writeback
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch
 from fsdp_shard.checkpoint.files import pwrite_all
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
-from fsdp_shard.checkpoint.layout import FilePlan
+from fsdp_shard.checkpoint.layout import Extent, FilePlan
 from fsdp_shard.errors import CheckpointError
 
 NUM_THREADS = 2  # one reads while the other writes (docs/decisions.md)
@@ -26,16 +26,6 @@ _JOB_BYTES = 32 << 20
 
 Progress = Callable[[int], None]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where the flat bytes [start, stop) of a written tensor go: `file` is a file's name, `offset` absolute in it."""
-
-    start: int
-    stop: int
-    file: str
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +65,8 @@ def move_tensors(
         for plan in plans:
             handles[plan.name] = os.open(root / plan.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
             os.truncate(handles[plan.name], plan.num_bytes)
-            pwrite_all(handles[plan.name], 0, memoryview(plan.header))
+            for position, frame in plan.frames:
+                pwrite_all(handles[plan.name], position, memoryview(frame))
 
         def work(jobs: Iterator[_Job]) -> None:
             mover = _Mover(index, handles, expected, digests)
@@ -220,6 +211,7 @@ class _Mover:
             if low < high:
                 offset = extent.offset + low - extent.start
                 pwrite_all(self._handles[extent.file], offset, data[low - at : high - at])
+                start_writeback(self._handles[extent.file], offset, high - low)
 
 
 def _chunks(data: memoryview) -> list[bytes]:

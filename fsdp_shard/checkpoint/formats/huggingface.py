@@ -5,12 +5,15 @@ Where a directory has both, the single file counts, as in transformers. Imports 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_shard.checkpoint import layout
+from fsdp_shard.checkpoint.dtypes import TensorSpec
 from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.checkpoint.header import Header, read_header
 from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, aliases_in
+from fsdp_shard.checkpoint.layout import Extent, TargetPlan, WriteRequest
 from fsdp_shard.errors import CheckpointError
 
 NAME = "huggingface"
@@ -35,6 +38,14 @@ def read(path: Path) -> TensorIndex:
     index = _read_files(path, sorted(set(weight_map.values())))
     _compare(path, weight_map, index)
     return index
+
+
+def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
+    """A directory with `model.safetensors`, or with several files of at most `max_shard_bytes` and their index."""
+    files, index = layout.plan_gathered(specs, request.max_shard_bytes, request.aliases)
+    starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
+    extents = {spec.name: (Extent(0, spec.num_bytes, *starts[spec.name]),) for spec in specs}
+    return TargetPlan(tuple(files), extents, {layout.INDEX_FILE: index} if index else {}, "gathered", 1)
 
 
 def _single(path: Path) -> str | None:

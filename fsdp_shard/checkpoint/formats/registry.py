@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
 from fsdp_shard.checkpoint import store
-from fsdp_shard.checkpoint.formats import gguf, huggingface, sharded
-from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.dtypes import TensorSpec
+from fsdp_shard.checkpoint.formats import dcp, gguf, huggingface, sharded
+from fsdp_shard.checkpoint.fqns import ADAPTER, plain_names
+from fsdp_shard.checkpoint.index import TensorIndex, count
 from fsdp_shard.checkpoint.integrity import num_chunks
+from fsdp_shard.checkpoint.layout import TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
 
@@ -27,7 +31,17 @@ class Format(Protocol):
         """Its index, from headers alone; CheckpointError naming the file that is wrong."""
 
 
+class Writer(Protocol):
+    """What a format's module offers besides, where it can be written."""
+
+    NAME: str
+
+    def plan(self, specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
+        """Every file, and where each range of each tensor goes. Pure."""
+
+
 FORMATS = cast("tuple[Format, ...]", (sharded, huggingface, gguf))
+WRITERS = {known.NAME: known for known in cast("tuple[Writer, ...]", (huggingface, sharded, dcp))}
 
 
 def recognise(path: Path) -> Format | None:
@@ -43,7 +57,7 @@ def read_any(path: Path) -> TensorIndex:
         raise CheckpointError(f"{place} is no checkpoint that fsdp-shard reads: {_contents(place)}")
     index = found.read(place)
     manifest = read_manifest(index.root) if place.is_dir() else None
-    return index if manifest is None else _with_manifest(index, manifest)
+    return _with_plain_names(index) if manifest is None else _with_manifest(index, manifest)
 
 
 def _from_hub(path: Path) -> Path:
@@ -53,6 +67,23 @@ def _from_hub(path: Path) -> Path:
     from fsdp_shard.models import resolve
 
     return resolve(str(path)).weights
+
+
+def _with_plain_names(index: TensorIndex) -> TensorIndex:
+    """The index under the model's own names, where wrappers left theirs."""
+    selection = plain_names([*index.tensors, *index.aliases])
+    plain = selection.names
+    if not selection.extras and all(name == fqn for name, fqn in plain.items()):
+        return index
+    adapters = [index.tensors[name] for name in selection.extras.get(ADAPTER, ()) if name in index.tensors]
+    tensors = {
+        plain[name]: dataclasses.replace(entry, name=plain[name])
+        for name, entry in index.tensors.items()
+        if name in plain
+    }
+    aliases = {plain[alias]: plain[kept] for alias, kept in index.aliases.items() if {alias, kept} <= plain.keys()}
+    extras = index.extras | ({ADAPTER: count(adapters)} if adapters else {})
+    return dataclasses.replace(index, tensors=tensors, aliases=aliases, extras=extras)
 
 
 def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:

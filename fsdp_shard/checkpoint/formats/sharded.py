@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_shard.checkpoint import boxes
-from fsdp_shard.checkpoint.dtypes import itemsize
+from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize
 from fsdp_shard.checkpoint.files import member
 from fsdp_shard.checkpoint.header import Header, read_header
 from fsdp_shard.checkpoint.index import Piece, TensorIndex, checked
-from fsdp_shard.checkpoint.layout import ShardInfo, parse_shard_info, parse_shard_name, shard_name, stored_shape
+from fsdp_shard.checkpoint.layout import (
+    Extent,
+    ShardInfo,
+    TargetPlan,
+    WriteRequest,
+    chunk_rows,
+    parse_shard_info,
+    parse_shard_name,
+    plan_sharded,
+    shard_name,
+    stored_shape,
+)
 from fsdp_shard.errors import CheckpointError
 
 NAME = "sharded"
@@ -50,6 +63,24 @@ def read(path: Path) -> TensorIndex:
         raise CheckpointError(f"{path}: tensors are tied to {lost[0]}, but no rank's file holds that one.")
     tensors = {name: checked(path, name, *specs[name], held) for name, held in pieces.items()}
     return TensorIndex(path, NAME, tensors, aliases, {"save": first.save}, first.step, world_size)
+
+
+def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
+    """One file for each of `ranks` ranks, dim 0 of every tensor cut as FSDP2 cuts it."""
+    ranks, save = request.ranks or 1, uuid.uuid4().hex
+    parts = {spec.name: chunk_rows(spec, ranks) for spec in specs}
+    extents: dict[str, list[Extent]] = {spec.name: [] for spec in specs}
+    files = []
+    for rank in range(ranks):
+        pieces = [(spec, *parts[spec.name][rank]) for spec in specs]
+        file = plan_sharded(pieces, rank, ranks, step=request.step, save=save, aliases=request.aliases)
+        for spec, start, count in pieces:
+            if count:
+                size = itemsize(spec.dtype)
+                place = file.tensors[spec.name]
+                extents[spec.name].append(Extent(start * size, (start + count) * size, file.name, place))
+        files.append(file)
+    return TargetPlan(tuple(files), {name: tuple(held) for name, held in extents.items()}, {}, "sharded", ranks)
 
 
 def _world_size(path: Path) -> int:

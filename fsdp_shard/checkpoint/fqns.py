@@ -1,0 +1,143 @@
+"""Which stored names are weights, and what the model itself calls them. Pure: looks at names only, never at values.
+
+Two steps. `split_state` takes a nested state dict apart: `{"model": ..., "optimizer": ...}` and what trainers put
+around it. `plain_names` undoes what wrappers do to a module's names: FSDP, DDP, torch.compile, checkpointing, peft.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdp_shard.errors import CheckpointError
+
+# Keys that hold optimizer states: torch's recipes, torchtitan, accelerate, Lightning, torchtune, verl.
+_OPTIMIZER = frozenset(
+    {"optimizer", "optim", "optimizers", "optim_state", "optimizer_state", "optimizer_states", "optimizer_state_dict"}
+)
+# Keys that hold weights, where a state dict has several parts.
+_MODEL = frozenset({"model", "module", "state_dict", "model_state_dict", "model_state", "net", "network"})
+# Keys of a trainer's own state, which may hold tensors too.
+_TRAINER = frozenset(
+    {"lr_scheduler", "scheduler", "lr_schedulers", "train_state", "trainer", "dataloader", "extra_state", "ema"}
+    | {"rng", "rng_state", "rng_states", "scaler", "grad_scaler", "loops", "callbacks", "metrics", "step", "epoch"}
+)
+# Modules that wrappers put between a module and its parent.
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module", "_ddp_module")
+# Parts of names that only peft's adapters have.
+_ADAPTER = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "original_module")
+
+OPTIMIZER, ADAPTER, OTHER = "optimizer", "adapter", "other"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """`names` maps each stored name of a weight to its FQN; `extras` lists the other stored names by kind."""
+
+    names: dict[str, str]
+    extras: dict[str, list[str]]
+
+
+def split_state(paths: Mapping[str, Sequence[object]]) -> Selection:
+    """Tell weights from the rest in a nested state dict; `paths` maps a stored name to the keys that lead to it.
+
+    Of several parts that could be the model the one under a key such as `model` is taken. Parts under keys of which
+    nothing is known are all weights, under their dotted paths, as of a dict of several models.
+    """
+    extras: dict[str, list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, path in paths.items():
+        keys = _keys(path)
+        kind = _kind(keys)
+        if kind is None:
+            groups.setdefault(keys[:-1], []).append(name)
+        else:
+            extras.setdefault(kind, []).append(name)
+    models = [group for group in groups if group and group[-1] in _MODEL]
+    if models:
+        chosen = min(models, key=len)
+        extras.setdefault(OTHER, []).extend(
+            name for group, names in groups.items() if group != chosen for name in names
+        )
+        found = {name: _keys(paths[name])[-1] for name in groups[chosen]}
+    else:
+        found = {name: ".".join(_keys(paths[name])) for names in groups.values() for name in names}
+    return Selection(found, {kind: names for kind, names in extras.items() if names})
+
+
+def _keys(path: Sequence[object]) -> tuple[str, ...]:
+    """The path as strings; a name that holds its whole path in dots, without a model in front, is split once."""
+    keys = tuple(str(key) for key in path)
+    if len(keys) == 1 and "." in keys[0]:
+        first, rest = keys[0].split(".", 1)
+        if first in _OPTIMIZER and rest.startswith(("state.", "param_groups.", "exp_avg")):
+            return first, rest
+    return keys
+
+
+def _kind(keys: tuple[str, ...]) -> str | None:
+    """The kind of extra that keys lead to, None for a weight. The last key is a tensor's own name."""
+    if any(key in _OPTIMIZER for key in keys[:-1]):
+        return OPTIMIZER
+    if any(key in _TRAINER for key in keys[:-1]) or keys[0] in _TRAINER:
+        return OTHER
+    return None
+
+
+def plain_names(names: Iterable[str]) -> Selection:
+    """Undo the names of wrappers; a CheckpointError where two tensors would get the same name.
+
+    Prefixes (`module.`, `base_model.model.`, `model.` before `model.`) go only where all weights have them. Adapters of
+    peft beside the weights that they adapt are extras; a checkpoint that has nothing but adapters keeps its names.
+    """
+    stored = list(names)
+    adapters = [name for name in stored if _has(name, _ADAPTER)]
+    if adapters and len(adapters) == len(stored):
+        return Selection({name: name for name in stored}, {})
+    plain = {name: _without_wrappers(name) for name in stored if name not in set(adapters)}
+    for is_prefix in (_is_module, _is_peft, _is_nested):
+        while (prefix := is_prefix(list(plain.values()))) is not None:
+            plain = {name: fqn.removeprefix(prefix) for name, fqn in plain.items()}
+    _refuse_equal(plain)
+    return Selection(plain, {ADAPTER: adapters} if adapters else {})
+
+
+def _has(name: str, parts: Sequence[str]) -> bool:
+    return any(part in parts for part in name.split("."))
+
+
+def _without_wrappers(name: str) -> str:
+    parts = [part for part in name.split(".") if part not in _WRAPPERS and part != "base_layer"]
+    if "modules_to_save" in parts:  # peft: `head.modules_to_save.default.weight` is the trained head
+        at = parts.index("modules_to_save")
+        parts = parts[:at] + parts[at + 2 :]
+    return ".".join(parts)
+
+
+def _is_module(names: Sequence[str]) -> str | None:
+    """DDP, DataParallel and DeepSpeed hold the model as `module`."""
+    return _common("module.", names)
+
+
+def _is_peft(names: Sequence[str]) -> str | None:
+    """peft holds the model as `base_model.model`."""
+    return _common("base_model.model.", names)
+
+
+def _is_nested(names: Sequence[str]) -> str | None:
+    """A trainer that holds the model as `model`: its own names begin with `model.` again, or name its head."""
+    twice = any(name.startswith(("model.model.", "model.lm_head.", "model.transformer.")) for name in names)
+    return _common("model.", names) if twice else None
+
+
+def _common(prefix: str, names: Sequence[str]) -> str | None:
+    return prefix if names and all(name.startswith(prefix) for name in names) else None
+
+
+def _refuse_equal(plain: Mapping[str, str]) -> None:
+    counts = Counter(plain.values())
+    for fqn, count in counts.items():
+        if count > 1:
+            both = " and ".join(name for name, found in plain.items() if found == fqn)
+            raise CheckpointError(f"{both} both mean {fqn} once the names of wrappers are undone; which one is meant?")
