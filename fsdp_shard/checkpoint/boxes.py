@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -54,6 +55,12 @@ def is_contiguous(shape: Sequence[int], box: Sequence[int]) -> bool:
     return not shape or math.prod(box[: inner_axis(shape, box)]) == 1
 
 
+def run_elements(shape: Sequence[int], box: Sequence[int]) -> int:
+    """Elements of each flat run of the box."""
+    axis = inner_axis(shape, box)
+    return math.prod(box[axis:])
+
+
 def flat_start(shape: Sequence[int], offsets: Sequence[int]) -> int:
     """The flat position of a box's first element."""
     position = 0
@@ -89,6 +96,49 @@ def runs(
         low, high = max(start, in_tensor), min(stop, in_tensor + length)
         if low < high:
             yield low, in_box + low - in_tensor, high - low
+
+
+class Strided(NamedTuple):
+    """`repeats` runs of `count` elements: each is `step` elements after the one before in the tensor, and directly
+    after it in the box. `at` and `inside` are where the first one begins, in the tensor and in the box.
+    """
+
+    at: int
+    inside: int
+    count: int
+    repeats: int
+    step: int
+
+
+def strided_runs(
+    shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], start: int, stop: int
+) -> Iterator[Strided]:
+    """`runs`, with those of neighbouring rows taken together: a column of a matrix is one, but for its ragged ends."""
+    axis = inner_axis(shape, box)
+    length, row = run_elements(shape, box), math.prod(shape[axis:])
+    is_matrix = axis > 0 and all(part == size for part, size in zip(box[1:axis], shape[1:axis], strict=True))
+    if not is_matrix or not length:
+        yield from (Strided(at, inside, count, 1, row) for at, inside, count in runs(shape, offsets, box, start, stop))
+        return
+    # As a matrix of rows of `row` elements: the box has whole columns from `left` on, in rows [top, bottom).
+    left = offsets[axis] * math.prod(shape[axis + 1 :])
+    top = offsets[0] * math.prod(shape[1:axis])
+    bottom = top + math.prod(box[:axis])
+    whole_first = max(top, -(-(start - left) // row))
+    whole_last = min(bottom, (stop - left - length) // row + 1)
+    for number in range(max(top, (start - left - length) // row + 1), min(bottom, whole_first)):
+        yield from _part_of_row(number, row, left, length, top, start, stop)
+    if whole_first < whole_last:
+        yield Strided(whole_first * row + left, (whole_first - top) * length, length, whole_last - whole_first, row)
+    for number in range(max(whole_last, whole_first), min(bottom, -(-(stop - left) // row))):
+        yield from _part_of_row(number, row, left, length, top, start, stop)
+
+
+def _part_of_row(number: int, row: int, left: int, length: int, top: int, start: int, stop: int) -> Iterator[Strided]:
+    begin = number * row + left
+    low, high = max(start, begin), min(stop, begin + length)
+    if low < high:
+        yield Strided(low, (number - top) * length + low - begin, high - low, 1, row)
 
 
 def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     Read = Callable[[int, memoryview], None]
 
+_SHORT_RUN_BYTES = 64 << 10  # runs shorter than this cost more to read one by one than to copy into place
 _HULL_BYTES = 4 << 20  # a box with short runs is read in row groups of about this many bytes, then narrowed
 
 
@@ -171,16 +172,40 @@ class TensorIndex:
     def _read_piece(self, entry: TensorEntry, piece: Piece, start: int, view: memoryview) -> None:
         size = dtypes.itemsize(entry.dtype)
         stop = start + len(view) // size
-        for at, inside, count in boxes.runs(entry.shape, piece.offsets, piece.shape, start, stop):
-            target = view[(at - start) * size : (at - start + count) * size]
-            if piece.codec is None:
-                self._files.read_into(piece.file, piece.start + inside * size, target)
-            else:
-                piece.codec.decode_into(
-                    lambda offset, buffer: self._files.read_into(piece.file, piece.start + offset, buffer),
-                    inside,
-                    target,
-                )
+        is_one_run = boxes.is_contiguous(entry.shape, piece.shape)
+        if is_one_run or boxes.run_elements(entry.shape, piece.shape) * size >= _SHORT_RUN_BYTES:
+            for at, inside, count in boxes.runs(entry.shape, piece.offsets, piece.shape, start, stop):
+                self._fill(piece, size, inside, view[(at - start) * size : (at - start + count) * size])
+        else:
+            self._scatter_piece(entry, piece, start, view)
+
+    def _scatter_piece(self, entry: TensorEntry, piece: Piece, start: int, view: memoryview) -> None:
+        """Short runs follow on each other in the file: read them at once, then put each in its place."""
+        import numpy as np
+
+        size = dtypes.itemsize(entry.dtype)
+        parts = list(boxes.strided_runs(entry.shape, piece.offsets, piece.shape, start, start + len(view) // size))
+        if not parts:
+            return
+        first, last = parts[0].inside, parts[-1].inside + parts[-1].repeats * parts[-1].count
+        stored = np.empty((last - first) * size, np.uint8)
+        self._fill(piece, size, first, memoryview(stored))
+        target = np.frombuffer(view, np.uint8)
+        for part in parts:
+            low, width = (part.inside - first) * size, part.count * size
+            rows = np.lib.stride_tricks.as_strided(
+                target[(part.at - start) * size :], (part.repeats, width), (part.step * size, 1)
+            )
+            rows[:] = stored[low : low + part.repeats * width].reshape(part.repeats, width)
+
+    def _fill(self, piece: Piece, size: int, inside: int, out: memoryview) -> None:
+        """Read the elements of a piece from its flat element `inside` on."""
+        if piece.codec is None:
+            self._files.read_into(piece.file, piece.start + inside * size, out)
+        else:
+            piece.codec.decode_into(
+                lambda offset, buffer: self._files.read_into(piece.file, piece.start + offset, buffer), inside, out
+            )
 
     def read(self, name: str, slices: Sequence[slice | int] | slice | int | None = None) -> torch.Tensor:
         """The tensor `name`, or a part of it, in fresh CPU memory and in its own dtype.

@@ -54,6 +54,18 @@ def test_runs_of_a_box_are_its_elements_in_the_range(
         for i in range(n)
     ]
     assert found == expected
+    together = boxes.strided_runs(shape, offsets, box, start, stop)
+    assert expected == [
+        (part.at + row * part.step + i, part.inside + row * part.count + i)
+        for part in together
+        for row in range(part.repeats)
+        for i in range(part.count)
+    ]
+
+
+def test_a_column_is_one_strided_run() -> None:
+    (column,) = boxes.strided_runs((100, 3, 8), (0, 0, 2), (100, 3, 4), 0, 2400)
+    assert column == (2, 0, 4, 300, 8)
 
 
 def test_coverage_finds_gaps_overlaps_and_strays() -> None:
