@@ -99,13 +99,13 @@ def runs(
 
 
 class Strided(NamedTuple):
-    """`repeats` runs of `count` elements: each is `step` elements after the one before in the tensor, and directly
+    """`repeats` runs of `size` elements: each is `step` elements after the one before in the tensor, and directly
     after it in the box. `at` and `inside` are where the first one begins, in the tensor and in the box.
     """
 
     at: int
     inside: int
-    count: int
+    size: int
     repeats: int
     step: int
 

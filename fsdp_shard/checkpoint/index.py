@@ -187,12 +187,12 @@ class TensorIndex:
         parts = list(boxes.strided_runs(entry.shape, piece.offsets, piece.shape, start, start + len(view) // size))
         if not parts:
             return
-        first, last = parts[0].inside, parts[-1].inside + parts[-1].repeats * parts[-1].count
+        first, last = parts[0].inside, parts[-1].inside + parts[-1].repeats * parts[-1].size
         stored = np.empty((last - first) * size, np.uint8)
-        self._fill(piece, size, first, memoryview(stored))
+        self._fill(piece, size, first, stored.data)
         target = np.frombuffer(view, np.uint8)
         for part in parts:
-            low, width = (part.inside - first) * size, part.count * size
+            low, width = (part.inside - first) * size, part.size * size
             rows = np.lib.stride_tricks.as_strided(
                 target[(part.at - start) * size :], (part.repeats, width), (part.step * size, 1)
             )

@@ -56,10 +56,10 @@ def test_runs_of_a_box_are_its_elements_in_the_range(
     assert found == expected
     together = boxes.strided_runs(shape, offsets, box, start, stop)
     assert expected == [
-        (part.at + row * part.step + i, part.inside + row * part.count + i)
+        (part.at + row * part.step + i, part.inside + row * part.size + i)
         for part in together
         for row in range(part.repeats)
-        for i in range(part.count)
+        for i in range(part.size)
     ]
 
 
