@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdp_shard.checkpoint import layout
 from fsdp_shard.checkpoint.dtypes import TensorSpec
 from fsdp_shard.checkpoint.files import has_file, member, read_json
+from fsdp_shard.checkpoint.formats.torch_huggingface import INFO_KEY, refuse_parts
 from fsdp_shard.checkpoint.header import Header, read_header
 from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, aliases_in
 from fsdp_shard.checkpoint.layout import Extent, TargetPlan, WriteRequest
@@ -34,9 +36,11 @@ def read(path: Path) -> TensorIndex:
     single = _single(path)
     if single is not None:
         return _read_files(path, [single])
-    weight_map = _weight_map(path)
-    index = _read_files(path, sorted(set(weight_map.values())))
-    _compare(path, weight_map, index)
+    document = _index_document(path)
+    index = _read_files(path, sorted(set(document["weight_map"].values())))
+    _compare(path, document["weight_map"], index)
+    if INFO_KEY in index.metadata:
+        _compare_size(path, document, index)
     return index
 
 
@@ -56,7 +60,8 @@ def _single(path: Path) -> str | None:
     return found[0] if is_one else None
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _index_document(path: Path) -> dict[str, Any]:
+    """The content of the index file, its `weight_map` checked."""
     where = member(path, layout.INDEX_FILE)
     document = read_json(where)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
@@ -64,7 +69,8 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{where} has no weight_map from tensor names to file names.")
     if not weight_map:
         raise CheckpointError(f"{where} has an empty weight_map: the checkpoint has no tensors.")
-    return weight_map
+    assert isinstance(document, dict)
+    return document
 
 
 def _read_files(root: Path, names: list[str]) -> TensorIndex:
@@ -72,6 +78,7 @@ def _read_files(root: Path, names: list[str]) -> TensorIndex:
     metadata: dict[str, str] = {}
     for file in names:
         header = read_header(member(root, file))
+        refuse_parts(root / file, header)
         for name, entry in _entries(file, header).items():
             if name in tensors:
                 other = tensors[name].pieces[0].file
@@ -97,3 +104,15 @@ def _compare(root: Path, weight_map: dict[str, str], index: TensorIndex) -> None
     for name, entry in index.tensors.items():
         if name not in weight_map:
             raise CheckpointError(f"{where} does not list tensor {name}, which {entry.pieces[0].file} holds.")
+
+
+def _compare_size(root: Path, document: dict[str, Any], index: TensorIndex) -> None:
+    """For torch's writer only, whose total_size counts what all ranks wrote; others' totals are not to be relied on."""
+    notes = document.get("metadata")
+    total = notes.get("total_size") if isinstance(notes, dict) else None
+    if isinstance(total, int) and total != index.num_bytes:
+        raise CheckpointError(
+            f"{root / layout.INDEX_FILE} says that {total} bytes of tensors were written, but the files hold "
+            f"{index.num_bytes}: the ranks wrote over each other's files. Save sharded tensors with "
+            "HuggingFaceStorageWriter(save_distributed=True)."
+        )

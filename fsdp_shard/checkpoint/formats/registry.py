@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from fsdp_shard.checkpoint import store
 from fsdp_shard.checkpoint.dtypes import TensorSpec
-from fsdp_shard.checkpoint.formats import dcp, gguf, huggingface, sharded
+from fsdp_shard.checkpoint.formats import dcp, gguf, huggingface, sharded, torch_huggingface
 from fsdp_shard.checkpoint.fqns import ADAPTER, plain_names
 from fsdp_shard.checkpoint.index import TensorIndex, count
 from fsdp_shard.checkpoint.integrity import num_chunks
@@ -40,7 +40,7 @@ class Writer(Protocol):
         """Every file, and where each range of each tensor goes. Pure."""
 
 
-FORMATS = cast("tuple[Format, ...]", (sharded, huggingface, gguf))
+FORMATS = cast("tuple[Format, ...]", (sharded, torch_huggingface, huggingface, gguf))
 WRITERS = {known.NAME: known for known in cast("tuple[Writer, ...]", (huggingface, sharded, dcp))}
 
 
