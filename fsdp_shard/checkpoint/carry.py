@@ -56,9 +56,10 @@ def side_files(root: Path) -> list[str]:
 
 def side_bytes(index: TensorIndex) -> int:
     """Bytes of the files to carry along, 0 where they have to be made first."""
-    return (
-        0 if index.format == gguf.NAME else sum((index.root / name).stat().st_size for name in side_files(index.root))
-    )
+    if index.format == gguf.NAME:
+        return 0
+    root = index.side or index.root
+    return sum((root / name).stat().st_size for name in side_files(root))
 
 
 def carry(index: TensorIndex, target: Path, dtype: str | None) -> list[str]:
@@ -66,7 +67,9 @@ def carry(index: TensorIndex, target: Path, dtype: str | None) -> list[str]:
 
     `dtype` (torch's name, such as `bfloat16`) is what config.json shall say; None leaves it as it is.
     """
-    root = side_directory(index.root / index.metadata["file"]) if index.format == gguf.NAME else index.root
+    root = index.side or index.root
+    if index.format == gguf.NAME:
+        root = side_directory(index.root / index.metadata["file"])
     for name in side_files(root):
         (target / name).write_bytes((root / name).read_bytes())
     if dtype is not None and has_file(target, CONFIG):

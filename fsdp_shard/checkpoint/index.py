@@ -98,6 +98,7 @@ class TensorIndex:
 
     `aliases` maps a tied name to the name under which it is kept; readers take either. `step` and `world_size` are
     None where the checkpoint does not say. `extras` counts what is no weight, by kind: `optimizer`, `adapter`, `other`.
+    `side` is the directory with config and tokenizer, where it is not `root`.
     """
 
     root: Path
@@ -108,6 +109,7 @@ class TensorIndex:
     step: int | None = None
     world_size: int | None = None
     extras: dict[str, Extra] = field(default_factory=dict)
+    side: Path | None = None
 
     def __post_init__(self) -> None:
         self._files = Files(self.root)

@@ -21,6 +21,7 @@ from fsdp_shard.checkpoint.manifest import FileRecord as FileRecord
 from fsdp_shard.checkpoint.manifest import Manifest as Manifest
 from fsdp_shard.checkpoint.manifest import TensorRecord as TensorRecord
 from fsdp_shard.checkpoint.manifest import read_manifest as read_manifest
+from fsdp_shard.checkpoint.places import is_numbered
 from fsdp_shard.errors import CheckpointError, SaveError
 
 CHECKPOINTS = "checkpoints"  # under a run directory
@@ -140,7 +141,8 @@ class Store:
 
 
 def resolve(path: Path) -> Path:
-    """Where the weights lie: a run directory or its checkpoints/ lead to the latest committed step, else `path`."""
+    """A run directory or its checkpoints/ lead to the latest committed step; anything else is `path` itself."""
+    given = path
     if not path.is_dir() or has_file(path, MANIFEST):
         return path
     if (path / CHECKPOINTS).is_dir():
@@ -149,6 +151,8 @@ def resolve(path: Path) -> Path:
         return path
     store = Store(path)
     latest = store.latest()
+    if latest is None and any(is_numbered(entry.name) for entry in path.iterdir()):
+        return given  # steps of another training stack: ours get their name together with their manifest
     if latest is None:
         raise CheckpointError(f"{path} has no finished checkpoint yet: no step directory there has a {MANIFEST}.")
     return store.path(latest)

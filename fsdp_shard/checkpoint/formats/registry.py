@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from fsdp_shard.checkpoint import store
+from fsdp_shard.checkpoint import places, store
 from fsdp_shard.checkpoint.dtypes import TensorSpec
 from fsdp_shard.checkpoint.formats import dcp, gguf, huggingface, sharded, torch_huggingface
 from fsdp_shard.checkpoint.fqns import ADAPTER, plain_names
@@ -51,13 +51,19 @@ def recognise(path: Path) -> Format | None:
 
 def read_any(path: Path) -> TensorIndex:
     """See `index.open_checkpoint`."""
-    place = store.resolve(path if path.exists() else _from_hub(path))
-    found = recognise(place)
+    place = locate(path if path.exists() else _from_hub(path))
+    found = recognise(place.weights)
     if found is None:
-        raise CheckpointError(f"{place} is no checkpoint that fsdp-shard reads: {_contents(place)}")
-    index = found.read(place)
-    manifest = read_manifest(index.root) if place.is_dir() else None
+        raise CheckpointError(f"{place.weights} is no checkpoint that fsdp-shard reads: {_contents(place.weights)}")
+    index = found.read(place.weights)
+    index = dataclasses.replace(index, side=place.side, step=place.step if index.step is None else index.step)
+    manifest = read_manifest(index.root) if place.weights.is_dir() else None
     return _with_plain_names(index) if manifest is None else _with_manifest(index, manifest)
+
+
+def locate(path: Path) -> places.Place:
+    """Where weights, config and tokenizer of what lies at `path` are: a run, a checkpoint, or what is around one."""
+    return places.find(store.resolve(path), lambda place: recognise(place) is not None)
 
 
 def _from_hub(path: Path) -> Path:
