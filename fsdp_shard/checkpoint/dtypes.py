@@ -64,6 +64,11 @@ def from_torch_name(name: str) -> str:
         ) from None
 
 
+def find_torch_name(name: str) -> str | None:
+    """The same, or None where safetensors has no such type."""
+    return _FROM_TORCH.get(name.removeprefix("torch."))
+
+
 def to_torch(dtype: str) -> torch.dtype:
     """The torch dtype of a safetensors name; imports torch."""
     import torch

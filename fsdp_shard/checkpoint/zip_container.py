@@ -1,0 +1,172 @@
+"""Where the members of an uncompressed zip archive lie, which may be a part of a file. No compression, no encryption.
+
+By hand rather than through `zipfile`: that one reads neither the local headers, which say where a member's bytes begin,
+nor checks that members keep apart. Layout: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3 (zip64).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fsdp_shard.errors import CheckpointError
+
+_END, _END_64, _LOCATOR_64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+_ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
+_END_FORMAT = struct.Struct("<4s4H2LH")
+_END_64_FORMAT = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR_FORMAT = struct.Struct("<4sLQL")
+_ENTRY_FORMAT = struct.Struct("<4s6H3L5H2L")
+_LOCAL_FORMAT = struct.Struct("<4s5H3L2H")
+_ENCRYPTED = 1
+_MAX_COMMENT = (1 << 16) - 1
+_MAX_DIRECTORY = 1 << 30
+_NONE_32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member: the absolute position of its first byte in the file, and how many it has."""
+
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    header: int
+    num_bytes: int
+
+
+def read_members(descriptor: int, start: int, num_bytes: int, where: str) -> dict[str, Member]:
+    """The members of the archive in bytes [start, start + num_bytes) of an open file, by name.
+
+    Every way in which it can be wrong is a CheckpointError that begins with `where`.
+    """
+    archive = _Archive(descriptor, start, num_bytes, where)
+    try:
+        return archive.members()
+    except struct.error:
+        raise archive.wrong("has a central directory that is cut short") from None
+
+
+class _Archive:
+    def __init__(self, descriptor: int, start: int, num_bytes: int, where: str) -> None:
+        self._descriptor, self._start, self._size, self._where = descriptor, start, num_bytes, where
+
+    def wrong(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._where} {problem}: the file is damaged, or not what torch.save writes.")
+
+    def _read(self, offset: int, count: int) -> bytes:
+        """`count` bytes of the archive; fewer where it ends."""
+        return os.pread(self._descriptor, max(min(count, self._size - offset), 0), self._start + offset)
+
+    def members(self) -> dict[str, Member]:
+        offset, length, number = self._directory()
+        entries = list(self._entries(self._read(offset, length), number))
+        entries.sort(key=lambda entry: entry.header)
+        found, end, before = {}, 0, ""
+        for entry in entries:
+            if entry.header < end:
+                raise self.wrong(f"has members {before!r} and {entry.name!r} that overlap")
+            begin = self._data_start(entry)
+            end, before = begin + entry.num_bytes, entry.name
+            if end > offset:
+                raise self.wrong(f"has a member {entry.name!r} that reaches to byte {end}, into the central directory")
+            if entry.name in found:
+                raise self.wrong(f"has two members named {entry.name!r}")
+            found[entry.name] = Member(self._start + begin, entry.num_bytes)
+        return found
+
+    def _directory(self) -> tuple[int, int, int]:
+        """(offset, bytes, number of entries) of the central directory."""
+        tail_start = max(self._size - _END_FORMAT.size - _MAX_COMMENT, 0)
+        tail = self._read(tail_start, _END_FORMAT.size + _MAX_COMMENT)
+        at = tail.rfind(_END)
+        if at < 0 or len(tail) - at < _END_FORMAT.size:
+            raise CheckpointError(f"{self._where} is a zip archive without its end: the file was cut short.")
+        _, disk, _, _, number, length, offset, comment = _END_FORMAT.unpack_from(tail, at)
+        if at + _END_FORMAT.size + comment != len(tail):
+            raise self.wrong("is a zip archive with something behind its end")
+        end = tail_start + at
+        locator = self._read(end - _LOCATOR_FORMAT.size, _LOCATOR_FORMAT.size) if end >= _LOCATOR_FORMAT.size else b""
+        if locator.startswith(_LOCATOR_64):
+            end, number, length, offset, disk = self._directory_64(locator)
+        if disk:
+            raise self.wrong("is a zip archive in several parts")
+        if offset + length != end or length > _MAX_DIRECTORY:
+            raise self.wrong(
+                f"says that its central directory is {length} bytes at byte {offset}, but that directory ends at {end}"
+            )
+        return offset, length, number
+
+    def _directory_64(self, locator: bytes) -> tuple[int, int, int, int, int]:
+        _, disk, at, _ = _LOCATOR_FORMAT.unpack(locator)
+        record = self._read(at, _END_64_FORMAT.size)
+        if not record.startswith(_END_64):
+            raise self.wrong("has a zip64 locator that leads to no zip64 record")
+        _, _, _, _, _, _, _, number, length, offset = _END_64_FORMAT.unpack(record)
+        return at, number, length, offset, disk
+
+    def _entries(self, directory: bytes, number: int) -> Iterator[_Entry]:
+        at = count = 0
+        while at < len(directory):
+            fields = _ENTRY_FORMAT.unpack_from(directory, at)
+            signature, flags, method, packed, size = fields[0], fields[3], fields[4], fields[8], fields[9]
+            name_length, extra_length, comment_length, header = fields[10], fields[11], fields[12], fields[16]
+            if signature != _ENTRY:
+                raise self.wrong("has a central directory with something in it that is no entry")
+            at += _ENTRY_FORMAT.size
+            name = self._name(directory[at : at + name_length])
+            extra = directory[at + name_length : at + name_length + extra_length]
+            size, packed, header = self._wide(extra, size, packed, header, name)
+            if method or packed != size or flags & _ENCRYPTED:
+                raise CheckpointError(
+                    f"{self._where} has a member {name!r} that is compressed or encrypted; it is not unpacked. "
+                    "torch.save writes no such thing: if this is a TorchScript program, save its state_dict() instead."
+                )
+            yield _Entry(name, header, size)
+            at += name_length + extra_length + comment_length
+            count += 1
+        if count != number or at != len(directory):
+            raise self.wrong(f"has a central directory of {count} members that says it has {number}")
+
+    def _name(self, data: bytes) -> str:
+        try:
+            name = data.decode()
+        except UnicodeDecodeError:
+            raise self.wrong("has a member whose name is no text") from None
+        if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in name.split("/"):
+            raise self.wrong(f"has a member named {name[:200]!r}, which would lie outside the archive")
+        return name
+
+    def _wide(self, extra: bytes, size: int, packed: int, header: int, name: str) -> tuple[int, int, int]:
+        """(size, packed size, offset), taken from the zip64 field where 32 bits did not suffice."""
+        if _NONE_32 not in (size, packed, header):
+            return size, packed, header
+        values, at = [size, packed, header], 0
+        while at + 4 <= len(extra):
+            kind, length = struct.unpack_from("<HH", extra, at)
+            if kind == 1:
+                wide = iter(struct.unpack_from(f"<{min(length, 24) // 8}Q", extra, at + 4))
+                try:
+                    size, packed, header = (next(wide) if value == _NONE_32 else value for value in values)
+                except (StopIteration, RuntimeError):
+                    break
+                return size, packed, header
+            at += 4 + length
+        raise self.wrong(f"has a member {name!r} whose size or position is missing")
+
+    def _data_start(self, entry: _Entry) -> int:
+        """Where the member's bytes begin, from its local header, which must name the same member."""
+        header = self._read(entry.header, _LOCAL_FORMAT.size)
+        if len(header) < _LOCAL_FORMAT.size or not header.startswith(_LOCAL):
+            raise self.wrong(f"has no member at byte {entry.header}, where {entry.name!r} should be")
+        fields = _LOCAL_FORMAT.unpack(header)
+        name_length, extra_length = fields[9], fields[10]
+        if self._read(entry.header + _LOCAL_FORMAT.size, name_length) != entry.name.encode():
+            raise self.wrong(f"calls the member {entry.name!r} otherwise in its central directory than where it lies")
+        return entry.header + _LOCAL_FORMAT.size + int(name_length) + int(extra_length)
