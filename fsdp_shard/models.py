@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # What a snapshot of a hub repository needs for us: no other framework's weights, no pickles where safetensors exist.
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+_PICKLES = ("*.bin", "*.bin.index.json")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", ".metadata", "global_step*")
 
 
 @dataclass
@@ -47,25 +49,28 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model lies: config and tokenizer in `directory`, the weights there too or in a GGUF file."""
+    """Where a model lies: config and tokenizer in `directory`; the weights there too, or in `elsewhere`."""
 
     directory: Path
-    gguf_file: Path | None = None
+    elsewhere: Path | None = None
 
     @property
     def weights(self) -> Path:
         """What the tensor index opens."""
-        return self.gguf_file or self.directory
+        return self.elsewhere or self.directory
 
 
 def resolve(path: str | os.PathLike[str], gguf_file: str | None = None, *, need_weights: bool = True) -> ModelSource:
-    """Find the model that `path` means: a local directory, a .gguf file, or a hub id, which is downloaded.
+    """Find the model that `path` means: a directory, a file of weights beside its config, a GGUF file, or a hub id.
 
     Raises ModelError when there is none, it has no config, or (with `need_weights`) it has no weights.
     """
     place = Path(path).expanduser()
     if not place.exists():
         place = _download(str(path), gguf_file)
+    if place.is_file() and place.suffix != ".gguf" and (place.parent / "config.json").exists():
+        _check_config(place.parent)
+        return ModelSource(place.parent, place)
     if place.is_file():
         return _gguf_source(place)
     if gguf_file is not None:
@@ -77,7 +82,7 @@ def resolve(path: str | os.PathLike[str], gguf_file: str | None = None, *, need_
     if need_weights and not any(_weight_files(place)):
         files = ", ".join(sorted(entry.name for entry in place.iterdir())[:8])
         raise ModelError(
-            f"{place} has no weights: it holds {files}, and no *.safetensors was found; "
+            f"{place} has no weights: it holds {files}, and neither *.safetensors nor another kind of weights; "
             f"give a complete model, or set model.gguf_file when the weights are a GGUF file."
         )
     return ModelSource(place)
@@ -185,7 +190,10 @@ def _download(name: str, gguf_file: str | None) -> Path:
 
     patterns = [*_HUB_FILES, *([gguf_file] if gguf_file else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        snapshot = Path(snapshot_download(name, allow_patterns=patterns))
+        if gguf_file is None and not any(_weight_files(snapshot)):
+            snapshot = Path(snapshot_download(name, allow_patterns=[*patterns, *_PICKLES]))
+        return snapshot
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"{name} is neither a local directory nor a hub model that could be fetched: {_first_line(error)}"
@@ -217,7 +225,7 @@ def _check_config(directory: Path) -> None:
 
 
 def _weight_files(directory: Path) -> Iterator[Path]:
-    return directory.glob("*.safetensors")
+    return (file for pattern in _WEIGHTS for file in directory.glob(pattern))
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from fsdp_shard.checkpoint.formats.registry import WRITERS, recognise
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.layout import TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
+from fsdp_shard.checkpoint.ties import absent_ties, stored_twice
 from fsdp_shard.checkpoint.transfer import Move, Progress, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.memory import peak_resident_bytes
@@ -79,7 +80,7 @@ def convert(
     place = Path(target).expanduser().absolute()
     with open_checkpoint(Path(source).expanduser()) as index:
         _check_target(place, index, overwrite)
-        plan = plan_conversion(index, settings)
+        plan = plan_conversion(index, settings, _ties(index, format))
         with atomic.new_directory(place, plan.target.num_bytes + side_bytes(index)) as temporary:
             _write(index, plan, temporary, verify)
     return ConvertReport(
@@ -102,16 +103,27 @@ class ConversionPlan:
     aliases: Mapping[str, str]
 
 
-def plan_conversion(index: TensorIndex, settings: ConvertConfig) -> ConversionPlan:
-    """Plan the target's files and where each range of each tensor goes. Reads nothing, writes nothing."""
+def plan_conversion(index: TensorIndex, settings: ConvertConfig, aliases: Mapping[str, str]) -> ConversionPlan:
+    """Plan the target's files and where each range of each tensor goes. Reads nothing, writes nothing.
+
+    `aliases` {tied name: kept name} are not written a second time.
+    """
     if not index.tensors:
         raise CheckpointError(f"{index.root} has no tensors, so there is nothing to convert.")
-    specs = [_target_spec(entry.spec, settings.dtype) for entry in index.tensors.values()]
+    kept = [entry for name, entry in index.tensors.items() if name not in aliases]
+    specs = [_target_spec(entry.spec, settings.dtype) for entry in kept]
     limit = parse_size(settings.max_shard_size, "max_shard_size")
-    request = WriteRequest(limit, settings.ranks, index.step, index.aliases, settings.nest)
+    request = WriteRequest(limit, settings.ranks, index.step, aliases, settings.nest)
     target = WRITERS[settings.format].plan(specs, request)
     moves = [Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs]
-    return ConversionPlan(target, tuple(moves), index.aliases)
+    return ConversionPlan(target, tuple(moves), aliases)
+
+
+def _ties(index: TensorIndex, format: str) -> dict[str, str]:
+    """Every tied name that can be known: {alias: kept}."""
+    side = index.side or index.root
+    aliases = index.aliases | stored_twice(index, side)
+    return aliases | absent_ties(index, side) if WRITERS[format].LISTS_TIED_NAMES else aliases
 
 
 def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:

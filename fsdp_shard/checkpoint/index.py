@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     Read = Callable[[int, memoryview], None]
 
 _SHORT_RUN_BYTES = 64 << 10  # runs shorter than this cost more to read one by one than to copy into place
+_COMPARE_BYTES = 1 << 20
 _HULL_BYTES = 4 << 20  # a box with short runs is read in row groups of about this many bytes, then narrowed
 
 
@@ -277,6 +278,21 @@ class TensorIndex:
         places = self.places(name, number * CHUNK_BYTES // size, stop // size)
         where = " and ".join(f"{self.root / file} (bytes {low}-{high - 1})" for file, low, high in places[:3])
         return f"{where}: tensor {name}, its bytes {number * CHUNK_BYTES}-{stop - 1},"
+
+    def same_bytes(self, first: str, second: str) -> bool:
+        """Whether two tensors have the same dtype, shape and bytes; reads them only where the first two agree."""
+        one, two = self.entry(first), self.entry(second)
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        size = dtypes.itemsize(one.dtype)
+        step = _COMPARE_BYTES // size
+        for start in range(0, one.num_elements, step):
+            buffers = [bytearray(min(step, one.num_elements - start) * size) for _ in range(2)]
+            self.read_into(first, start, buffers[0])
+            self.read_into(second, start, buffers[1])
+            if buffers[0] != buffers[1]:
+                return False
+        return True
 
     def digest(self, name: str) -> str:
         """The digest of the logical bytes of `name` (see `integrity`), computed by reading them."""

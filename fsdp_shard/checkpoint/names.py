@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from fsdp_shard.checkpoint.index import TensorIndex
 
-_COMPARE_BYTES = 16 << 20
 _NAMED = 4  # names in an error message; the rest is counted
 
 
@@ -109,28 +108,11 @@ def _refuse_unexpected(index: TensorIndex, model: PreTrainedModel, names: Sequen
 
 def _refuse_different_copies(index: TensorIndex, copies: Sequence[tuple[str, str]]) -> None:
     for kept, other in copies:
-        if not _equal(index, kept, other):
+        if not index.same_bytes(kept, other):
             raise CheckpointError(
                 f"{index.root} holds {kept} and {other} with different values, but its config.json ties them; "
                 f"set tie_word_embeddings to false there."
             )
-
-
-def _equal(index: TensorIndex, first: str, second: str) -> bool:
-    from fsdp_shard.checkpoint.dtypes import itemsize
-
-    one, two = index.entry(first), index.entry(second)
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
-        return False
-    step = _COMPARE_BYTES // itemsize(one.dtype)
-    for start in range(0, one.num_elements, step):
-        num_bytes = min(step, one.num_elements - start) * itemsize(one.dtype)
-        buffers = bytearray(num_bytes), bytearray(num_bytes)
-        index.read_into(first, start, buffers[0])
-        index.read_into(second, start, buffers[1])
-        if buffers[0] != buffers[1]:
-            return False
-    return True
 
 
 def _some(names: Sequence[str]) -> str:

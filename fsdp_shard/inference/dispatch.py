@@ -30,10 +30,15 @@ if TYPE_CHECKING:
 
 def locate(path: str | os.PathLike[str], gguf_file: str | None = None) -> ModelSource:
     """Where config, tokenizer and weights of `path` lie: a run (its latest step), a checkpoint, a model, a hub id."""
-    from fsdp_shard.checkpoint import store
+    from fsdp_shard.checkpoint.formats import registry
 
     place = Path(path).expanduser()
-    return models.resolve(store.resolve(place) if place.exists() else path, gguf_file, need_weights=False)
+    if not place.exists() or gguf_file is not None:
+        return models.resolve(path, gguf_file, need_weights=False)
+    found = registry.locate(place)
+    if found.side is not None:
+        return models.ModelSource(models.resolve(found.side, need_weights=False).directory, found.weights)
+    return models.resolve(found.weights, need_weights=False)
 
 
 def check_checkpoint(path: str | os.PathLike[str]) -> None:

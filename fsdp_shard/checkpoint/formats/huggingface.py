@@ -19,6 +19,7 @@ from fsdp_shard.checkpoint.layout import Extent, TargetPlan, WriteRequest
 from fsdp_shard.errors import CheckpointError
 
 NAME = "huggingface"
+LISTS_TIED_NAMES = False
 
 
 def recognise(path: Path) -> bool:

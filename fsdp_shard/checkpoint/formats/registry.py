@@ -35,12 +35,14 @@ class Writer(Protocol):
     """What a format's module offers besides, where it can be written."""
 
     NAME: str
+    LISTS_TIED_NAMES: bool
+    """Whether readers expect tied names in it too: a state dict that is loaded in place has them."""
 
     def plan(self, specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
         """Every file, and where each range of each tensor goes. Pure."""
 
 
-FORMATS = cast("tuple[Format, ...]", (sharded, torch_huggingface, huggingface, gguf))
+FORMATS = cast("tuple[Format, ...]", (sharded, dcp, torch_huggingface, huggingface, gguf))
 WRITERS = {known.NAME: known for known in cast("tuple[Writer, ...]", (huggingface, sharded, dcp))}
 
 

@@ -27,6 +27,7 @@ from fsdp_shard.checkpoint.layout import (
 from fsdp_shard.errors import CheckpointError
 
 NAME = "sharded"
+LISTS_TIED_NAMES = False
 
 
 def recognise(path: Path) -> bool:

@@ -1,0 +1,59 @@
+"""Tied weights of a checkpoint that does not say which of its tensors are tied.
+
+A Hugging Face directory leaves tied tensors out and its model puts them back; a DCP directory holds each of them twice.
+Only the model's config and class know, so they are asked, and only where it matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_shard.checkpoint.files import has_file, member, read_json
+from fsdp_shard.errors import ModelError
+
+if TYPE_CHECKING:
+    from fsdp_shard.checkpoint.index import TensorIndex
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
+_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "proj_out.weight")
+
+
+def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
+    """Names that the model of `side`/config.json ties to stored tensors, and that are not stored: {alias: kept}.
+
+    Builds the model on the meta device, so it imports transformers. Empty without a config, or where its class is none
+    of transformers' own.
+    """
+    if index.aliases or not has_file(side, "config.json"):
+        return {}
+    from fsdp_shard.blocks import tied_names
+    from fsdp_shard.models import ModelSource, build_on_meta, load_config
+
+    try:
+        model = build_on_meta(load_config(ModelSource(side, None)), "float32")
+    except ModelError:
+        return {}
+    names = tied_names(model)
+    return {alias: kept for alias, kept in names.items() if kept in index.tensors and alias not in index.tensors}
+
+
+def stored_twice(index: TensorIndex, side: Path) -> dict[str, str]:
+    """Output heads that are stored beside the embedding that config.json ties them to, byte for byte the same."""
+    if not _ties_embeddings(side):
+        return {}
+    embeddings = [name for name in index.names if name.endswith(_EMBEDDINGS)]
+    heads = [name for name in index.names if name.endswith(_HEADS)]
+    if len(heads) != 1:
+        return {}
+    same = (name for name in embeddings if index.same_bytes(name, heads[0]))
+    kept = next(same, None)
+    return {} if kept is None else {heads[0]: kept}
+
+
+def _ties_embeddings(side: Path) -> bool:
+    if not has_file(side, "config.json"):
+        return False
+    config = read_json(member(side, "config.json"))
+    return isinstance(config, Mapping) and config.get("tie_word_embeddings") is True

@@ -1,0 +1,292 @@
+"""DCP directories: what torch wrote is read bit for bit, and what we write torch loads."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+
+from fsdp_shard.checkpoint.convert import convert
+from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.integrity import verify
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import CheckpointError, ConfigError
+from tests.checkpoint.files import assert_same, write_huggingface
+from tests.checkpoint.test_torch_huggingface import plain, tensors
+from tests.ranks import on_ranks
+from tests.tiny import llama, save_model
+
+
+def quietly(save: Callable[[], object]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save()
+
+
+def save_tensors(context: DistributedContext, root: Path, dims: tuple[int, ...]) -> None:
+    """Tensors of every dtype and placement on a mesh of `dims`, nested as trainers nest them."""
+    mesh = init_device_mesh("cpu", dims)
+    state: dict[str, Any] = {}
+    for name, (tensor, cut) in tensors().items():
+        if cut == "-":
+            state[name] = tensor
+            continue
+        along = [Replicate() if cut == "r" else Shard(int(cut[-1]))]
+        first = [] if len(dims) == 1 else [Shard(0) if cut == "01" else Replicate()]
+        state[name] = distribute_tensor(tensor, mesh, [*first, *along], src_data_rank=None)
+    quietly(lambda: dcp.save({"model": state, "step": 7}, checkpoint_id=root))
+
+
+@pytest.mark.parametrize("dims", [(1,), (2,), (3,), (2, 2)], ids=str)
+def test_every_tensor_of_every_mesh(tmp_path: Path, dims: tuple[int, ...]) -> None:
+    on_ranks(torch.Size(dims).numel(), save_tensors, tmp_path / "saved", dims)
+    with open_checkpoint(tmp_path / "saved") as index:
+        assert_same(index, plain())
+        assert index.format == "dcp"
+    convert(tmp_path / "saved", tmp_path / "one")
+    with open_checkpoint(tmp_path / "one") as index:
+        assert_same(index, plain())
+
+
+class Mlp(nn.Module):
+    """Sizes that ranks do not divide; tensor parallelism on two needs an even one in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.down = nn.Linear(7, 10), nn.Linear(10, 5, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(rows).relu()).clone()
+        return out
+
+
+def train_and_save(context: DistributedContext, root: Path, two_dims: bool) -> dict[str, torch.Tensor]:
+    """FSDP2, with tensor parallelism underneath or not, one step, model and optimizer in one DCP directory."""
+    model = Mlp()
+    if two_dims:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (context.world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    quietly(lambda: dcp.save({"app": state}, checkpoint_id=root))
+    return {name: tensor.full_tensor() for name, tensor in state["model"].items()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("world_size", "two_dims"), [(2, False), (3, False), (4, True)])
+def test_a_model_is_told_from_its_optimizer(tmp_path: Path, world_size: int, two_dims: bool) -> None:
+    held = on_ranks(world_size, train_and_save, tmp_path, two_dims)
+    with open_checkpoint(tmp_path) as index:
+        assert_same(index, held[0])
+        assert set(index.extras) == {"optimizer"}
+        assert index.extras["optimizer"].num_tensors == 9
+        assert index.world_size == world_size
+
+
+def test_a_state_dict_without_nesting(tmp_path: Path) -> None:
+    weights = {"layers.0.weight": torch.randn(3, 2), "norm.bias": torch.randn(3)}
+    moments = {f"state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in weights.items()}
+    quietly(
+        lambda: dcp.save(
+            {**weights, "optimizer": moments, "train_state": {"step": torch.tensor(3)}}, checkpoint_id=tmp_path
+        )
+    )
+    with open_checkpoint(tmp_path) as index:
+        assert_same(index, weights)
+        assert {kind: extra.num_tensors for kind, extra in index.extras.items()} == {"optimizer": 2, "other": 1}
+
+
+@pytest.mark.parametrize(("ranks", "nest"), [(None, None), (3, "model")])
+def test_torch_loads_what_we_write(tmp_path: Path, ranks: int | None, nest: str | None) -> None:
+    write_huggingface(tmp_path / "source", plain())
+    convert(tmp_path / "source", tmp_path / "dcp", format="dcp", ranks=ranks, nest=nest)
+    found = {name: torch.empty_like(tensor) for name, tensor in plain().items()}
+    quietly(lambda: dcp.load({nest: found} if nest else found, checkpoint_id=tmp_path / "dcp"))
+    for name, tensor in plain().items():
+        assert torch.equal(
+            found[name].view(torch.uint8) if tensor.dim() else found[name],
+            tensor.view(torch.uint8) if tensor.dim() else tensor,
+        ), name
+    report = verify(tmp_path / "dcp")
+    assert report.is_sound, report.problems
+    assert report.content_checked
+    with open_checkpoint(tmp_path / "dcp") as index:
+        assert_same(index, plain())
+        assert index.world_size == (ranks or 1)
+
+
+def load_on_ranks(context: DistributedContext, root: Path) -> dict[str, torch.Tensor]:
+    model = Mlp()
+    fully_shard(model, mesh=init_device_mesh("cpu", (context.world_size,)))
+    state = get_model_state_dict(model)
+    for tensor in state.values():
+        tensor.to_local().zero_()  # type: ignore[union-attr]
+    quietly(lambda: dcp.load(state, checkpoint_id=root))
+    return {name: tensor.full_tensor() for name, tensor in state.items()}  # type: ignore[union-attr]
+
+
+def test_ranks_load_their_parts_of_what_we_write(tmp_path: Path) -> None:
+    weights = Mlp().state_dict()
+    write_huggingface(tmp_path / "source", weights)
+    convert(tmp_path / "source", tmp_path / "dcp", format="dcp", ranks=3)
+    for found in on_ranks(2, load_on_ranks, tmp_path / "dcp"):
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+def test_tied_weights_are_written_once_and_listed_twice(tmp_path: Path) -> None:
+    save_model(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "dcp", format="dcp")
+    state = {name: torch.zeros_like(tensor) for name, tensor in llama().state_dict().items()}
+    assert "lm_head.weight" in state
+    quietly(lambda: dcp.load(state, checkpoint_id=tmp_path / "dcp"))
+    assert all(torch.equal(state[name], tensor) for name, tensor in llama().state_dict().items())
+    with open_checkpoint(tmp_path / "dcp") as index:
+        assert index.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    convert(tmp_path / "dcp", tmp_path / "back")
+    assert (tmp_path / "back" / "model.safetensors").stat().st_size < (
+        tmp_path / "source" / "model.safetensors"
+    ).stat().st_size + 2000
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+def test_a_tied_head_that_torch_wrote_twice_is_written_once(tmp_path: Path) -> None:
+    save_model(tmp_path / "saved")
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    state = {name: tensor.clone() for name, tensor in llama().state_dict().items()}
+    quietly(lambda: dcp.save({"model": state}, checkpoint_id=tmp_path / "saved"))
+    with open_checkpoint(tmp_path / "saved") as index:
+        assert "lm_head.weight" in index.names
+    convert(tmp_path / "saved", tmp_path / "one")
+    with open_checkpoint(tmp_path / "one") as index:
+        assert index.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+        assert "lm_head.weight" not in index.names
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_nothing_of_torch_is_imported(tmp_path: Path) -> None:
+    quietly(lambda: dcp.save({"a": torch.ones(3, 2)}, checkpoint_id=tmp_path / "dcp"))
+    code = (
+        "import sys; from fsdp_shard.checkpoint.convert import convert\n"
+        f"convert({str(tmp_path / 'dcp')!r}, {str(tmp_path / 'one')!r}, format='sharded', ranks=2)\n"
+        f"convert({str(tmp_path / 'one')!r}, {str(tmp_path / 'two')!r}, format='dcp')\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+def test_settings_of_other_formats_are_refused(tmp_path: Path) -> None:
+    write_huggingface(tmp_path / "source", {"a": torch.ones(2)})
+    with pytest.raises(ConfigError, match="nest='model' needs format=dcp"):
+        convert(tmp_path / "source", tmp_path / "x", nest="model")
+    with pytest.raises(ConfigError, match="max_shard_size is of format=huggingface"):
+        convert(tmp_path / "source", tmp_path / "x", format="dcp", max_shard_size="1MB")
+
+
+def saved(root: Path) -> Path:
+    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4.0)}
+    quietly(lambda: dcp.save(state, checkpoint_id=root))
+    return root
+
+
+def edit(change: Callable[[Metadata], object]) -> Callable[[Path], None]:
+    def apply(root: Path) -> None:
+        metadata = pickle.loads((root / ".metadata").read_bytes())
+        change(metadata)
+        (root / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return apply
+
+
+def storage(metadata: Metadata, **changes: Any) -> None:
+    key = next(key for key in metadata.storage_data if key.fqn == "a")
+    metadata.storage_data[key] = replace(metadata.storage_data[key], **changes)
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.canary}",)
+
+
+def drop(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["a"].chunks.clear()  # type: ignore[union-attr]
+
+
+def link_outside(root: Path) -> None:
+    (root / "__0_0.distcp").rename(root.parent / "outside.distcp")
+    (root / "__0_0.distcp").symlink_to(root.parent / "outside.distcp")
+
+
+CASES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "file missing": (lambda r: (r / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "file cut short": (lambda r: os.truncate(r / "__0_0.distcp", 100), "cut short"),
+    "file empty": (lambda r: os.truncate(r / "__0_0.distcp", 0), "cut short"),
+    "a linked file": (link_outside, "outside the directory"),
+    "metadata cut short": (lambda r: os.truncate(r / ".metadata", 300), ".metadata"),
+    "metadata empty": (lambda r: os.truncate(r / ".metadata", 0), ".metadata"),
+    "metadata of something else": (lambda r: (r / ".metadata").write_bytes(pickle.dumps([1])), "not the Metadata"),
+    "metadata runs code": (
+        lambda r: (r / ".metadata").write_bytes(pickle.dumps(Hostile(r.parent / "canary"))),
+        "system",
+    ),
+    "up and out": (edit(lambda m: storage(m, relative_path="../x.distcp")), "outside the directory"),
+    "absolute": (edit(lambda m: storage(m, relative_path="/etc/passwd")), "outside the directory"),
+    "beyond the file": (edit(lambda m: storage(m, offset=10**9)), "cut short"),
+    "at a wrong place": (edit(lambda m: storage(m, offset=1)), "__0_0.distcp"),
+    "compressed": (edit(lambda m: storage(m, transform_descriptors=["zstd"])), "without compression"),
+    "no place": (edit(lambda m: m.storage_data.clear()), "does not say where"),
+    "no places at all": (edit(lambda m: setattr(m, "storage_data", None)), "does not say where"),
+    "no pieces": (edit(drop), "not whole"),
+    "another shape": (
+        edit(lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([3, 3]))),
+        "not whole",
+    ),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", CASES)
+def test_damage_is_refused(tmp_path: Path, name: str) -> None:
+    damage, message = CASES[name]
+    root = saved(tmp_path / "dcp")
+    open_checkpoint(root).close()
+    damage(root)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(root)
+    assert str(root) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_an_optimizer_alone_is_no_model(tmp_path: Path) -> None:
+    state = {"optimizer": {"state": {"a": {"exp_avg": torch.ones(2)}}}}
+    quietly(lambda: dcp.save(state, checkpoint_id=tmp_path))
+    with pytest.raises(CheckpointError, match="1 tensors of the kind optimizer but no weights"):
+        open_checkpoint(tmp_path)
