@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.errors import CheckpointError, DifferenceError, InputError
+from fsdp_shard.errors import InputError
 from fsdp_shard.settings import nearest
 from fsdp_shard.shell import run_as_program, wants_debug
 
@@ -31,7 +31,8 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
   plan [name=value ...]         memory that each rank will need, from the config alone
 
   inspect PATH                  what is in a checkpoint of any format
-  verify PATH                   every byte of a checkpoint against its digest
+  verify PATH [--against OTHER] every byte against its digest; or the content of two checkpoints
+  diff A B                      what differs between two checkpoints, tensor by tensor
 
   ls                            the recipes and configs that ship
   cp NAME DEST                  copy one out to edit
@@ -169,33 +170,51 @@ def _copy(arguments: Sequence[str]) -> None:
 
 
 def _inspect(arguments: Sequence[str]) -> None:
-    from fsdp_shard.checkpoint.describe import describe
+    from fsdp_shard.commands import inspect
 
-    parser = _parser("inspect", "What is in a checkpoint of any format.")
+    parser = _parser("inspect", "What is in a checkpoint of any format. Reads headers only.")
     parser.add_argument("path", help="a checkpoint, a run directory (its latest step), or a .gguf file")
+    parser.add_argument(
+        "--tensors", metavar="PATTERN", help="list the tensors of these names, such as '*.3.*' or q_proj, one a line"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
-    options = parser.parse_args(arguments)
-    description = describe(options.path)
-    print(description.to_json() if options.json else description.to_text())
+    inspect(parser.parse_args(arguments))
 
 
 def _verify(arguments: Sequence[str]) -> None:
-    from fsdp_shard.checkpoint.integrity import verify
+    from fsdp_shard.commands import verify
 
-    parser = _parser("verify", "Every byte of a checkpoint against its digest.")
+    parser = _parser(
+        "verify",
+        "Every byte of a checkpoint against the digests in its manifest.json. Without one: its structure, config.json "
+        "against the shapes, NaN and infinities.",
+    )
     parser.add_argument("path", help="a checkpoint, or a run directory (its latest step)")
-    path = parser.parse_args(arguments).path
-    if not Path(path).exists():
-        raise CheckpointError(f"{path}: there is no such file or directory.")
-    report = verify(path)
-    print(report)
-    if not report.is_sound:
-        raise DifferenceError(f"{path} has {len(report.problems)} problem(s), listed above.")
+    parser.add_argument(
+        "--against", metavar="OTHER", help="compare the content with this checkpoint's, across formats and dtypes"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    verify(parser.parse_args(arguments))
+
+
+def _diff(arguments: Sequence[str]) -> None:
+    from fsdp_shard.commands import diff
+
+    parser = _parser("diff", "How two checkpoints differ, tensor by tensor, whatever formats they are in.")
+    parser.add_argument("a", help="a checkpoint of any format, or a run directory (its latest step)")
+    parser.add_argument("b", help="the other one")
+    parser.add_argument("--all", action="store_true", help="every tensor, not only those that differ most")
+    parser.add_argument(
+        "--logits", metavar="PROMPT", help="load both models, and compare what they predict after each token of it"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    diff(parser.parse_args(arguments))
 
 
 _OTHERS: dict[str, Callable[[Sequence[str]], None]] = {
     "inspect": _inspect,
     "verify": _verify,
+    "diff": _diff,
     "ls": _list,
     "cp": _copy,
 }

@@ -28,7 +28,7 @@ _LAYERS = (
     ("reference",),
     ("explain",),
     ("compose",),
-    ("recipe",),
+    ("recipe", "commands"),
     ("cli",),
 )
 _LEVEL = {name: level for level, names in enumerate(_LAYERS) for name in names}

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from fsdp_shard.checkpoint import atomic, transfer
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
-from fsdp_shard.checkpoint.integrity import verify
 from fsdp_shard.checkpoint.store import Manifest, Store, read_manifest
+from fsdp_shard.checkpoint.verify import verify
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
 from tests.checkpoint.test_index import uneven
@@ -326,7 +326,7 @@ def test_moving_bytes_imports_neither_torch_nor_transformers(tmp_path: Path, mod
 import sys
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.describe import describe
-from fsdp_shard.checkpoint.integrity import verify
+from fsdp_shard.checkpoint.verify import verify
 convert({str(model_dir)!r}, {str(tmp_path / "ranks")!r}, format="sharded", ranks=2)
 convert({str(tmp_path / "ranks")!r}, {str(tmp_path / "one")!r}, max_shard_size="100KB")
 assert verify({str(tmp_path / "one")!r}).is_sound

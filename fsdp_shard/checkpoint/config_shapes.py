@@ -1,0 +1,203 @@
+"""Whether a config.json and the shapes of a checkpoint can belong to one model. Pure: knows neither files nor torch.
+
+Rules go by names that transformers' models share, each only where the config has the key and the checkpoint the tensor.
+What is built otherwise is passed over: of a sound model nothing may be said. So this finds a config of another size of
+the same architecture, layers that are missing, and an embedding that was resized; it proves nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_VOCAB = ("vocab_size",)
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads",)
+_HEAD_DIM = ("head_dim", "d_kv")
+_INNER = ("intermediate_size", "d_ff", "n_inner", "hidden_dim", "ffn_dim")
+
+_NESTED = ("text_config",)
+_EMBEDDINGS = r"embed_tokens|wte|word_embeddings|tok_embeddings|shared|embed_in"
+_EMBEDDING = re.compile(rf"(?:^|\.)(?:{_EMBEDDINGS})\.weight$")
+_HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.weight$")
+# Parts of models beside the text: they have sizes of their own, and their configs may leave out what is the default.
+_OTHER_PARTS = re.compile(r"vision|visual|audio|speech|image|projector|qformer|resampler|lora_|adapter|expert|mtp")
+
+
+# Keys of attention that is more than heads of one width: latent, linear, gated, of several kinds in one model.
+_NOT_PLAIN = re.compile(
+    r"lora_rank|qk_|v_head|value_head|global_|linear_|_gate\b|conv|swa_|ssm|mamba|hybrid|layer_group"
+)
+
+
+# The layers of the model itself, whatever wraps it; other stacks (of an adapter, a geometry encoder) have other sizes.
+_STACK = (
+    r"^(?P<stack>(?:model\.|transformer\.|language_model\.|text_model\.|gpt_neox\.|bert\.|roberta\.|encoder\.|decoder\.)*"
+    r"(?:layers?|h|block))\.(?P<number>\d+)\."
+)
+_LAYER = re.compile(_STACK)
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+
+
+_EMBEDDING_SIZE = re.compile(r"embed\w*_(?:size|dim|rank)|word_embed|d_embed|emb_dim")
+
+
+class _Sizes:
+    """Numbers of a config under any of several keys, those of its text part first."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        every = [config, *(value for value in config.values() if isinstance(value, Mapping))]
+        self.is_plain_attention = not any(_NOT_PLAIN.search(key) for part in every for key in part)
+        self.has_embedding_size = any(_EMBEDDING_SIZE.search(key) for part in every for key in part)
+        self.ties = any(part.get("tie_word_embeddings") is True for part in every)
+        self.predicts_further = any(re.search(r"nextn|mtp", key) for part in every for key in part)
+        self._parts = [config[key] for key in _NESTED if isinstance(config.get(key), Mapping)] or [config]
+
+    def get(self, *keys: str) -> tuple[str, int] | None:
+        """(key, value) of the first of `keys` that has a count; None where none has, or two disagree."""
+        found = [
+            (key, part[key]) for part in self._parts for key in keys if type(part.get(key)) is int and part[key] > 0
+        ]
+        return found[0] if len({value for _, value in found}) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Dimension `axis` of the tensors that `pattern` finds has the size that `expected` takes from a config."""
+
+    pattern: re.Pattern[str]
+    axis: int
+    expected: Callable[[_Sizes], tuple[str, int] | None]
+
+
+def config_problems(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What in a parsed config.json cannot be true of a model with tensors of these shapes, a sentence each."""
+    if "auto_map" in config or _is_composed(config) or _OTHER_PARTS.search(str(config.get("model_type"))):
+        return []  # code of their own, or several models in one: nothing is known of their names
+    sizes = _Sizes(config)
+    names = [name for name in shapes if not _OTHER_PARTS.search(name)]
+    problems = list(_layer_problems(sizes, names))
+    if "quantization_config" in config or "compression_config" in config:
+        return problems  # packed weights have other shapes
+    kept = {name: shapes[name] for name in names}
+    problems += _vocabulary_problems(sizes, kept)
+    for rule in _RULES:
+        problems += _rule_problems(rule, sizes, kept)
+    return problems
+
+
+def _is_composed(config: Mapping[str, Any]) -> bool:
+    nested = [key for key, value in config.items() if isinstance(value, Mapping) and "model_type" in value]
+    return bool(nested) and not any(key in config for key in _NESTED)
+
+
+def _rule_problems(rule: _Rule, sizes: _Sizes, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    expected = rule.expected(sizes)
+    if expected is None:
+        return
+    source, size = expected
+    found = {name: shape for name, shape in shapes.items() if rule.pattern.search(name) and len(shape) > rule.axis}
+    there = {shape[rule.axis] for shape in found.values()}
+    # Where layers differ in it among themselves, the model is built from more than this one number.
+    if len(there) == 1 and there != {size}:
+        name, shape = next(iter(found.items()))
+        more = f", and so for {len(found) - 1:,} more" if len(found) > 1 else ""
+        yield f"{source} asks for {size} in dimension {rule.axis} of {name}, which is {list(shape)}{more}."
+
+
+def _layer_problems(sizes: _Sizes, names: list[str]) -> Iterator[str]:
+    stacks: dict[str, set[int]] = {}
+    attends = False  # a stack of something else, such as convolutions, may number its layers with gaps
+    for name in names:
+        if match := _LAYER.match(name):
+            stacks.setdefault(match["stack"], set()).add(int(match["number"]))
+            attends = attends or _ATTENTION.search(name) is not None
+    expected = sizes.get(*_LAYERS)
+    if expected is None or len(stacks) != 1 or not attends:
+        return
+    ((stack, numbers),) = stacks.items()
+    key, count = expected
+    missing = sorted(set(range(count)) - numbers)
+    if missing:
+        yield f"{key}={count}, but {stack} has {len(numbers)} layers, and {stack}.{missing[0]} is not among them."
+    elif max(numbers) >= count and not sizes.predicts_further:
+        yield f"{key}={count}, but {stack} has {len(numbers)} layers, up to {stack}.{max(numbers)}."
+
+
+def _size(*keys: str) -> Callable[[_Sizes], tuple[str, int] | None]:
+    return lambda sizes: _said(sizes.get(*keys))
+
+
+def _said(found: tuple[str, int] | None) -> tuple[str, int] | None:
+    return found and (f"{found[0]}={found[1]}", found[1])
+
+
+def _embedding(sizes: _Sizes) -> tuple[str, int] | None:
+    """The width of embeddings; not known where they may have another than the layers."""
+    return None if sizes.has_embedding_size else _said(sizes.get(*_HIDDEN))
+
+
+def _projection(heads: tuple[str, ...]) -> Callable[[_Sizes], tuple[str, int] | None]:
+    """Heads times their width, where the config says or implies both."""
+
+    def expected(sizes: _Sizes) -> tuple[str, int] | None:
+        count, every, width, hidden = (sizes.get(*keys) for keys in (heads, _HEADS, _HEAD_DIM, _HIDDEN))
+        if count is None or every is None or (width is None and hidden is None) or not sizes.is_plain_attention:
+            return None
+        if width is not None:
+            return f"{count[0]}={count[1]} with {width[0]}={width[1]}", count[1] * width[1]
+        assert hidden is not None
+        if hidden[1] % every[1]:
+            return None
+        return f"{count[0]}={count[1]} with {hidden[0]}={hidden[1]}", count[1] * (hidden[1] // every[1])
+
+    return expected
+
+
+def _rules() -> Iterator[_Rule]:
+    def anywhere(pattern: str, axis: int, expected: Callable[[_Sizes], tuple[str, int] | None]) -> _Rule:
+        return _Rule(re.compile(rf"(?:^|\.)(?:{pattern})\.weight$"), axis, expected)
+
+    def in_layers(pattern: str, axis: int, expected: Callable[[_Sizes], tuple[str, int] | None]) -> _Rule:
+        return _Rule(re.compile(rf"{_STACK}(?:{pattern})\.weight$"), axis, expected)
+
+    yield anywhere(_EMBEDDINGS, 1, _embedding)
+    yield in_layers(r"self_attn\.q_proj", 0, _projection(_HEADS))
+    yield in_layers(r"self_attn\.o_proj", 1, _projection(_HEADS))
+    yield in_layers(r"self_attn\.[kv]_proj", 0, _projection(_KEY_VALUE_HEADS))
+    yield in_layers(r"self_attn\.[qkv]_proj", 1, _size(*_HIDDEN))
+    yield in_layers(r"self_attn\.o_proj", 0, _size(*_HIDDEN))
+    yield in_layers(r"mlp\.(?:gate|up)_proj", 0, _size(*_INNER))
+    yield in_layers(r"mlp\.down_proj", 1, _size(*_INNER))
+    yield in_layers(r"mlp\.(?:gate|up)_proj", 1, _size(*_HIDDEN))
+    yield in_layers(r"mlp\.down_proj", 0, _size(*_HIDDEN))
+    yield in_layers(r"input_layernorm|post_attention_layernorm", 0, _size(*_HIDDEN))
+    # T5
+    yield in_layers(r"layer\.0\.SelfAttention\.[qkv]", 0, _projection(_HEADS))
+    yield in_layers(r"layer\.\d\.DenseReluDense\.wi(?:_[01])?", 0, _size("d_ff"))
+    # GPT-2
+    yield in_layers(r"ln_[12]", 0, _size("n_embd"))
+    # BERT
+    yield in_layers(r"attention\.self\.(?:query|key|value)", 1, _size("hidden_size"))
+    yield in_layers(r"intermediate\.dense", 0, _size("intermediate_size"))
+
+
+_RULES = tuple(_rules())
+
+
+def _vocabulary_problems(sizes: _Sizes, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Rows of embedding and head. Some models keep a few more rows in the embedding, for tokens that none predicts."""
+    found = sizes.get(*_VOCAB)
+    heads = {name: shape[0] for name, shape in shapes.items() if _HEAD.search(name) and shape}
+    embeddings = {name: shape[0] for name, shape in shapes.items() if _EMBEDDING.search(name) and shape}
+    if found is None or len({*heads.values()}) > 1 or len({*embeddings.values()}) > 1:
+        return
+    key, size = found
+    for name, rows in [*heads.items(), *embeddings.items()]:
+        if rows < size or (rows > size and (name in heads or rows in heads.values() or sizes.ties)):
+            yield f"{key}={size}, but {name} has {rows} rows."
+            return

@@ -1,0 +1,154 @@
+"""How far two runs of numbers are apart, from their bytes: largest absolute and relative error, and the cosine.
+
+Knows dtypes and bytes, no files and no names. Computes in float64 with numpy; imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+_BLOCK = 1 << 15  # elements at a time: what a block needs stays in the cache
+_NATIVE = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "C64": "<c8",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "u1",
+    "BOOL": "u1",
+}
+# dtype -> (bits of the exponent, of the mantissa, bias, patterns that are NaN). Source: see `non_finite`.
+_SMALL = {
+    "F8_E4M3": (4, 3, 7, (0x7F, 0xFF)),
+    "F8_E4M3FNUZ": (4, 3, 8, (0x80,)),
+    "F8_E5M2FNUZ": (5, 2, 16, (0x80,)),
+}
+
+
+def decode(dtype: str, data: memoryview) -> Any:
+    """The numbers in `data` as a numpy array: of their own type where numpy has it, else exactly, as floats."""
+    import numpy as np
+
+    if dtype in _NATIVE:
+        return np.frombuffer(data, _NATIVE[dtype])
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    if dtype == "F8_E5M2":
+        return (np.frombuffer(data, "u1").astype("<u2") << 8).view("<f2")
+    if dtype == "F8_E8M0":
+        exponents = np.frombuffer(data, "u1")
+        return np.where(exponents == 0xFF, np.nan, np.ldexp(1.0, exponents.astype("i4") - 127))
+    return _table(dtype)[np.frombuffer(data, "u1")]
+
+
+@cache
+def _table(dtype: str) -> Any:
+    import numpy as np
+
+    exponent_bits, mantissa_bits, bias, nans = _SMALL[dtype]
+    values = []
+    for pattern in range(256):
+        mantissa = pattern & ((1 << mantissa_bits) - 1)
+        exponent = (pattern >> mantissa_bits) & ((1 << exponent_bits) - 1)
+        fraction = mantissa + ((1 << mantissa_bits) if exponent else 0)
+        value = math.ldexp(fraction, max(exponent, 1) - bias - mantissa_bits)
+        values.append(math.nan if pattern in nans else -value if pattern & 0x80 else value)
+    return np.array(values)
+
+
+@dataclass
+class Errors:
+    """How far tensors `a` and `b` are apart, added up over their parts.
+
+    `num_different`: elements of another value (-0.0 is 0.0, and NaN is NaN). `num_special`: those of them where one is
+    NaN or infinite and the other is not, or is another of these; they count in nothing else. `max_relative` is |a - b|
+    over the larger of |a| and |b|, so at most 2, and 0 where both are 0. Complex numbers have their absolute values.
+    Integers of one type are subtracted exactly.
+    """
+
+    num_different: int = 0
+    num_special: int = 0
+    max_absolute: float = 0.0
+    max_relative: float = 0.0
+    worst: int = 0
+    """Flat position of the largest absolute error."""
+    _dot: float = 0.0
+    _norm_a: float = 0.0
+    _norm_b: float = 0.0
+
+    @property
+    def cosine(self) -> float | None:
+        """Of the angle between the two as vectors; 1 if both are zero, 0 if one is, None beyond what float64 holds."""
+        if not (self._norm_a and self._norm_b):
+            return 1.0 if self._norm_a == self._norm_b else 0.0
+        scale = math.sqrt(self._norm_a) * math.sqrt(self._norm_b)
+        return max(-1.0, min(1.0, self._dot / scale)) if math.isfinite(scale) and math.isfinite(self._dot) else None
+
+    def add(self, a: Any, b: Any, start: int) -> None:
+        """Take in the elements from flat position `start` on, as `decode` gives them."""
+        for at in range(0, len(a), _BLOCK):
+            self._add_block(a[at : at + _BLOCK], b[at : at + _BLOCK], start + at)
+
+    def merge(self, other: Errors) -> None:
+        """Take in what was found of another part of the same tensors."""
+        if other.max_absolute > self.max_absolute:
+            self.max_absolute, self.worst = other.max_absolute, other.worst
+        self.max_relative = max(self.max_relative, other.max_relative)
+        self.num_different += other.num_different
+        self.num_special += other.num_special
+        self._dot, self._norm_a, self._norm_b = (
+            self._dot + other._dot,
+            self._norm_a + other._norm_a,
+            self._norm_b + other._norm_b,
+        )
+
+    def _add_block(self, a: Any, b: Any, start: int) -> None:
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            distance = _integer_distance(a, b) if a.dtype.kind in "iu" and a.dtype == b.dtype else None
+            wide = "c16" if "c" in (a.dtype.kind, b.dtype.kind) else "f8"
+            a, b = a.astype(wide), b.astype(wide)
+            if distance is None:
+                distance = np.abs(a - b)
+            if not math.isfinite(float(distance.sum())):
+                a, b, distance = self._without_special(a, b)
+            self.num_different += int(np.count_nonzero(distance))
+            largest = np.maximum(np.abs(a), np.abs(b))
+            relative = float((distance / np.maximum(largest, sys.float_info.min)).max())
+            self._dot += float(np.vdot(a, b).real)
+            self._norm_a += float(np.vdot(a, a).real)
+            self._norm_b += float(np.vdot(b, b).real)
+        worst = int(distance.argmax())
+        self.max_relative = max(self.max_relative, relative)
+        if distance[worst] > self.max_absolute:
+            self.max_absolute, self.worst = float(distance[worst]), start + worst
+
+    def _without_special(self, a: Any, b: Any) -> tuple[Any, Any, Any]:
+        """The block with 0 where either is not finite, after counting where they differ in that."""
+        import numpy as np
+
+        finite = np.isfinite(a) & np.isfinite(b)
+        count = int(np.count_nonzero(~finite & ~((a == b) | (np.isnan(a) & np.isnan(b)))))
+        self.num_special += count
+        self.num_different += count
+        a, b = np.where(finite, a, 0), np.where(finite, b, 0)
+        return a, b, np.minimum(np.abs(a - b), sys.float_info.max)
+
+
+def _integer_distance(a: Any, b: Any) -> Any:
+    """|a - b| of two arrays of one integer type, which need not fit that type."""
+    import numpy as np
+
+    unsigned = a.dtype.str.replace("i", "u")
+    return (np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)).astype("f8")
