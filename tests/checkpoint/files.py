@@ -45,7 +45,13 @@ def write_huggingface(root: Path, tensors: Tensors, **metadata: str) -> Path:
 
 
 def write_ranks(
-    root: Path, tensors: Tensors, edges: Mapping[str, Sequence[int]], *, step: int | None = None, save: str = "one"
+    root: Path,
+    tensors: Tensors,
+    edges: Mapping[str, Sequence[int]],
+    *,
+    step: int | None = None,
+    save: str = "one",
+    aliases: Mapping[str, str] | None = None,
 ) -> Path:
     """Our rank files; `edges[name]` are the flat element positions between which each rank's range lies."""
     root.mkdir(parents=True, exist_ok=True)
@@ -55,7 +61,7 @@ def write_ranks(
             (spec_of(name, tensor), edges[name][rank], edges[name][rank + 1] - edges[name][rank])
             for name, tensor in tensors.items()
         ]
-        plan = layout.plan_sharded(pieces, rank, world_size, step=step, save=save)
+        plan = layout.plan_sharded(pieces, rank, world_size, step=step, save=save, aliases=aliases)
         data = bytearray(plan.header) + bytearray(plan.num_bytes - len(plan.header))
         for spec, start, count in pieces:
             if count:
