@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
-from fsdp_shard.checkpoint.integrity import verify
+from fsdp_shard.checkpoint.verify import verify
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError
 from tests.checkpoint.files import assert_same, write_huggingface

@@ -131,15 +131,15 @@ def test_whole_tensors_of_one_process(tmp_path: Path) -> None:
 def test_ranks_that_wrote_over_each_other_are_refused(tmp_path: Path) -> None:
     """Without save_distributed=True every rank writes the same file, and torch says nothing."""
     on_ranks(2, save_floats, tmp_path / "saved", None)
-    with pytest.raises(CheckpointError, match="the ranks wrote over each other's files"):
-        open_checkpoint(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"the ranks wrote over each other's files|appended|cut short"):
+        open_checkpoint(tmp_path / "saved")  # who is last, and with how many bytes, is chance
     # The same with the file of the first rank, which begins where a whole tensor does.
     on_ranks(2, partial(save_floats, save_distributed=True), tmp_path / "ranks", None)
     shutil.copy(
         tmp_path / "ranks" / "shard-00001-model-00001-of-00001.safetensors",
         tmp_path / "saved" / "model-00001-of-00001.safetensors",
     )
-    with pytest.raises(CheckpointError, match="the ranks wrote over each other's files"):
+    with pytest.raises(CheckpointError, match=r"the ranks wrote over each other's files"):
         open_checkpoint(tmp_path / "saved")
 
 
