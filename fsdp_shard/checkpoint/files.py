@@ -9,6 +9,9 @@ import json
 import os
 import stat
 import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -114,34 +117,40 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-class Files:
-    """Kept handles on the files of one checkpoint. Safe to read from several threads."""
+class Handles:
+    """Open files by name, at most `MAX_HANDLES` of them: those that nobody uses and that were used longest ago close.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._handles: dict[str, int] = {}
+    A checkpoint of thousands of ranks has more files than a process may have open. Safe to use from several threads.
+    """
+
+    MAX_HANDLES = 256
+
+    def __init__(self, open_file: Callable[[str], int]) -> None:
+        self._open = open_file
+        self._handles: dict[str, int] = {}  # the one used last is the last
+        self._users: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of file `name` from `offset` on; a short file is a CheckpointError."""
-        try:
-            count = pread_into(self._handle(name), offset, out)
-        except OSError as error:
-            raise CheckpointError(f"{self._root / name} cannot be read: {error.strerror}.") from None
-        if count != len(out):
-            raise CheckpointError(
-                f"{self._root / name} ends at byte {offset + count}, but a tensor of it reaches to byte "
-                f"{offset + len(out)}: the file was cut short."
-            )
-
-    def _handle(self, name: str) -> int:
-        handle = self._handles.get(name)
-        if handle is not None:
-            return handle
+    @contextmanager
+    def use(self, name: str) -> Iterator[int]:
+        """The descriptor of file `name`, which stays open as long as the block runs."""
         with self._lock:
-            if name not in self._handles:
-                self._handles[name] = open_regular(member(self._root, name))
-            return self._handles[name]
+            handle = self._handles.pop(name, None)
+            if handle is None:
+                self._make_room()
+                handle = self._open(name)
+            self._handles[name] = handle
+            self._users[name] += 1
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                self._users[name] -= 1
+
+    def _make_room(self) -> None:
+        idle = [name for name in self._handles if not self._users[name]]
+        for name in idle[: max(len(self._handles) - self.MAX_HANDLES + 1, 0)]:
+            os.close(self._handles.pop(name))
 
     def close(self) -> None:
         with self._lock:
@@ -150,3 +159,27 @@ class Files:
 
     def __del__(self) -> None:
         self.close()
+
+
+class Files:
+    """The files of one checkpoint, to read ranges of. Safe to use from several threads."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._handles = Handles(lambda name: open_regular(member(root, name)))
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of file `name` from `offset` on; a short file is a CheckpointError."""
+        try:
+            with self._handles.use(name) as handle:
+                count = pread_into(handle, offset, out)
+        except OSError as error:
+            raise CheckpointError(f"{self._root / name} cannot be read: {error.strerror}.") from None
+        if count != len(out):
+            raise CheckpointError(
+                f"{self._root / name} ends at byte {offset + count}, but a tensor of it reaches to byte "
+                f"{offset + len(out)}: the file was cut short."
+            )
+
+    def close(self) -> None:
+        self._handles.close()

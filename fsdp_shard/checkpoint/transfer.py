@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from fsdp_shard.checkpoint.atomic import fsync_file, start_writeback
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch
-from fsdp_shard.checkpoint.files import pwrite_all
+from fsdp_shard.checkpoint.files import Handles, pwrite_all
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
 from fsdp_shard.checkpoint.layout import Extent, FilePlan
@@ -60,26 +60,33 @@ def move_tensors(
     CheckpointError naming file, tensor and byte range. `progress` is told the bytes written.
     """
     digests = {move.target.name: [b""] * num_chunks(move.target.num_bytes) for move in moves}
-    handles: dict[str, int] = {}
+    for plan in plans:
+        _create(root / plan.name, plan)
+    handles = Handles(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
+
+    def work(jobs: Iterator[_Job]) -> None:
+        mover = _Mover(index, handles, expected, digests)
+        for job in jobs:
+            mover.run(job)
+            progress((job.stop - job.start) * itemsize(job.move.target.dtype))
+
     try:
-        for plan in plans:
-            handles[plan.name] = os.open(root / plan.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-            os.truncate(handles[plan.name], plan.num_bytes)
-            for position, frame in plan.frames:
-                pwrite_all(handles[plan.name], position, memoryview(frame))
-
-        def work(jobs: Iterator[_Job]) -> None:
-            mover = _Mover(index, handles, expected, digests)
-            for job in jobs:
-                mover.run(job)
-                progress((job.stop - job.start) * itemsize(job.move.target.dtype))
-
         in_threads(work, list(_jobs(moves)))
     finally:
-        for handle in handles.values():
-            os.close(handle)
+        handles.close()
     in_threads(_sync, [root / plan.name for plan in plans])
     return digests
+
+
+def _create(path: Path, plan: FilePlan) -> None:
+    """The file at its full size, with all that is no tensor in it."""
+    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    try:
+        os.truncate(handle, plan.num_bytes)
+        for position, frame in plan.frames:
+            pwrite_all(handle, position, memoryview(frame))
+    finally:
+        os.close(handle)
 
 
 def _sync(paths: Iterator[Path]) -> None:
@@ -155,7 +162,7 @@ class _Mover:
     def __init__(
         self,
         index: TensorIndex,
-        handles: Mapping[str, int],
+        handles: Handles,
         expected: Mapping[str, Sequence[str]],
         digests: dict[str, list[bytes]],
     ) -> None:
@@ -210,8 +217,9 @@ class _Mover:
             low, high = max(at, extent.start), min(stop, extent.stop)
             if low < high:
                 offset = extent.offset + low - extent.start
-                pwrite_all(self._handles[extent.file], offset, data[low - at : high - at])
-                start_writeback(self._handles[extent.file], offset, high - low)
+                with self._handles.use(extent.file) as handle:
+                    pwrite_all(handle, offset, data[low - at : high - at])
+                    start_writeback(handle, offset, high - low)
 
 
 def _chunks(data: memoryview) -> list[bytes]:

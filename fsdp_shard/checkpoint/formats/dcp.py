@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from typing import Any
 from fsdp_shard.checkpoint.dcp_layout import METADATA
 from fsdp_shard.checkpoint.dcp_layout import plan_dcp as plan
 from fsdp_shard.checkpoint.dtypes import from_torch_name, itemsize
-from fsdp_shard.checkpoint.files import has_file, member, open_regular
+from fsdp_shard.checkpoint.files import Handles, has_file, member, open_regular
 from fsdp_shard.checkpoint.fqns import Selection, split_state
 from fsdp_shard.checkpoint.index import Extra, Piece, TensorEntry, TensorIndex, checked
 from fsdp_shard.checkpoint.pickles import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata, load
-from fsdp_shard.checkpoint.torch_files import StoredTensor, piece_of, read_torch_bytes
+from fsdp_shard.checkpoint.torch_files import StoredTensor, Unreadable, piece_of, read_torch_bytes
 from fsdp_shard.errors import CheckpointError
 
 __all__ = ["LISTS_TIED_NAMES", "NAME", "plan", "read", "recognise"]
@@ -43,7 +44,7 @@ def read(path: Path) -> TensorIndex:
     selection = split_state({key: _path(metadata, key) for key in tensors})
     if not selection.names:
         raise CheckpointError(f"{path} holds {_kinds(selection)} but no weights; give the directory with the weights.")
-    with _Items(path) as items:
+    with closing(_Items(path)) as items:
         found = {
             fqn: _entry(path, fqn, tensors[key], _places(path, key, tensors[key], metadata.storage_data), items)
             for key, fqn in selection.names.items()
@@ -106,7 +107,7 @@ def _places(path: Path, key: str, item: TensorStorageMetadata, storage: Mapping[
 
 
 class _Items:
-    """Kept handles on the `.distcp` files, to look at the head of each item.
+    """Looks at the head of each item, to find the tensor in it.
 
     Items of one writer begin alike where dtype and shape are alike. So the archive around a tensor is taken apart once
     for each such head, and recognised after that: a hundred times faster, and most items of a model are alike.
@@ -114,40 +115,36 @@ class _Items:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._handles: dict[str, int] = {}
+        self._handles = Handles(lambda name: open_regular(member(root, name)))
         self._heads: dict[int, list[tuple[bytes, StoredTensor]]] = {}  # by length of the item
 
     def tensor(self, info: StorageInfo, key: str) -> StoredTensor:
         """What lies in the item, which must be one plain tensor."""
-        where = self._root / info.relative_path
-        if info.relative_path not in self._handles:
-            self._handles[info.relative_path] = open_regular(member(self._root, info.relative_path))
-        handle = self._handles[info.relative_path]
-        size = os.fstat(handle).st_size
-        if info.offset + info.length > size:
+        with self._handles.use(info.relative_path) as handle:
+            self._check_end(handle, info, key)
+            known = self._heads.setdefault(info.length, [])
+            for head, tensor in known:
+                if os.pread(handle, len(head), info.offset) == head:
+                    return replace(tensor, start=info.offset + len(head))
+            where = self._root / info.relative_path
+            item = f"{where} (tensor {key}, from byte {info.offset} on)"
+            found = read_torch_bytes(handle, info.offset, info.length, item)
+            if not isinstance(found, StoredTensor):
+                kind = found.problem if isinstance(found, Unreadable) else f"is a {type(found).__name__}"
+                raise CheckpointError(f"{where}: what is stored as tensor {key} {kind}; only plain tensors are read.")
+            known.append((os.pread(handle, found.start - info.offset, info.offset), found))
+            return found
+
+    def _check_end(self, handle: int, info: StorageInfo, key: str) -> None:
+        size, end = os.fstat(handle).st_size, info.offset + info.length
+        if end > size:
+            where = self._root / info.relative_path
             raise CheckpointError(
-                f"{where} has {size} bytes, but tensor {key} reaches to byte {info.offset + info.length} of it: the "
-                "file was cut short."
+                f"{where} has {size} bytes, but tensor {key} reaches to byte {end} of it: the file was cut short."
             )
-        known = self._heads.setdefault(info.length, [])
-        for head, tensor in known:
-            if os.pread(handle, len(head), info.offset) == head:
-                return replace(tensor, start=info.offset + len(head))
-        found = read_torch_bytes(
-            handle, info.offset, info.length, f"{where} (tensor {key}, from byte {info.offset} on)"
-        )
-        if not isinstance(found, StoredTensor):
-            problem = f"is no plain tensor but {type(found).__name__}"
-            raise CheckpointError(f"{where}: what is stored as tensor {key} {problem}.")
-        known.append((os.pread(handle, found.start - info.offset, info.offset), found))
-        return found
 
-    def __enter__(self) -> _Items:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
+    def close(self) -> None:
+        self._handles.close()
 
 
 def _entry(path: Path, fqn: str, item: TensorStorageMetadata, places: list[_Place], items: _Items) -> TensorEntry:

@@ -1,0 +1,55 @@
+"""Open files of a checkpoint: as many as it takes at a time, and no more."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_shard.checkpoint.convert import convert
+from fsdp_shard.checkpoint.files import Handles
+from fsdp_shard.checkpoint.index import open_checkpoint
+from tests.checkpoint.files import assert_same, write_huggingface
+
+
+def is_open(handle: int) -> bool:
+    try:
+        os.fstat(handle)
+    except OSError:
+        return False
+    return True
+
+
+def test_the_longest_unused_files_close_and_open_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handles, "MAX_HANDLES", 3)
+    for number in range(6):
+        (tmp_path / str(number)).write_text(str(number))
+    opened: list[int] = []
+
+    def open_file(name: str) -> int:
+        opened.append(os.open(tmp_path / name, os.O_RDONLY))
+        return opened[-1]
+
+    handles = Handles(open_file)
+    for number in [*range(6), 0, 5]:
+        with handles.use(str(number)) as handle:
+            assert os.pread(handle, 1, 0) == str(number).encode()
+    assert len(opened) == 7  # 0 a second time; 5 was still open
+    with ExitStack() as stack:  # files in use stay, however many
+        held = [stack.enter_context(handles.use(str(number))) for number in range(6)]
+        assert all(map(is_open, held))
+    handles.close()
+    assert not any(map(is_open, opened))
+
+
+def test_more_ranks_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handles, "MAX_HANDLES", 4)
+    tensors = {"a": torch.randn(40, 3), "b": torch.randn(7)}
+    write_huggingface(tmp_path / "one", tensors)
+    convert(tmp_path / "one", tmp_path / "ranks", format="sharded", ranks=20)
+    convert(tmp_path / "ranks", tmp_path / "back", format="dcp", ranks=9)
+    with open_checkpoint(tmp_path / "back") as index:
+        assert_same(index, tensors)
