@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test check lint docs coverage clean
+.PHONY: help install demo test check lint docs coverage bench-convert clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint      repair formatting, and what ruff can"
 	@echo "make docs      write docs/config.md anew from the settings in the code"
 	@echo "make coverage  the tests again, with the lines that none of them runs"
+	@echo "make bench-convert  conversions beside cp and other libraries, in WORK (needs 30 GB and a quiet machine)"
 	@echo "make clean     remove $(VENV) and everything made"
 
 install: $(STAMP)
@@ -34,6 +35,11 @@ docs: $(STAMP)
 
 coverage: $(STAMP)
 	@scripts/coverage
+
+WORK ?= build/bench-convert
+
+bench-convert: $(STAMP)
+	@$(VENV)/bin/python benchmarks/convert.py --work "$(WORK)"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -1,0 +1,50 @@
+"""A conversion by fsdp_shard, measured from inside, after the imports: SOURCE TARGET [KEY=VALUE ...].
+
+Prints one line of JSON: seconds, cpu_seconds, grown_bytes (peak memory above that after the imports). `digests=false`
+leaves the hashing out, which no user can, to show what it costs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+from fsdp_shard.checkpoint import transfer
+from fsdp_shard.checkpoint.convert import convert
+from fsdp_shard.checkpoint.index import open_checkpoint
+
+
+def resident(field: str) -> int:
+    """`VmHWM` (the peak so far) or `VmRSS` of this process, in bytes."""
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+def main(source: str, target: str, *pairs: str) -> None:
+    settings: dict[str, object] = {}
+    for pair in pairs:
+        key, value = pair.split("=", 1)
+        settings[key] = value == "true" if value in ("true", "false") else int(value) if value.isdigit() else value
+    if not settings.pop("digests", True):
+        transfer.chunk_digest = lambda data: bytes(16)
+    if "dtype" in settings:
+        import torch  # noqa: F401 (a cast needs it, and its import is none of the conversion)
+    before, start, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
+    if target == "-":
+        open_checkpoint(source).close()
+    else:
+        convert(source, target, **settings)  # type: ignore[arg-type]
+    found = {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu,
+        "grown_bytes": max(resident("VmHWM") - before, 0),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,25 @@
+"""The benchmarks run, on a model of a few MB. What they measure here means nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_conversions_are_measured(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    sizes = ["--size", "0.004", "--shard-size", "1MB", "--repeats", "1", "--only", "header", "split", "integrity"]
+    command = [sys.executable, "benchmarks/convert.py", "--work", str(tmp_path / "work"), *sizes]
+    result = subprocess.run(
+        [*command, "--no-peers", "--json", str(table)], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(table.read_text())
+    assert len(rows) == 11
+    assert all(row["value"] > 0 and math.isfinite(row["value"]) for row in rows)
+    assert all(row["name"] in result.stdout for row in rows)
