@@ -27,6 +27,8 @@ def main(config: ConvertConfig) -> None:
     )
     write_result(config.run_dir, asdict(report))
     checked = "read back and compared" if report.verified else "not read back"
+    for kind, count in report.left_out.items():
+        print(f"left out: {count:,} tensors of the kind {kind}")
     print(f"{config.target}: {report.num_tensors:,} tensors, {format_size(report.num_bytes)}, {checked}")
 
 

@@ -34,7 +34,10 @@ from fsdp_shard.sizes import parse_size
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did. `num_bytes` of weights as written; `peak_memory_bytes` of the whole process."""
+    """What a conversion did. `num_bytes` of weights as written; `peak_memory_bytes` of the whole process.
+
+    `left_out` counts the tensors that are no weights and stay behind, by kind: `optimizer`, `adapter`, `other`.
+    """
 
     source_format: str
     target_format: str
@@ -43,6 +46,7 @@ class ConvertReport:
     seconds: float
     peak_memory_bytes: int
     verified: bool
+    left_out: dict[str, int]
 
 
 def convert(
@@ -91,6 +95,7 @@ def convert(
         seconds=time.perf_counter() - start,
         peak_memory_bytes=peak_resident_bytes(),
         verified=verify,
+        left_out={kind: extra.num_tensors for kind, extra in index.extras.items()},
     )
 
 
