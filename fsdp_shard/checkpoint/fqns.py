@@ -6,6 +6,7 @@ around it. `plain_names` undoes what wrappers do to a module's names: FSDP, DDP,
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,13 @@ _TRAINER = frozenset(
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module", "_ddp_module")
 # Parts of names that only peft's adapters have.
 _ADAPTER = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "original_module")
+
+# What one of the names shows where there is anything to undo, so that most checkpoints are passed in one look.
+_TRACES = re.compile(
+    rf"(^|\.)({'|'.join((*_WRAPPERS, *_ADAPTER, 'base_layer', 'modules_to_save'))})\."
+    r"|^(module|base_model\.model|model\.(model|lm_head|transformer))\.",
+    re.MULTILINE,
+)
 
 OPTIMIZER, ADAPTER, OTHER = "optimizer", "adapter", "other"
 
@@ -92,6 +100,8 @@ def plain_names(names: Iterable[str]) -> Selection:
     peft beside the weights that they adapt are extras; a checkpoint that has nothing but adapters keeps its names.
     """
     stored = list(names)
+    if not _TRACES.search("\n".join(stored)):
+        return Selection({name: name for name in stored}, {})
     adapters = [name for name in stored if _has(name, _ADAPTER)]
     if adapters and len(adapters) == len(stored):
         return Selection({name: name for name in stored}, {})

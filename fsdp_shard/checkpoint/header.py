@@ -83,7 +83,10 @@ def _metadata(value: Any, path: Path) -> dict[str, str]:
 
 
 def _are_counts(values: list[Any]) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)
+    for value in values:  # noqa: SIM110 -- half the time of `all`, and a header may have tens of thousands of lists
+        if type(value) is not int or value < 0:
+            return False
+    return True
 
 
 def _entry(name: str, value: Any, path: Path) -> tuple[str, tuple[int, ...], int, int]:
