@@ -24,6 +24,7 @@ def main(config: ConvertConfig) -> None:
         dtype=config.dtype,
         verify=config.verify,
         overwrite=config.overwrite,
+        sync=config.sync,
     )
     write_result(config.run_dir, asdict(report))
     checked = "read back and compared" if report.verified else "not read back"

@@ -64,6 +64,11 @@ class ConvertConfig:
         "keep", "Cast floating-point tensors to this type.", choices=("keep", "float32", "bfloat16", "float16")
     )
     verify: bool = setting(True, "Read the target back and compare it with what was written.")
+    sync: bool = setting(
+        True,
+        "Have everything on the disk before the target gets its name, so that a power cut leaves it whole or absent. "
+        "false: leave that to the system, as cp does.",
+    )
     overwrite: bool = setting(False, "Replace an existing checkpoint at the target, once the new one is complete.")
 
     def check(self, prefix: str) -> None:

@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.atomic import fsync_file
 from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.checkpoint.formats import gguf
 from fsdp_shard.errors import CheckpointError
@@ -63,7 +62,7 @@ def side_bytes(index: TensorIndex) -> int:
 
 
 def carry(index: TensorIndex, target: Path, dtype: str | None) -> list[str]:
-    """Put the side files of `index` into `target`, synced; returns their names.
+    """Put the side files of `index` into `target`; returns the names of all files that are in it then.
 
     `dtype` (torch's name, such as `bfloat16`) is what config.json shall say; None leaves it as it is.
     """
@@ -74,10 +73,7 @@ def carry(index: TensorIndex, target: Path, dtype: str | None) -> list[str]:
         (target / name).write_bytes((root / name).read_bytes())
     if dtype is not None and has_file(target, CONFIG):
         _set_dtype(target / CONFIG, dtype)
-    names = [str(entry.relative_to(target)) for entry in sorted(target.rglob("*")) if entry.is_file()]
-    for name in names:
-        fsync_file(target / name)
-    return names
+    return [str(entry.relative_to(target)) for entry in sorted(target.rglob("*")) if entry.is_file()]
 
 
 def _set_dtype(path: Path, dtype: str) -> None:

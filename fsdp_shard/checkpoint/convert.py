@@ -60,6 +60,7 @@ def convert(
     verify: bool = True,
     overwrite: bool = False,
     nest: str | None = None,
+    sync: bool = True,
 ) -> ConvertReport:
     """Write the checkpoint at `source` to the directory `target`; see ConvertConfig for the settings.
 
@@ -79,6 +80,7 @@ def convert(
         dtype=wanted or "keep",
         verify=verify,
         overwrite=overwrite,
+        sync=sync,
     )
     check(settings)
     place = Path(target).expanduser().absolute()
@@ -86,7 +88,7 @@ def convert(
         _check_target(place, index, overwrite)
         plan = plan_conversion(index, settings, _ties(index, format))
         with atomic.new_directory(place, plan.target.num_bytes + side_bytes(index)) as temporary:
-            _write(index, plan, temporary, verify)
+            _write(index, plan, temporary, verify=verify, sync=sync)
     return ConvertReport(
         source_format=index.format,
         target_format=format,
@@ -137,8 +139,8 @@ def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:
     return TensorSpec(spec.name, from_torch_name(dtype), spec.shape)
 
 
-def _write(index: TensorIndex, plan: ConversionPlan, root: Path, verify: bool) -> None:
-    """Fill the temporary directory `root`, everything synced."""
+def _write(index: TensorIndex, plan: ConversionPlan, root: Path, *, verify: bool, sync: bool) -> None:
+    """Fill the temporary directory `root`."""
     total = sum(move.target.num_bytes for move in plan.moves) * (2 if verify else 1)
     source = read_manifest(index.root) if index.root.is_dir() else None
     expected = {name: record.chunks for name, record in source.tensors.items()} if source else {}
@@ -146,14 +148,17 @@ def _write(index: TensorIndex, plan: ConversionPlan, root: Path, verify: bool) -
         (root / name).write_bytes(content)
     names = carry(index, root, _written_dtype(plan))
     with _progress(total) as progress:
-        digests = move_tensors(index, plan.moves, plan.target.files, root, expected, progress)
+        digests = move_tensors(index, plan.moves, plan.target.files, root, expected, progress, sync=sync)
         _write_manifest(index, plan, root, names, digests)
         if verify:
             with open_checkpoint(root) as written:
                 problem = compare_with(written, digests, progress)
             if problem is not None:
                 raise SaveError(f"{problem}; the disk or the memory of this machine is at fault. Nothing was kept.")
-    atomic.fsync_tree(root)
+    if sync:
+        for name in names:
+            atomic.fsync_file(root / name)
+        atomic.fsync_tree(root)
 
 
 def _written_dtype(plan: ConversionPlan) -> str | None:

@@ -53,8 +53,12 @@ def move_tensors(
     root: Path,
     expected: Mapping[str, Sequence[str]],
     progress: Progress,
+    *,
+    sync: bool = True,
 ) -> dict[str, list[bytes]]:
-    """Write the files of `plans` into the directory `root`, synced to the disk; returns the chunk digests as written.
+    """Write the files of `plans` into the directory `root`; returns the chunk digests as written.
+
+    With `sync` their way to the disk begins at once, and has ended when this returns.
 
     `expected` maps tensors to the digests (hex) that the chunks of the source must have; a chunk that differs is a
     CheckpointError naming file, tensor and byte range. `progress` is told the bytes written.
@@ -65,7 +69,7 @@ def move_tensors(
     handles = Handles(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
 
     def work(jobs: Iterator[_Job]) -> None:
-        mover = _Mover(index, handles, expected, digests)
+        mover = _Mover(index, handles, expected, digests, sync)
         for job in jobs:
             mover.run(job)
             progress((job.stop - job.start) * itemsize(job.move.target.dtype))
@@ -74,8 +78,14 @@ def move_tensors(
         in_threads(work, list(_jobs(moves)))
     finally:
         handles.close()
-    in_threads(_sync, [root / plan.name for plan in plans])
+    if sync:
+        in_threads(_sync, [root / plan.name for plan in plans])
     return digests
+
+
+def _sync(paths: Iterator[Path]) -> None:
+    for path in paths:
+        fsync_file(path)
 
 
 def _create(path: Path, plan: FilePlan) -> None:
@@ -87,11 +97,6 @@ def _create(path: Path, plan: FilePlan) -> None:
             pwrite_all(handle, position, memoryview(frame))
     finally:
         os.close(handle)
-
-
-def _sync(paths: Iterator[Path]) -> None:
-    for path in paths:
-        fsync_file(path)
 
 
 def compare_with(index: TensorIndex, digests: Mapping[str, Sequence[bytes]], progress: Progress) -> str | None:
@@ -165,8 +170,10 @@ class _Mover:
         handles: Handles,
         expected: Mapping[str, Sequence[str]],
         digests: dict[str, list[bytes]],
+        sync: bool,
     ) -> None:
         self._index, self._handles, self._expected, self._digests = index, handles, expected, digests
+        self._sync = sync
         self._source = memoryview(bytearray(CHUNK_BYTES))
         self._target = memoryview(bytearray(CHUNK_BYTES))
 
@@ -219,7 +226,8 @@ class _Mover:
                 offset = extent.offset + low - extent.start
                 with self._handles.use(extent.file) as handle:
                     pwrite_all(handle, offset, data[low - at : high - at])
-                    start_writeback(handle, offset, high - low)
+                    if self._sync:
+                        start_writeback(handle, offset, high - low)
 
 
 def _chunks(data: memoryview) -> list[bytes]:

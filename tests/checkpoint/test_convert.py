@@ -335,3 +335,21 @@ print([name for name in ("torch", "transformers", "numpy", "safetensors", "hydra
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_sync_decides_whether_the_weights_are_on_the_disk(
+    sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_huggingface(tmp_path / "source", {"a": torch.randn(5, 3)})
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def record(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    convert(tmp_path / "source", tmp_path / "target", sync=sync)
+    assert ("model.safetensors" in synced) == sync
+    assert ("config.json" in synced) == sync
