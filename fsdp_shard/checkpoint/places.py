@@ -28,7 +28,6 @@ _NUMBERED = re.compile(rf"({'|'.join(_FAMILIES)})(\d+)")
 _FSDP = re.compile(r"pytorch_model_fsdp(_\d+)?(\.bin)?")  # accelerate.utils.constants.FSDP_MODEL_NAME
 _INNER = ("actor", "huggingface", "sharded")
 _OUTER = ("checkpoint", "checkpoints")
-_MAX_DEPTH = 5
 _SIDE_DIRECTORY = "huggingface"  # verl
 _SIDE_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 
@@ -51,7 +50,7 @@ def find(path: Path, is_checkpoint: IsCheckpoint) -> Place:
     Several candidates of which no rule prefers one are a CheckpointError that lists them, as is a link out of `path`.
     Of numbered directories the newest that holds a checkpoint counts: an interrupted save leaves a later one without.
     """
-    trail = _lead(path, is_checkpoint, 0)
+    trail = _lead(path, is_checkpoint, set())
     if trail is None:
         others = _other_checkpoints(path, is_checkpoint)
         if others:
@@ -66,15 +65,16 @@ def is_numbered(name: str) -> bool:
     return _NUMBERED.fullmatch(name) is not None
 
 
-def _lead(path: Path, is_checkpoint: IsCheckpoint, depth: int) -> list[Path] | None:
-    """The directories from `path` down to a checkpoint, or None."""
+def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path]) -> list[Path] | None:
+    """The directories from `path` down to a checkpoint, or None. `seen` keeps links from leading round in circles."""
     if is_checkpoint(path):
         return [path]
-    if depth == _MAX_DEPTH or not path.is_dir():
+    if not path.is_dir() or path.resolve() in seen:
         return None
+    seen.add(path.resolve())
     for rule in (_fsdp_models, _inner, _newest_first, _outer):
         for child in rule(path):
-            below = _lead(child, is_checkpoint, depth + 1)
+            below = _lead(child, is_checkpoint, seen)
             if below is not None:
                 return [path, *below]
     return None
