@@ -159,6 +159,31 @@ def test_verl(tmp_path: Path) -> None:
     assert {"config.json", "tokenizer.json"} <= {entry.name for entry in (tmp_path / "model").iterdir()}
 
 
+def train(context: DistributedContext, root: Path) -> None:
+    """Two steps of transformers' Trainer, which keeps both."""
+    from transformers import Trainer, TrainingArguments
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # asked for, but not used: the ranks have met
+    settings = {"max_steps": 2, "save_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    rows = [{"input_ids": list(range(8)), "labels": list(range(8))}] * 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(llama(), TrainingArguments(output_dir=str(root), **settings), train_dataset=rows).train()
+
+
+def test_what_trainer_leaves(tmp_path: Path) -> None:
+    on_ranks(1, train, tmp_path)
+    assert {"checkpoint-1", "checkpoint-2"} <= {entry.name for entry in tmp_path.iterdir()}
+    assert {"optimizer.pt", "trainer_state.json"} <= {entry.name for entry in (tmp_path / "checkpoint-2").iterdir()}
+    with open_checkpoint(tmp_path) as index, open_checkpoint(tmp_path / "checkpoint-1") as before:
+        assert (index.root, index.step, before.step) == (tmp_path / "checkpoint-2", 2, 1)
+        assert "lm_head.weight" not in index.names
+        assert any(index.digest(name) != before.digest(name) for name in index.names)
+    convert(tmp_path, tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert not (tmp_path / "model" / "optimizer.pt").exists()
+
+
 def test_trainer_directory_itself_comes_first(tmp_path: Path) -> None:
     weights(tmp_path, 1, config=True)
     weights(tmp_path / "checkpoint-500", 500, config=True)
