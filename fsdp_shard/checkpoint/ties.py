@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.errors import ModelError
@@ -16,6 +16,7 @@ from fsdp_shard.errors import ModelError
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex
 
+CONFIG = "config.json"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "proj_out.weight")
 
@@ -23,11 +24,14 @@ _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "proj_out.weigh
 def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
     """Names that the model of `side`/config.json ties to stored tensors, and that are not stored: {alias: kept}.
 
-    Builds the model on the meta device, so it imports transformers. Empty without a config, or where its class is none
-    of transformers' own.
+    Where config.json alone does not tell, the model is built on the meta device, which imports transformers. Empty
+    without a config, or where its class is none of transformers' own.
     """
-    if index.aliases or not has_file(side, "config.json"):
+    if index.aliases or not has_file(side, CONFIG):
         return {}
+    told = _told_by_config(index, read_json(member(side, CONFIG)))
+    if told is not None:
+        return told
     from fsdp_shard.blocks import tied_names
     from fsdp_shard.models import ModelSource, build_on_meta, load_config
 
@@ -37,6 +41,19 @@ def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
         return {}
     names = tied_names(model)
     return {alias: kept for alias, kept in names.items() if kept in index.tensors and alias not in index.tensors}
+
+
+def _told_by_config(index: TensorIndex, config: Any) -> dict[str, str] | None:
+    """The ties of a decoder with the usual names, None where more has to be known."""
+    if not isinstance(config, Mapping) or config.get("is_encoder_decoder"):
+        return None
+    is_tied, classes = config.get("tie_word_embeddings"), config.get("architectures")
+    if not isinstance(classes, list) or not str(next(iter(classes), "")).endswith(("ForCausalLM", "LMHeadModel")):
+        return None
+    if is_tied is False or "lm_head.weight" in index.tensors:
+        return {}
+    embeddings = [name for name in index.names if name in ("model.embed_tokens.weight", "transformer.wte.weight")]
+    return {"lm_head.weight": embeddings[0]} if is_tied is True and len(embeddings) == 1 else None
 
 
 def stored_twice(index: TensorIndex, side: Path) -> dict[str, str]:
@@ -53,7 +70,7 @@ def stored_twice(index: TensorIndex, side: Path) -> dict[str, str]:
 
 
 def _ties_embeddings(side: Path) -> bool:
-    if not has_file(side, "config.json"):
+    if not has_file(side, CONFIG):
         return False
-    config = read_json(member(side, "config.json"))
+    config = read_json(member(side, CONFIG))
     return isinstance(config, Mapping) and config.get("tie_word_embeddings") is True
