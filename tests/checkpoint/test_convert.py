@@ -5,13 +5,10 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import atomic, transfer
@@ -86,31 +83,6 @@ def test_awkward_tensors_survive(tmp_path: Path) -> None:
     for path in (tmp_path / "one", tmp_path / "ranks"):
         with open_checkpoint(path) as index:
             assert_same(index, tensors)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_random_chains_keep_content_and_digests(data: st.DataObject) -> None:
-    dtypes = st.sampled_from(
-        [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2, torch.complex64]
-    )
-    shapes = st.lists(st.integers(0, 9), max_size=3)
-    count = data.draw(st.integers(1, 5))
-    tensors = {f"t.{i}": random_tensor(data.draw(shapes), data.draw(dtypes), seed=i) for i in range(count)}
-    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(atomic.os, "fsync", lambda descriptor: None)  # the disk is not what is tested
-        here = write_huggingface(Path(directory) / "0", tensors)
-        before = digests(here)
-        for number in range(1, 4):
-            target = Path(directory) / str(number)
-            if data.draw(st.booleans()):
-                convert(here, target, format="sharded", ranks=data.draw(st.integers(1, 5)))
-            else:
-                convert(here, target, max_shard_size=data.draw(st.integers(1, 3000)))
-            here = target
-        with open_checkpoint(here) as index:
-            assert_same(index, tensors)
-        assert digests(here) == before
 
 
 def test_large_tensors_go_in_chunks_to_several_files(tmp_path: Path) -> None:
