@@ -25,6 +25,11 @@ class Placement:
     dim: int = 0
     split_factor: int = 1
 
+    def __str__(self) -> str:
+        if self.kind != "shard":
+            return self.kind
+        return f"shard({self.dim})" if self.split_factor == 1 else f"shard({self.dim}, in {self.split_factor} parts)"
+
 
 Span = tuple[int, int]
 

@@ -10,7 +10,15 @@ from typing import Protocol, cast
 
 from fsdp_shard.checkpoint import places, store
 from fsdp_shard.checkpoint.dtypes import TensorSpec
-from fsdp_shard.checkpoint.formats import dcp, gguf, huggingface, sharded, torch_huggingface
+from fsdp_shard.checkpoint.formats import (
+    dcp,
+    gguf,
+    huggingface,
+    pytorch,
+    rank_pickles,
+    sharded,
+    torch_huggingface,
+)
 from fsdp_shard.checkpoint.fqns import ADAPTER, plain_names
 from fsdp_shard.checkpoint.index import TensorIndex, count
 from fsdp_shard.checkpoint.integrity import num_chunks
@@ -42,7 +50,9 @@ class Writer(Protocol):
         """Every file, and where each range of each tensor goes. Pure."""
 
 
-FORMATS = cast("tuple[Format, ...]", (sharded, dcp, torch_huggingface, huggingface, gguf))
+FORMATS = cast(
+    "tuple[Format, ...]", (sharded, dcp, torch_huggingface, huggingface, gguf, rank_pickles, pytorch)
+)
 WRITERS = {known.NAME: known for known in cast("tuple[Writer, ...]", (huggingface, sharded, dcp))}
 
 
@@ -120,13 +130,17 @@ def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
 def _contents(path: Path) -> str:
     """What there is instead, for the error."""
     if path.is_file():
-        return "it is neither a safetensors nor a GGUF file."
+        return "it is neither a safetensors, nor a GGUF file, nor one of torch.save."
     if not path.is_dir():
         return "it is neither a file nor a directory."
     names = sorted(entry.name for entry in path.iterdir())
-    if any(name.endswith((".bin", ".pt", ".pth", ".distcp")) for name in names):
-        pickled = next(name for name in names if name.endswith((".bin", ".pt", ".pth", ".distcp")))
-        return f"it holds {pickled}, which is a pickle; convert it to safetensors with the library that wrote it."
+    if any(name.endswith(".distcp") for name in names):
+        return "it holds .distcp files, but no .metadata that says what is in them."
+    if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+        return (
+            f"it holds {', '.join(pickled[:5])}, of which none is known to hold its weights; give the file itself if "
+            "one of them does."
+        )
     if len([name for name in names if name.endswith(".safetensors")]) > 1:
         return "it holds several safetensors files, but no model.safetensors.index.json that says what is in them."
     some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
