@@ -12,6 +12,7 @@ from fsdp_shard.checkpoint import places, store
 from fsdp_shard.checkpoint.dtypes import TensorSpec
 from fsdp_shard.checkpoint.formats import (
     dcp,
+    deepspeed,
     gguf,
     huggingface,
     pytorch,
@@ -51,7 +52,7 @@ class Writer(Protocol):
 
 
 FORMATS = cast(
-    "tuple[Format, ...]", (sharded, dcp, torch_huggingface, huggingface, gguf, rank_pickles, pytorch)
+    "tuple[Format, ...]", (sharded, dcp, torch_huggingface, huggingface, gguf, deepspeed, rank_pickles, pytorch)
 )
 WRITERS = {known.NAME: known for known in cast("tuple[Writer, ...]", (huggingface, sharded, dcp))}
 
