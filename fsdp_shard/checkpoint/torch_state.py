@@ -13,7 +13,7 @@ from fsdp_shard.checkpoint.stored_shards import AnyTensor
 from fsdp_shard.checkpoint.torch_files import StoredDTensor, StoredShards, StoredTensor, Unreadable
 from fsdp_shard.errors import CheckpointError
 
-_MAX_CONTAINERS = 1_000_000  # a pickle can name one list many times, in itself too: that is walked each time
+_MAX_CONTAINERS = 200_000  # a pickle can name one list many times, in itself too: that is walked each time
 _MAX_DEPTH = 24
 
 TensorT = TypeVar("TensorT")

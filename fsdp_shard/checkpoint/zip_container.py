@@ -23,7 +23,7 @@ _LOCAL_FORMAT = struct.Struct("<4s5H3L2H")
 _ENCRYPTED = 1
 _MAX_COMMENT = (1 << 16) - 1
 _MAX_DIRECTORY = 1 << 30
-_NONE_32 = 0xFFFFFFFF
+_NONE_16, _NONE_32 = 0xFFFF, 0xFFFFFFFF  # "see the zip64 record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,11 @@ class _Archive:
         end = tail_start + at
         locator = self._read(end - _LOCATOR_FORMAT.size, _LOCATOR_FORMAT.size) if end >= _LOCATOR_FORMAT.size else b""
         if locator.startswith(_LOCATOR_64):
+            narrow = (number, length, offset)
             end, number, length, offset, disk = self._directory_64(locator)
+            for short, wide in zip(narrow, (number, length, offset), strict=True):
+                if short not in (wide, _NONE_16, _NONE_32):
+                    raise self.wrong(f"says at its end that its central directory has {narrow}, and {wide} before that")
         if disk:
             raise self.wrong("is a zip archive in several parts")
         if offset + length != end or length > _MAX_DIRECTORY:

@@ -197,7 +197,7 @@ CASES: dict[str, Case] = {
     # No checkpoint at all.
     "nothing there": (single, lambda p: [f.unlink() for f in p.parent.iterdir()], "the directory is empty"),
     "other files": (single, lambda p: p.unlink(), r"the directory holds config\.json"),
-    "a pickle": (single, lambda p: p.rename(p.parent / "pytorch_model.bin"), "which is a pickle"),
+    "no pickle": (single, lambda p: p.rename(p.parent / "pytorch_model.bin"), "begins as no file of torch"),
     "several files": (
         single,
         lambda p: (p.rename(p.parent / "x.safetensors"), (p.parent / "y.safetensors").touch()),
