@@ -30,7 +30,7 @@ _OTHER_PARTS = re.compile(r"vision|visual|audio|speech|image|projector|qformer|r
 
 # Keys of attention that is more than heads of one width: latent, linear, gated, of several kinds in one model.
 _NOT_PLAIN = re.compile(
-    r"lora_rank|qk_|v_head|value_head|global_|linear_|_gate\b|conv|swa_|ssm|mamba|hybrid|layer_group"
+    r"lora_rank|qk_|v_head|(?<!key_)value_head|global_|linear_|_gate\b|conv|swa_|ssm|mamba|hybrid|layer_group"
 )
 
 
@@ -43,7 +43,7 @@ _LAYER = re.compile(_STACK)
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
-_EMBEDDING_SIZE = re.compile(r"embed\w*_(?:size|dim|rank)|word_embed|d_embed|emb_dim")
+_EMBEDDING_SIZE = re.compile(r"embed\w*_(?:size|dim|rank)|word_embed_|^d_embed|^emb_dim")
 
 
 class _Sizes:

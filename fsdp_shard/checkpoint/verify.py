@@ -79,11 +79,10 @@ class _Checkpoint:
     def open(self) -> None:
         """Structure: the files of the manifest, the headers, and what lies in weight files around the tensors."""
         try:
-            place = store.resolve(self.path)
-            self.manifest = read_manifest(place) if place.is_dir() else None
-            if self.manifest is not None:
-                self.problems += _file_problems(place, self.manifest)
-            self.index = self._stack.enter_context(open_checkpoint(place))
+            self._read_manifest(store.resolve(self.path))
+            self.index = self._stack.enter_context(open_checkpoint(self.path))
+            if self.manifest is None:
+                self._read_manifest(self.index.root)  # what `path` leads to may lie deeper
             self.checked.append("structure")
             if self.manifest is not None:
                 known = {problem.file for problem in self.problems}
@@ -91,21 +90,29 @@ class _Checkpoint:
         except (CheckpointError, OSError) as error:
             self._fail(error)
 
+    def _read_manifest(self, root: Path) -> None:
+        """Take the manifest of `root`, if it has one, and look at the files that it lists."""
+        self.manifest = read_manifest(root) if self.path.is_dir() else None
+        if self.manifest is not None:
+            self.problems += _file_problems(root, self.manifest)
+
     def check_alone(self) -> None:
         """The content, as far as it can be known."""
         if self.index is not None and self.manifest is None:
             self._check_config(self.index)
-        self.read(())
+        self.read((), searches=self.manifest is None)
 
-    def read(self, digested: Collection[str]) -> Scan:
-        """Read what has to be read, once; `digested` are the tensors whose digests the caller wants."""
+    def read(self, digested: Collection[str], *, searches: bool) -> Scan:
+        """Read what has to be read, once: all that the manifest has digests of, and the tensors `digested`.
+
+        `searches` says whether to look for NaN and infinities.
+        """
         if self.index is None:
             return Scan()
         if self.manifest is not None:
             digested = self.index.names
         tensors = self.index.tensors.values()
-        is_alone = self.manifest is None and not digested
-        searched = {entry.name for entry in tensors if entry.dtype in DTYPES} if is_alone else set[str]()
+        searched = {entry.name for entry in tensors if entry.dtype in DTYPES} if searches else set[str]()
         try:
             found = scan(self.index, digested, searched)
         except (CheckpointError, OSError) as error:
@@ -113,16 +120,17 @@ class _Checkpoint:
             return Scan()
         if self.manifest is not None:
             self.problems += damage(self.index, self.manifest, found)
-        if searched:
+        if searches:
             self.checked.append("NaN and infinities")
             self.problems += non_finite(self.index, found)
         return found
 
     def _check_config(self, index: TensorIndex) -> None:
-        if not self.path.is_dir() or not has_file(index.root, _CONFIG):
-            return
+        side = index.side or index.root
+        if not self.path.is_dir() or not has_file(side, _CONFIG):
+            return  # of one file among several nothing is known of the others
         try:
-            path = member(index.root, _CONFIG)
+            path = member(side, _CONFIG)
             config = read_json(path)
             if not isinstance(config, dict):
                 raise CheckpointError(f"{path} is not a JSON object, so it is no model's config.")
@@ -146,7 +154,10 @@ def _compare(one: _Checkpoint, two: _Checkpoint) -> int:
         return 0
     pairs, problems = compare.described_differences(one.index, two.index, compare.match(one.index, two.index))
     alike = [pair for pair in pairs if pair.is_same_dtype]
-    found = one.read({pair.one.name for pair in alike}), two.read({pair.two.name for pair in alike})
+    found = (
+        one.read({pair.one.name for pair in alike}, searches=False),
+        two.read({pair.two.name for pair in alike}, searches=False),
+    )
     one.problems += problems
     for pair in pairs:
         if pair.is_same_dtype and (problem := compare.first_difference(one.index, two.index, pair, *found)):
