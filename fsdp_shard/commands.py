@@ -52,7 +52,8 @@ def diff(options: Namespace) -> None:
     if options.json:
         print(json.dumps({**report.to_dict(), "logits": logits and dataclasses.asdict(logits)}, indent=2))
     if not report.is_equal:
-        raise DifferenceError(f"{options.a} and {options.b} differ in {report.num_differences:,} tensors.")
+        tensors = "1 tensor" if report.num_differences == 1 else f"{report.num_differences:,} tensors"
+        raise DifferenceError(f"{options.a} and {options.b} differ in {tensors}.")
     if logits is not None and not logits.is_equal:
         raise DifferenceError(f"{options.a} and {options.b} have the same tensors, but predict differently.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -156,18 +157,17 @@ def _layer_rows(layer: str, tensors: Sequence[TensorDifference], everything: boo
     shown = tensors if everything else tensors[:_TENSORS_SHOWN]
     for found in shown:
         name = found.name[len(layer) + 1 :] if layer else found.name
-        total = 1
-        for size in found.shapes[0]:
-            total *= size
+        total = math.prod(found.shapes[0])
         assert found.num_different is not None
-        share = f"{100 * found.num_different / total:.3g}% of {total:,}"
+        is_few = found.num_different < total / 100
+        share = f"{found.num_different:,}" if is_few else f"{100 * found.num_different / total:.1f}%"
         special = f", {found.num_special:,} NaN or infinite in one only" if found.num_special else ""
         yield (
             f"  {name}",
             _number(found.max_absolute),
             _number(found.max_relative),
             _cosine(found.cosine),
-            share + special,
+            f"{share} of {total:,}{special}",
         )
     if left := tensors[len(shown) :]:
         yield (f"  {len(left)} more, {_at_most(left)}",)
@@ -184,7 +184,7 @@ def _number(value: float | None) -> str:
 def _cosine(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"1 - {1 - value:.1e}" if 0 < 1 - value < 1e-5 else f"{value:.6g}"
+    return f"1 - {1 - value:.1e}" if 1e-12 < 1 - value < 1e-5 else f"{value:.6g}"
 
 
 def _shape(shape: Sequence[int]) -> str:
