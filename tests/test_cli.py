@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import struct
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard import __version__
+from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.config import COMMANDS
 from fsdp_shard.shipped import configs, recipes
 from tests.commands import FSDP_SHARD, OWN_RECIPE, ROOT, Done, environment, fsdp_shard, hear_signals, run
@@ -60,7 +62,7 @@ def test_alone_it_shows_what_it_can_do(place: Path) -> None:
     done = fsdp_shard(cwd=place)
     assert done.status == 0
     assert done.out == fsdp_shard("--help", cwd=place).out
-    for command in (*COMMANDS, "inspect", "verify", "ls", "cp", "run"):
+    for command in (*COMMANDS, "inspect", "verify", "diff", "ls", "cp", "run"):
         assert f"\n  {command} " in done.out
     assert max(map(len, done.out.splitlines())) <= 101
 
@@ -69,7 +71,7 @@ def test_version(place: Path) -> None:
     assert fsdp_shard("--version", cwd=place).out == f"fsdp-shard {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "inspect", "verify", "ls", "cp", "run"])
+@pytest.mark.parametrize("command", [*COMMANDS, "inspect", "verify", "diff", "ls", "cp", "run"])
 def test_every_command_has_help(command: str, place: Path) -> None:
     done = fsdp_shard(command, "--help", cwd=place)
     assert (done.status, done.err) == (0, "")
@@ -127,7 +129,38 @@ def test_inspect_and_verify(checkpoint: Path) -> None:
     damaged = fsdp_shard("verify", checkpoint, cwd=checkpoint)
     assert damaged.status == 1
     assert "model.safetensors" in damaged.out
-    assert damaged.error.endswith("has 1 problem(s), listed above.")
+    assert damaged.error.endswith("model: 1 problem, listed above.")
+
+
+def test_inspect_lists_tensors(checkpoint: Path) -> None:
+    told = fsdp_shard("inspect", checkpoint, "--tensors", "[ab]", cwd=checkpoint)
+    assert told.out == "a  F32   2 x 2  16 B  model.safetensors\nb  BF16  4       8 B  model.safetensors\n"
+    none = fsdp_shard("inspect", checkpoint, "--tensors", "weight", cwd=checkpoint)
+    assert none.status == 2
+    assert none.error.endswith("model has no tensor that weight fits; it has a, b.")
+
+
+def test_two_checkpoints(checkpoint: Path) -> None:
+    copy = checkpoint.parent / "copy"
+    shutil.copytree(checkpoint, copy)
+    for command in (["verify", "model", "--against", "copy"], ["diff", "model", "copy"]):
+        same = fsdp_shard(*command, cwd=checkpoint.parent)
+        assert (same.status, same.err) == (0, "")
+        assert len(same.out.splitlines()) == 1
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x40")
+    told = fsdp_shard("verify", "model", "--against", "copy", cwd=checkpoint.parent)
+    assert (told.status, told.error) == (1, "error: model against copy: 1 problem, listed above.")
+    assert told.out.startswith("tensor b differs from [3] on: model/model.safetensors, bytes ")
+    told = fsdp_shard("diff", "model", "copy", cwd=checkpoint.parent)
+    assert (told.status, told.error) == (1, "error: model and copy differ in 1 tensor.")
+    assert "1 of 2 tensors differ" in told.out
+    told = fsdp_shard("diff", "model", "copy", "--json", cwd=checkpoint.parent)
+    assert json.loads(told.out)["differences"][0]["max_absolute"] == 2.0
+    told = fsdp_shard("verify", "model", "--against", "copy", "--json", cwd=checkpoint.parent)
+    assert json.loads(told.out)["problems"][0]["tensor"] == "b"
+    missing = fsdp_shard("diff", "model", "nowhere", cwd=checkpoint.parent)
+    assert (missing.status, missing.error) == (2, "error: nowhere: there is no such file or directory.")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
@@ -168,7 +201,8 @@ def _cpu_seconds_and_imports(arguments: list[str], cwd: Path) -> tuple[float, st
         (["ls"], 0.3),
         (["cp", "finetune.yaml", "copied.yaml"], 0.3),
         (["inspect", "model"], 0.3),
-        (["verify", "model"], 0.3),
+        (["verify", "model", "--against", "model"], 0.3),
+        (["diff", "model", "model"], 0.3),
         (["finetune", *_GIVEN, "--cfg", "job"], 0.5),
         (["finetune", *_GIVEN, "train.stepz=1"], 0.5),
         (["convert", "source=model", "target=converted"], 0.7),
@@ -181,6 +215,16 @@ def test_it_starts_at_once_and_loads_nothing_heavy(arguments: list[str], limit: 
     seconds, loaded = _cpu_seconds_and_imports(arguments, checkpoint.parent)
     assert loaded == "HEAVY"
     assert seconds < 2 * limit
+
+
+def test_verify_needs_numpy_only_where_there_is_no_manifest(checkpoint: Path) -> None:
+    seconds, loaded = _cpu_seconds_and_imports(["verify", "model"], checkpoint.parent)
+    assert loaded == "HEAVY numpy"
+    assert seconds < 0.9
+    convert(checkpoint, checkpoint.parent / "digested")
+    seconds, loaded = _cpu_seconds_and_imports(["verify", "digested"], checkpoint.parent)
+    assert loaded == "HEAVY"
+    assert seconds < 0.6
 
 
 # Recipes

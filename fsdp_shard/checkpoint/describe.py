@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint import dtypes
 from fsdp_shard.checkpoint.files import member
-from fsdp_shard.checkpoint.formats.sharded import recognise as is_sharded
+from fsdp_shard.checkpoint.formats import sharded
 from fsdp_shard.checkpoint.index import Extra, TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.manifest import Manifest, read_manifest
 from fsdp_shard.checkpoint.tree import TensorSummary, fold
@@ -146,12 +146,12 @@ def _near(pattern: str, index: TensorIndex) -> str:
 def _extras(index: TensorIndex) -> dict[str, Extra]:
     """What the index counts, and the optimizer state that a run of ours keeps in a directory of its own."""
     place = index.root / OPTIMIZER
-    if not place.is_dir() or not is_sharded(place):
+    if not sharded.recognise(place):
         return dict(index.extras)
-    with open_checkpoint(place) as states:
+    with sharded.read(place) as states:
         before = index.extras.get(OPTIMIZER, Extra(0, 0))
-        states_too = Extra(before.num_tensors + len(states.tensors), before.num_bytes + states.num_bytes)
-        return {**index.extras, OPTIMIZER: states_too}
+        both = Extra(before.num_tensors + len(states.tensors), before.num_bytes + states.num_bytes)
+        return {**index.extras, OPTIMIZER: both}
 
 
 def _manifest_problems(root: Path, manifest: Manifest) -> Iterator[str]:

@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.describe import describe
-from fsdp_shard.checkpoint.index import open_checkpoint
-from tests.checkpoint.files import write_huggingface
+from fsdp_shard.checkpoint.index import Extra, open_checkpoint
+from fsdp_shard.errors import CheckpointError
+from tests.checkpoint.files import even_edges, write_huggingface, write_ranks
 
 
 def layers(count: int) -> dict[str, torch.Tensor]:
@@ -49,4 +51,57 @@ def test_json_and_chosen_tensors(tmp_path: Path) -> None:
     document = json.loads(describe(write_huggingface(tmp_path, layers(2)), "*.mlp.*").to_json())
     assert [tensor["name"] for tensor in document["tensors"]] == ["layers.0.mlp.weight", "layers.1.mlp.weight"]
     assert document["num_tensors"] == 6
-    assert document["tensors"][0] == {"name": "layers.0.mlp.weight", "dtype": "BF16", "shape": [4, 4], "num_bytes": 32}
+    assert document["tensors"][0] == {
+        "name": "layers.0.mlp.weight",
+        "dtype": "BF16",
+        "shape": [4, 4],
+        "num_bytes": 32,
+        "files": ["model.safetensors"],
+    }
+
+
+def test_a_part_of_a_name_is_a_pattern_too(tmp_path: Path) -> None:
+    source = write_huggingface(tmp_path / "source", layers(2), head="embed.weight")
+    convert(source, tmp_path / "ranks", format="sharded", ranks=2)
+    found = describe(tmp_path / "ranks", "head")
+    assert [tensor.name for tensor in found.tensors] == ["embed.weight"]  # what it is tied to
+    assert found.tensors[0].files == ("shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors")
+    lines = describe(source, "mlp").to_list().splitlines()
+    assert lines == [
+        f"layers.{n}.mlp.weight  BF16  4 x {4 * (n + 1)}  {32 * (n + 1)} B  model.safetensors" for n in range(2)
+    ]
+    with pytest.raises(CheckpointError, match=r"no tensor that layers\.0\.mpl\.weight fits \(did you mean layers"):
+        describe(source, "layers.0.mpl.weight")
+    with pytest.raises(CheckpointError, match=r"that attention fits; it has embed\.weight, .* and 3 more"):
+        describe(source, "attention")
+
+
+def test_integrity_at_a_glance_reads_no_data(tmp_path: Path) -> None:
+    source = write_huggingface(tmp_path / "source", layers(1))
+    assert "no manifest" in describe(source).to_text()
+    convert(source, tmp_path / "model")
+    assert "all files are there" in describe(tmp_path / "model").to_text()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    found = describe(tmp_path / "model")
+    assert found.manifest_problems == (f"{tmp_path / 'model' / 'config.json'} has 2 bytes, but 43 were written.",)
+    assert "DAMAGED: " in found.to_text()
+    (tmp_path / "model" / "config.json").unlink()
+    assert "is missing" in describe(tmp_path / "model").to_text()
+
+
+def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
+    root = write_huggingface(tmp_path / "step", layers(1))
+    states = {"embed.weight.exp_avg": torch.zeros(9, 4), "embed.weight.step": torch.zeros(())}
+    write_ranks(root / "optimizer", states, even_edges(states, 2))
+    found = describe(root)
+    assert found.extras == {"optimizer": Extra(2, 148)}
+    assert "optimizer:   2 tensors, 148 B" in found.to_text()
+    with open_checkpoint(root) as index:
+        index.extras = {"adapter": Extra(1, 8), "optimizer": Extra(3, 10)}
+        assert describe(index).extras == {"adapter": Extra(1, 8), "optimizer": Extra(5, 158)}
+
+
+def test_many_files_are_folded(tmp_path: Path) -> None:
+    source = write_huggingface(tmp_path / "source", {"w": torch.zeros(80)})
+    convert(source, tmp_path / "ranks", format="sharded", ranks=20)
+    assert "  ... and 4 more (--json lists all)" in describe(tmp_path / "ranks").to_text().splitlines()
