@@ -56,18 +56,22 @@ def record(name: str) -> Callable[..., Record]:
     return make
 
 
+_LIMIT = 1 << 63
+
+
 def counts(value: Any, limit: int = 64) -> tuple[int, ...]:
     """`value` as a shape, offsets or strides: a flat, short sequence of whole numbers from 0 on, else TypeError."""
     if not isinstance(value, (tuple, list)) or len(value) > limit:
         raise TypeError("a shape is not a short tuple")
-    if not all(type(size) is int and 0 <= size < 1 << 63 for size in value):
-        raise TypeError("a shape has something else than counts")
+    for size in value:
+        if type(size) is not int or not 0 <= size < _LIMIT:
+            raise TypeError("a shape has something else than counts")
     return tuple(value)
 
 
 def count(value: Any) -> int:
     """`value` as a size or position in bytes or elements, else TypeError."""
-    if type(value) is not int or not 0 <= value < 1 << 63:
+    if type(value) is not int or not 0 <= value < _LIMIT:
         raise TypeError("a size or position is not a count")
     return value
 
