@@ -67,8 +67,10 @@ def side_by_side(
     """The medians of each command, all run once in each of `repeats` rounds, so that noise meets all of them.
 
     `target`, which the commands write, is deleted before and after each run; what is left to be written to the disk is
-    written before the clock starts; `source` is read once, so that it lies in the page cache.
+    written before the clock starts. `source` is read once, so that it lies in the page cache, and everything else
+    beside `target` is put out of it: where memory is full of old files, each new page has to be wrung from them.
     """
+    forget(target.parent)
     found: dict[str, list[Cost]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
@@ -89,6 +91,15 @@ def _median(costs: Sequence[Cost]) -> Cost:
         statistics.median(cost.peak_bytes for cost in costs),
         {key: statistics.median(cost.inside[key] for cost in costs) for key in keys},
     )
+
+
+def forget(path: Path) -> None:
+    """Let the page cache drop everything at `path`."""
+    os.sync()
+    for file in filter(Path.is_file, path.rglob("*")):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def warm(path: Path) -> None:

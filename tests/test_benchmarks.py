@@ -20,6 +20,6 @@ def test_conversions_are_measured(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     rows = json.loads(table.read_text())
-    assert len(rows) == 11
+    assert len(rows) == 13
     assert all(row["value"] > 0 and math.isfinite(row["value"]) for row in rows)
     assert all(row["name"] in result.stdout for row in rows)

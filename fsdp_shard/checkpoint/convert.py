@@ -20,7 +20,7 @@ from fsdp_shard.checkpoint import atomic, integrity
 from fsdp_shard.checkpoint.base import DEFAULT_SHARD_SIZE, ConvertConfig
 from fsdp_shard.checkpoint.carry import carry, side_bytes
 from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, torch_name
-from fsdp_shard.checkpoint.formats.registry import WRITERS, recognise
+from fsdp_shard.checkpoint.formats.registry import recognise, writer
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.layout import TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
@@ -121,7 +121,7 @@ def plan_conversion(index: TensorIndex, settings: ConvertConfig, aliases: Mappin
     specs = [_target_spec(entry.spec, settings.dtype) for entry in kept]
     limit = parse_size(settings.max_shard_size, "max_shard_size")
     request = WriteRequest(limit, settings.ranks, index.step, aliases, settings.nest)
-    target = WRITERS[settings.format].plan(specs, request)
+    target = writer(settings.format).plan(specs, request)
     moves = [Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs]
     return ConversionPlan(target, tuple(moves), aliases)
 
@@ -130,7 +130,7 @@ def _ties(index: TensorIndex, format: str) -> dict[str, str]:
     """Every tied name that can be known: {alias: kept}."""
     side = index.side or index.root
     aliases = index.aliases | stored_twice(index, side)
-    return aliases | absent_ties(index, side) if WRITERS[format].LISTS_TIED_NAMES else aliases
+    return aliases | absent_ties(index, side) if writer(format).LISTS_TIED_NAMES else aliases
 
 
 def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:

@@ -82,7 +82,7 @@ def without_copies(found: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEn
     owners: dict[object, str] = {}
     aliases: dict[str, str] = {}
     for name, entry in found.items():
-        owner = owners.setdefault((entry.dtype, entry.shape, entry.pieces), name) if entry.num_elements else name
+        owner = owners.setdefault((entry.dtype, entry.shape, entry.pieces), name) if entry.pieces else name
         if owner == name:
             kept[name] = entry
         else:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp_shard.checkpoint.carry import side_files
 from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.formats.registry import FORMATS, locate, recognise
+from fsdp_shard.checkpoint.formats.registry import locate, recognise
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.places import Place, find
 from fsdp_shard.distributed import DistributedContext
@@ -22,8 +22,6 @@ from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import write_huggingface
 from tests.ranks import on_ranks
 from tests.tiny import llama, save_model
-
-needs_dcp = pytest.mark.skipif("dcp" not in [known.NAME for known in FORMATS], reason="DCP is not read yet")
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -101,7 +99,6 @@ def test_an_optimizer_is_never_taken_for_weights(state: Path, tmp_path: Path) ->
     assert find(tmp_path / "checkpoint-7", is_checkpoint).weights == tmp_path / "checkpoint-7"
 
 
-@needs_dcp
 def test_accelerate_to_a_model_directory(state: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -22,6 +22,7 @@ from fsdp_shard.checkpoint.fqns import Selection, split_state
 from fsdp_shard.checkpoint.index import Extra, Piece, TensorEntry, TensorIndex, checked
 from fsdp_shard.checkpoint.pickles import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata, load
 from fsdp_shard.checkpoint.torch_files import StoredTensor, Unreadable, piece_of, read_torch_bytes
+from fsdp_shard.checkpoint.torch_state import without_copies
 from fsdp_shard.errors import CheckpointError
 
 __all__ = ["LISTS_TIED_NAMES", "NAME", "plan", "read", "recognise"]
@@ -49,7 +50,7 @@ def read(path: Path) -> TensorIndex:
             fqn: _entry(path, fqn, tensors[key], _places(path, key, tensors[key], metadata.storage_data), items)
             for key, fqn in selection.names.items()
         }
-    kept, aliases = _without_copies(found)
+    kept, aliases = without_copies(found)
     extras = {kind: _extra(path, keys, tensors) for kind, keys in selection.extras.items()}
     return TensorIndex(path, NAME, kept, aliases, world_size=_world_size(kept.values()), extras=extras)
 
@@ -159,20 +160,6 @@ def _entry(path: Path, fqn: str, item: TensorStorageMetadata, places: list[_Plac
             )
         pieces.append(piece_of(info.relative_path, found, offsets))
     return checked(path, fqn, dtype, item.size, pieces)
-
-
-def _without_copies(found: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Names that share their bytes with an earlier one are tied to it: {alias: kept}."""
-    kept: dict[str, TensorEntry] = {}
-    owners: dict[object, str] = {}
-    aliases: dict[str, str] = {}
-    for name, entry in found.items():
-        owner = owners.setdefault((entry.dtype, entry.shape, entry.pieces), name) if entry.pieces else name
-        if owner == name:
-            kept[name] = entry
-        else:
-            aliases[name] = owner
-    return kept, aliases
 
 
 def _extra(path: Path, keys: Iterable[str], tensors: Mapping[str, TensorStorageMetadata]) -> Extra:
