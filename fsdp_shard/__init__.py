@@ -12,9 +12,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fsdp_shard.blocks import no_split_blocks as no_split_blocks
+    from fsdp_shard.checkpoint.checks.verify import verify as verify
     from fsdp_shard.checkpoint.convert import convert as convert
     from fsdp_shard.checkpoint.index import open_checkpoint as open_checkpoint
-    from fsdp_shard.checkpoint.verify import verify as verify
     from fsdp_shard.inference.dispatch import load_dispatched as load_dispatched
     from fsdp_shard.sharding.wrappers import shard as shard
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "open_checkpoint": "fsdp_shard.checkpoint.index",
     "convert": "fsdp_shard.checkpoint.convert",
-    "verify": "fsdp_shard.checkpoint.verify",
+    "verify": "fsdp_shard.checkpoint.checks.verify",
     "load_dispatched": "fsdp_shard.inference.dispatch",
     "no_split_blocks": "fsdp_shard.blocks",
     "shard": "fsdp_shard.sharding.wrappers",

@@ -23,7 +23,7 @@ def inspect(options: Namespace) -> None:
 
 def verify(options: Namespace) -> None:
     """Check the checkpoint `path`, alone or `against` another; DifferenceError if anything is wrong."""
-    from fsdp_shard.checkpoint.verify import verify
+    from fsdp_shard.checkpoint.checks.verify import verify
 
     report = verify(_there(options.path), options.against and _there(options.against))
     print(report.to_json() if options.json else report)
@@ -37,7 +37,7 @@ def verify(options: Namespace) -> None:
 
 def diff(options: Namespace) -> None:
     """Print how the checkpoints `a` and `b` differ, and with `logits` what that does; DifferenceError if they do."""
-    from fsdp_shard.checkpoint.diff import diff
+    from fsdp_shard.checkpoint.checks.diff import diff
 
     report = diff(_there(options.a), _there(options.b))
     if not options.json:

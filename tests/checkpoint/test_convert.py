@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import atomic, transfer
+from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.store import Manifest, Store, read_manifest
-from fsdp_shard.checkpoint.verify import verify
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
 from tests.checkpoint.test_index import uneven
@@ -277,7 +277,7 @@ def test_wrong_settings(tmp_path: Path, model_dir: Path, settings: dict[str, obj
 
 def test_gguf_becomes_a_model_that_transformers_opens(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
-    from tests.checkpoint.test_gguf import load_with_transformers, write_gguf
+    from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
 
     path = write_gguf(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.Q8_0, tied=True)
     report = convert(path, tmp_path / "target")
@@ -298,7 +298,7 @@ def test_moving_bytes_imports_neither_torch_nor_transformers(tmp_path: Path, mod
 import sys
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.describe import describe
-from fsdp_shard.checkpoint.verify import verify
+from fsdp_shard.checkpoint.checks.verify import verify
 convert({str(model_dir)!r}, {str(tmp_path / "ranks")!r}, format="sharded", ranks=2)
 convert({str(tmp_path / "ranks")!r}, {str(tmp_path / "one")!r}, max_shard_size="100KB")
 assert verify({str(tmp_path / "one")!r}).is_sound

@@ -23,7 +23,7 @@ from transformers import (
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
 from fsdp_shard.inference.dispatch import load_dispatched
-from tests.checkpoint.test_gguf import load_with_transformers, write_gguf
+from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
 from tests.tiny import llama, save_model, token_batch
 
 IDS = token_batch(0, rows=2, length=9)

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.index import open_checkpoint
-from fsdp_shard.checkpoint.verify import verify
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.data.batch import global_batch
 from fsdp_shard.data.prepare import prepare

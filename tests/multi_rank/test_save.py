@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.blocks import tied_names
+from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.optimizer import create_state, optimizer_shards
 from fsdp_shard.checkpoint.state import RunState, load_shards, save_step
 from fsdp_shard.checkpoint.store import Store
-from fsdp_shard.checkpoint.verify import verify
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.inference.dispatch import load_dispatched

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.flat_parts import Segment, length, pieces
 from fsdp_shard.checkpoint.formats.deepspeed_files import (
     State,
     Zero,
@@ -25,11 +24,12 @@ from fsdp_shard.checkpoint.formats.deepspeed_files import (
     step_directory,
     zero_of,
 )
+from fsdp_shard.checkpoint.formats.flat_parts import Segment, length, pieces
 from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, checked
-from fsdp_shard.checkpoint.stand_ins import counts
-from fsdp_shard.checkpoint.strided import piece_of
-from fsdp_shard.checkpoint.torch_files import StoredTensor
-from fsdp_shard.checkpoint.torch_state import extra_of, readable, walk, without_copies
+from fsdp_shard.checkpoint.torch_save.stand_ins import counts
+from fsdp_shard.checkpoint.torch_save.strided import piece_of
+from fsdp_shard.checkpoint.torch_save.torch_files import StoredTensor
+from fsdp_shard.checkpoint.torch_save.torch_state import extra_of, readable, walk, without_copies
 from fsdp_shard.errors import CheckpointError
 
 NAME = "deepspeed"

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.files import has_file, member, open_regular
-from fsdp_shard.checkpoint.flat_parts import Segment
-from fsdp_shard.checkpoint.stand_ins import Record, counts
-from fsdp_shard.checkpoint.strided import piece_of
-from fsdp_shard.checkpoint.torch_files import StoredTensor, read_torch_file
-from fsdp_shard.checkpoint.torch_state import readable
+from fsdp_shard.checkpoint.formats.flat_parts import Segment
+from fsdp_shard.checkpoint.torch_save.stand_ins import Record, counts
+from fsdp_shard.checkpoint.torch_save.strided import piece_of
+from fsdp_shard.checkpoint.torch_save.torch_files import StoredTensor, read_torch_file
+from fsdp_shard.checkpoint.torch_save.torch_state import readable
 from fsdp_shard.errors import CheckpointError
 
 _LATEST = "latest"

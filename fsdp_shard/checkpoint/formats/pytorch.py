@@ -11,8 +11,8 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.checkpoint.index import Extra, Piece, TensorEntry, TensorIndex
-from fsdp_shard.checkpoint.stored_shards import AnyTensor
-from fsdp_shard.checkpoint.torch_files import (
+from fsdp_shard.checkpoint.torch_save.stored_shards import AnyTensor
+from fsdp_shard.checkpoint.torch_save.torch_files import (
     StoredDTensor,
     StoredShards,
     StoredTensor,
@@ -20,7 +20,7 @@ from fsdp_shard.checkpoint.torch_files import (
     piece_of,
     read_torch_file,
 )
-from fsdp_shard.checkpoint.torch_state import added, readable, weights_of, without_copies
+from fsdp_shard.checkpoint.torch_save.torch_state import added, readable, weights_of, without_copies
 from fsdp_shard.errors import CheckpointError
 
 NAME = "pytorch"

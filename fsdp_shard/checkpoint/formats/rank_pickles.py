@@ -15,10 +15,10 @@ from pathlib import Path
 from fsdp_shard.checkpoint.boxes import Box
 from fsdp_shard.checkpoint.files import has_file, member
 from fsdp_shard.checkpoint.index import Extra, Piece, TensorEntry, TensorIndex, checked
-from fsdp_shard.checkpoint.placements import local_boxes, local_spans
-from fsdp_shard.checkpoint.stored_shards import AnyTensor
-from fsdp_shard.checkpoint.strided import box_of
-from fsdp_shard.checkpoint.torch_files import (
+from fsdp_shard.checkpoint.torch_save.placements import local_boxes, local_spans
+from fsdp_shard.checkpoint.torch_save.stored_shards import AnyTensor
+from fsdp_shard.checkpoint.torch_save.strided import box_of
+from fsdp_shard.checkpoint.torch_save.torch_files import (
     StoredDTensor,
     StoredShards,
     StoredTensor,
@@ -26,7 +26,7 @@ from fsdp_shard.checkpoint.torch_files import (
     piece_of,
     read_torch_file,
 )
-from fsdp_shard.checkpoint.torch_state import added, extra_of, readable, walk, weights_of, without_copies
+from fsdp_shard.checkpoint.torch_save.torch_state import added, extra_of, readable, walk, weights_of, without_copies
 from fsdp_shard.errors import CheckpointError
 
 NAME = "torch_ranks"

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fsdp_shard.checkpoint.compare import Pair, match
-from fsdp_shard.checkpoint.differences import DiffReport, Side, TensorDifference
+from fsdp_shard.checkpoint.checks.compare import Pair, match
+from fsdp_shard.checkpoint.checks.differences import DiffReport, Side, TensorDifference
+from fsdp_shard.checkpoint.checks.numerics import Errors, decode
+from fsdp_shard.checkpoint.checks.scan import position
 from fsdp_shard.checkpoint.dtypes import itemsize
 from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex, open_checkpoint
-from fsdp_shard.checkpoint.numerics import Errors, decode
-from fsdp_shard.checkpoint.scan import position
 from fsdp_shard.checkpoint.transfer import in_threads
 
 _STEP_BYTES = 1 << 20  # of each side; stays in the cache between reading and comparing

@@ -12,8 +12,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdp_shard.checkpoint.pickle_calls import Calls, Names, short
-from fsdp_shard.checkpoint.pickle_objects import Malformed, check_key, checked_keys
+from fsdp_shard.checkpoint.torch_save.pickle_calls import Calls, Names, short
+from fsdp_shard.checkpoint.torch_save.pickle_objects import Malformed, check_key, checked_keys
 from fsdp_shard.errors import CheckpointError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fsdp_shard.checkpoint.pickle_objects import StandIn
+from fsdp_shard.checkpoint.torch_save.pickle_objects import StandIn
 
 
 class Constant(str):

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp_shard.checkpoint.boxes import coverage_problem
-from fsdp_shard.checkpoint.placements import Placement, local_boxes, local_spans
+from fsdp_shard.checkpoint.torch_save.placements import Placement, local_boxes, local_spans
 
 REPLICATE = Placement("replicate")
 

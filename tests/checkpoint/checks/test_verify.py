@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp_shard.checkpoint.checks.findings import Place, Problem
+from fsdp_shard.checkpoint.checks.non_finite import DTYPES, NonFinite, find_non_finite
+from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.dtypes import itemsize, to_torch
-from fsdp_shard.checkpoint.findings import Place, Problem
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, frame_digest, header_digest
-from fsdp_shard.checkpoint.non_finite import DTYPES, NonFinite, find_non_finite
 from fsdp_shard.checkpoint.store import read_manifest
-from fsdp_shard.checkpoint.verify import verify
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import edit_header, random_tensor, raw_bytes, write_huggingface
 

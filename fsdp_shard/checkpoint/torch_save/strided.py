@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint import boxes, dtypes
 from fsdp_shard.checkpoint.index import Piece
-from fsdp_shard.checkpoint.stored_tensors import StoredTensor
+from fsdp_shard.checkpoint.torch_save.stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import Read

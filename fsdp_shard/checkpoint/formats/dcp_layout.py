@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, row_elements, torch_name
 from fsdp_shard.checkpoint.layout import Extent, FilePlan, TargetPlan, WriteRequest, chunk_rows
-from fsdp_shard.checkpoint.pickle_writer import Call, Global, Instance, Items, dumps
-from fsdp_shard.checkpoint.torch_item import frame
+from fsdp_shard.checkpoint.torch_save.pickle_writer import Call, Global, Instance, Items, dumps
+from fsdp_shard.checkpoint.torch_save.torch_item import frame
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"

@@ -23,13 +23,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
+from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
-from fsdp_shard.checkpoint.verify import verify
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError
 from tests.checkpoint.files import assert_same, write_huggingface
-from tests.checkpoint.test_torch_huggingface import plain, tensors
+from tests.checkpoint.formats.test_torch_huggingface import plain, tensors
 from tests.ranks import on_ranks
 from tests.tiny import llama, save_model
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from fsdp_shard.checkpoint import dtypes
 from fsdp_shard.checkpoint.boxes import Box
-from fsdp_shard.checkpoint.placements import Placement
-from fsdp_shard.checkpoint.stand_ins import Record, count, counts, text
-from fsdp_shard.checkpoint.stored_tensors import StoredTensor, Unreadable
+from fsdp_shard.checkpoint.torch_save.placements import Placement
+from fsdp_shard.checkpoint.torch_save.stand_ins import Record, count, counts, text
+from fsdp_shard.checkpoint.torch_save.stored_tensors import StoredTensor, Unreadable
 
 
 @dataclass(frozen=True)

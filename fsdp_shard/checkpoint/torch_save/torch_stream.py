@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_shard.checkpoint.dtypes import is_known, itemsize
-from fsdp_shard.checkpoint.pickles import load_from
-from fsdp_shard.checkpoint.stored_tensors import Storage, storage_reference
+from fsdp_shard.checkpoint.torch_save.pickles import load_from
+from fsdp_shard.checkpoint.torch_save.stored_tensors import Storage, storage_reference
 from fsdp_shard.errors import CheckpointError
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fsdp_shard.checkpoint.checks.findings import Place, Problem
+from fsdp_shard.checkpoint.checks.scan import Scan, position
 from fsdp_shard.checkpoint.dtypes import CASTABLE, itemsize, to_torch, torch_name
-from fsdp_shard.checkpoint.findings import Place, Problem
 from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, read_chunks
-from fsdp_shard.checkpoint.scan import Scan, position
 from fsdp_shard.checkpoint.transfer import in_threads
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from fsdp_shard.checkpoint.config_shapes import config_problems
+from fsdp_shard.checkpoint.checks.config_shapes import config_problems
 
 # What makes a model small, and has no number twice that a rule could mix up.
 _LLAMA = {

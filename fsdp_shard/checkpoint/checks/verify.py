@@ -12,16 +12,17 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from fsdp_shard.checkpoint import compare, store
-from fsdp_shard.checkpoint.config_shapes import config_problems
+from fsdp_shard.checkpoint import store
+from fsdp_shard.checkpoint.checks import compare
+from fsdp_shard.checkpoint.checks.config_shapes import config_problems
+from fsdp_shard.checkpoint.checks.findings import Place, Problem, VerifyReport
+from fsdp_shard.checkpoint.checks.non_finite import DTYPES
+from fsdp_shard.checkpoint.checks.scan import Scan, damage, non_finite, scan
 from fsdp_shard.checkpoint.dtypes import itemsize
 from fsdp_shard.checkpoint.files import has_file, member, read_json
-from fsdp_shard.checkpoint.findings import Place, Problem, VerifyReport
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.integrity import file_digest, frame_digest, header_digest
 from fsdp_shard.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from fsdp_shard.checkpoint.non_finite import DTYPES
-from fsdp_shard.checkpoint.scan import Scan, damage, non_finite, scan
 from fsdp_shard.errors import CheckpointError
 
 _CONFIG = "config.json"

@@ -21,8 +21,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 
-from fsdp_shard.checkpoint import pickles
 from fsdp_shard.checkpoint.dtypes import from_torch_name
+from fsdp_shard.checkpoint.torch_save import pickles
 from fsdp_shard.errors import CheckpointError
 
 
@@ -249,7 +249,7 @@ def test_every_cut_of_a_pickle_is_an_error() -> None:
 def test_reading_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(pickle.dumps({"a": np.float32(1), "b": torch.Size([1])}))
     program = (
-        "import sys; from fsdp_shard.checkpoint import pickles, torch_files\n"
+        "import sys; from fsdp_shard.checkpoint.torch_save import pickles, torch_files\n"
         f"pickles.load(open({str(tmp_path / 'x')!r}, 'rb').read(), 'x')\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )

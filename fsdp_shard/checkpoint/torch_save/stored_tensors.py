@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_shard.checkpoint import dtypes
-from fsdp_shard.checkpoint.stand_ins import Constant, count, counts
+from fsdp_shard.checkpoint.torch_save.stand_ins import Constant, count, counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass
 
 from fsdp_shard.checkpoint.dtypes import TensorSpec, torch_name
-from fsdp_shard.checkpoint.pickle_writer import Call, Global, Persistent, dumps
+from fsdp_shard.checkpoint.torch_save.pickle_writer import Call, Global, Persistent, dumps
 
 _ALIGNMENT = 64  # as torch aligns storages, so that they can be mapped
 _LIMIT = 0xFFFFFFFF  # from here on a size or position needs its 8-byte form (zip64)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from fsdp_shard.checkpoint.checks.diff import diff
+from fsdp_shard.checkpoint.checks.differences import TensorDifference
+from fsdp_shard.checkpoint.checks.numerics import Errors, decode
 from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.diff import diff
-from fsdp_shard.checkpoint.differences import TensorDifference
 from fsdp_shard.checkpoint.dtypes import from_torch_name
-from fsdp_shard.checkpoint.numerics import Errors, decode
 from tests.checkpoint.files import Tensors, random_tensor, raw_bytes, write_huggingface
 
 _DTYPES = (

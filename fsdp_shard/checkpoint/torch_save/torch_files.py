@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.files import open_regular
-from fsdp_shard.checkpoint.pickles import load
-from fsdp_shard.checkpoint.stored_shards import StoredDTensor as StoredDTensor
-from fsdp_shard.checkpoint.stored_shards import StoredShards as StoredShards
-from fsdp_shard.checkpoint.stored_tensors import Storage, storage_reference
-from fsdp_shard.checkpoint.stored_tensors import StoredTensor as StoredTensor
-from fsdp_shard.checkpoint.stored_tensors import Unreadable as Unreadable
-from fsdp_shard.checkpoint.strided import piece_of as piece_of
-from fsdp_shard.checkpoint.torch_stream import read_stream
-from fsdp_shard.checkpoint.zip_container import Member, read_members
+from fsdp_shard.checkpoint.torch_save.pickles import load
+from fsdp_shard.checkpoint.torch_save.stored_shards import StoredDTensor as StoredDTensor
+from fsdp_shard.checkpoint.torch_save.stored_shards import StoredShards as StoredShards
+from fsdp_shard.checkpoint.torch_save.stored_tensors import Storage, storage_reference
+from fsdp_shard.checkpoint.torch_save.stored_tensors import StoredTensor as StoredTensor
+from fsdp_shard.checkpoint.torch_save.stored_tensors import Unreadable as Unreadable
+from fsdp_shard.checkpoint.torch_save.strided import piece_of as piece_of
+from fsdp_shard.checkpoint.torch_save.torch_stream import read_stream
+from fsdp_shard.checkpoint.torch_save.zip_container import Member, read_members
 from fsdp_shard.errors import CheckpointError
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"

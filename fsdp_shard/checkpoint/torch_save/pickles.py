@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_shard.checkpoint.pickle_machine import Machine
-from fsdp_shard.checkpoint.stand_ins import DCP_CLASSES as DCP_CLASSES
-from fsdp_shard.checkpoint.stand_ins import BytesStorageMetadata as BytesStorageMetadata
-from fsdp_shard.checkpoint.stand_ins import ChunkStorageMetadata as ChunkStorageMetadata
-from fsdp_shard.checkpoint.stand_ins import Constant as Constant
-from fsdp_shard.checkpoint.stand_ins import Metadata as Metadata
-from fsdp_shard.checkpoint.stand_ins import MetadataIndex as MetadataIndex
-from fsdp_shard.checkpoint.stand_ins import OrderedDict, counts, record, text
-from fsdp_shard.checkpoint.stand_ins import Record as Record
-from fsdp_shard.checkpoint.stand_ins import StorageInfo as StorageInfo
-from fsdp_shard.checkpoint.stand_ins import StorageMeta as StorageMeta
-from fsdp_shard.checkpoint.stand_ins import TensorProperties as TensorProperties
-from fsdp_shard.checkpoint.stand_ins import TensorStorageMetadata as TensorStorageMetadata
-from fsdp_shard.checkpoint.stored_shards import rebuild_from_type, rebuild_parameter
-from fsdp_shard.checkpoint.stored_tensors import (
+from fsdp_shard.checkpoint.torch_save.pickle_machine import Machine
+from fsdp_shard.checkpoint.torch_save.stand_ins import DCP_CLASSES as DCP_CLASSES
+from fsdp_shard.checkpoint.torch_save.stand_ins import BytesStorageMetadata as BytesStorageMetadata
+from fsdp_shard.checkpoint.torch_save.stand_ins import ChunkStorageMetadata as ChunkStorageMetadata
+from fsdp_shard.checkpoint.torch_save.stand_ins import Constant as Constant
+from fsdp_shard.checkpoint.torch_save.stand_ins import Metadata as Metadata
+from fsdp_shard.checkpoint.torch_save.stand_ins import MetadataIndex as MetadataIndex
+from fsdp_shard.checkpoint.torch_save.stand_ins import OrderedDict, counts, record, text
+from fsdp_shard.checkpoint.torch_save.stand_ins import Record as Record
+from fsdp_shard.checkpoint.torch_save.stand_ins import StorageInfo as StorageInfo
+from fsdp_shard.checkpoint.torch_save.stand_ins import StorageMeta as StorageMeta
+from fsdp_shard.checkpoint.torch_save.stand_ins import TensorProperties as TensorProperties
+from fsdp_shard.checkpoint.torch_save.stand_ins import TensorStorageMetadata as TensorStorageMetadata
+from fsdp_shard.checkpoint.torch_save.stored_shards import rebuild_from_type, rebuild_parameter
+from fsdp_shard.checkpoint.torch_save.stored_tensors import (
     STORAGE_NAMES,
     rebuild_tensor_v2,
     rebuild_tensor_v3,

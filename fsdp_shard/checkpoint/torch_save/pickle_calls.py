@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_shard.checkpoint.pickle_objects import Global, Malformed, StandIn
+from fsdp_shard.checkpoint.torch_save.pickle_objects import Global, Malformed, StandIn
 
 # Constructors may copy so many times as many items as the pickle has bytes, however often it recalls one.
 _COPIES = 16

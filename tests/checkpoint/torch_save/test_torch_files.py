@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
-from fsdp_shard.checkpoint.torch_files import (
+from fsdp_shard.checkpoint.torch_save.torch_files import (
     StoredTensor,
     Unreadable,
     is_torch_file,

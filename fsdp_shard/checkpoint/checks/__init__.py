@@ -1,0 +1,1 @@
+"""Whether a checkpoint is what it should be: against its digests, its config, another checkpoint."""
