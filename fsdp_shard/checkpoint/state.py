@@ -29,6 +29,7 @@ from fsdp_shard.checkpoint.integrity import (
 )
 from fsdp_shard.checkpoint.manifest import FileRecord, Manifest, TensorRecord
 from fsdp_shard.checkpoint.store import Store, fsync_file
+from fsdp_shard.checkpoint.transfer import create_file
 from fsdp_shard.checkpoint.writes import LAYOUTS, Target, WritePlan, plan_sharded_writes, spec_of
 from fsdp_shard.shards import LocalShard
 
@@ -106,15 +107,8 @@ def _begin(context: DistributedContext, store: Store, step: int) -> str:
 
 
 def _create(directory: Path, plan: WritePlan) -> None:
-    """Make this rank's files at their full size, with their headers."""
     for file in plan.creates:
-        descriptor = os.open(directory / file.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-        try:
-            os.truncate(descriptor, file.num_bytes)
-            for position, data in file.frames:
-                pwrite_all(descriptor, position, memoryview(data))
-        finally:
-            os.close(descriptor)
+        create_file(directory, file)
 
 
 def _write_tensors(directory: Path, plan: WritePlan, shards: Mapping[str, LocalShard]) -> Digests:

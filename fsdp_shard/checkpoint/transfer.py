@@ -65,7 +65,7 @@ def move_tensors(
     """
     digests = {move.target.name: [b""] * num_chunks(move.target.num_bytes) for move in moves}
     for plan in plans:
-        _create(root / plan.name, plan)
+        create_file(root, plan)
     handles = Handles(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
 
     def work(jobs: Iterator[_Job]) -> None:
@@ -88,9 +88,9 @@ def _sync(paths: Iterator[Path]) -> None:
         fsync_file(path)
 
 
-def _create(path: Path, plan: FilePlan) -> None:
-    """The file at its full size, with all that is no tensor in it."""
-    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+def create_file(root: Path, plan: FilePlan) -> None:
+    """Make a planned file in `root`, at its full size and with all that is no tensor in it."""
+    handle = os.open(root / plan.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
         os.truncate(handle, plan.num_bytes)
         for position, frame in plan.frames:

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from fsdp_shard.checkpoint import layout
 from fsdp_shard.checkpoint.dtypes import TensorSpec, from_torch_name
-from fsdp_shard.checkpoint.index import TensorIndex, tensor_bytes
+from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint, tensor_bytes
+from fsdp_shard.errors import CheckpointError
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -85,6 +87,14 @@ def assert_same(index: TensorIndex, tensors: Tensors) -> None:
         assert found.dtype == tensor.dtype, name
         assert found.shape == tensor.shape, name
         assert raw_bytes(found) == raw_bytes(tensor), name
+
+
+def assert_refused(root: Path, message: str) -> None:
+    """Opening `root` is one CheckpointError on one line, which matches `message` and names a place in `root`."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(root)
+    assert str(root) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def edit_header(path: Path, change: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.errors import CheckpointError
-from tests.checkpoint.files import assert_same
+from tests.checkpoint.files import assert_refused, assert_same
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
@@ -145,10 +145,7 @@ def test_what_is_wrong_is_refused(saves: dict[tuple[int, str], Path], name: str)
     root = source.parent / name.replace(" ", "_") / "global_step1"
     shutil.copytree(source / "global_step1", root)
     damage(root)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        open_checkpoint(root)
-    assert str(root) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert_refused(root, message)
 
 
 def test_latest_leads_nowhere_outside(saves: dict[tuple[int, str], Path], tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from fsdp_shard.checkpoint import layout
 from fsdp_shard.checkpoint.dtypes import TensorSpec
-from fsdp_shard.checkpoint.files import has_file, member, read_json
+from fsdp_shard.checkpoint.files import has_file, member
 from fsdp_shard.checkpoint.formats.torch_huggingface import INFO_KEY, refuse_parts
+from fsdp_shard.checkpoint.formats.weight_map import read_index_file, refuse_differences
 from fsdp_shard.checkpoint.header import Header, read_header
 from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, aliases_in
 from fsdp_shard.checkpoint.layout import Extent, TargetPlan, WriteRequest
@@ -37,9 +38,10 @@ def read(path: Path) -> TensorIndex:
     single = _single(path)
     if single is not None:
         return _read_files(path, [single])
-    document = _index_document(path)
+    document = read_index_file(path, layout.INDEX_FILE)
     index = _read_files(path, sorted(set(document["weight_map"].values())))
-    _compare(path, document["weight_map"], index)
+    held = {name: entry.pieces[0].file for name, entry in index.tensors.items()}
+    refuse_differences(path / layout.INDEX_FILE, document["weight_map"], held)
     if INFO_KEY in index.metadata:
         _compare_size(path, document, index)
     return index
@@ -59,19 +61,6 @@ def _single(path: Path) -> str | None:
     found = [entry.name for entry in path.iterdir() if entry.suffix == ".safetensors"]
     is_one = len(found) == 1 and not has_file(path, layout.INDEX_FILE) and layout.parse_shard_name(found[0]) is None
     return found[0] if is_one else None
-
-
-def _index_document(path: Path) -> dict[str, Any]:
-    """The content of the index file, its `weight_map` checked."""
-    where = member(path, layout.INDEX_FILE)
-    document = read_json(where)
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{where} has no weight_map from tensor names to file names.")
-    if not weight_map:
-        raise CheckpointError(f"{where} has an empty weight_map: the checkpoint has no tensors.")
-    assert isinstance(document, dict)
-    return document
 
 
 def _read_files(root: Path, names: list[str]) -> TensorIndex:
@@ -94,17 +83,6 @@ def _entries(file: str, header: Header) -> dict[str, TensorEntry]:
         name: TensorEntry(name, item.dtype, item.shape, (Piece(file, item.start, (0,) * len(item.shape), item.shape),))
         for name, item in header.tensors.items()
     }
-
-
-def _compare(root: Path, weight_map: dict[str, str], index: TensorIndex) -> None:
-    where = root / layout.INDEX_FILE
-    for name, file in weight_map.items():
-        entry = index.tensors.get(name)
-        if entry is None or entry.pieces[0].file != file:
-            raise CheckpointError(f"{where} says that tensor {name} is in {file}, but that file does not hold it.")
-    for name, entry in index.tensors.items():
-        if name not in weight_map:
-            raise CheckpointError(f"{where} does not list tensor {name}, which {entry.pieces[0].file} holds.")
 
 
 def _compare_size(root: Path, document: dict[str, Any], index: TensorIndex) -> None:

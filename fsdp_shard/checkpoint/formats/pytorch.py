@@ -6,10 +6,11 @@ Where a directory has safetensors too, those count: the registry asks for them f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_shard.checkpoint.files import has_file, member, read_json
+from fsdp_shard.checkpoint.files import has_file, member
+from fsdp_shard.checkpoint.formats.weight_map import read_index_file, refuse_differences
 from fsdp_shard.checkpoint.index import Extra, Piece, TensorEntry, TensorIndex
 from fsdp_shard.checkpoint.torch_save.stored_shards import AnyTensor
 from fsdp_shard.checkpoint.torch_save.torch_files import (
@@ -50,9 +51,10 @@ def read(path: Path) -> TensorIndex:
         return _read_files(path.parent, [path.name])
     if has_file(path, SINGLE_FILE) or not has_file(path, INDEX_FILE):
         return _read_files(path, _weight_files(path))
-    weight_map = _weight_map(path)
+    weight_map = read_index_file(path, INDEX_FILE)["weight_map"]
     index = _read_files(path, sorted(set(weight_map.values())))
-    _compare(path, weight_map, index)
+    held = {name: index.entry(name).pieces[0].file for name in (*index.tensors, *index.aliases)}
+    refuse_differences(path / INDEX_FILE, weight_map, held)
     return index
 
 
@@ -115,25 +117,3 @@ def _whole(tensor: AnyTensor) -> AnyTensor:
     if isinstance(tensor, StoredShards) and len(tensor.shards) == 1 and tensor.shards[0][1].shape == tensor.shape:
         return tensor.shards[0][1]
     return tensor
-
-
-def _weight_map(path: Path) -> Mapping[str, str]:
-    where = member(path, INDEX_FILE)
-    document = read_json(where)
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{where} has no weight_map from tensor names to file names.")
-    if not weight_map:
-        raise CheckpointError(f"{where} has an empty weight_map: the checkpoint has no tensors.")
-    return weight_map
-
-
-def _compare(root: Path, weight_map: Mapping[str, str], index: TensorIndex) -> None:
-    where = root / INDEX_FILE
-    held = {name: index.entry(name).pieces[0].file for name in (*index.tensors, *index.aliases)}
-    for name, file in weight_map.items():
-        if held.get(name) != file:
-            raise CheckpointError(f"{where} says that tensor {name} is in {file}, but that file does not hold it.")
-    for name, file in held.items():
-        if name not in weight_map:
-            raise CheckpointError(f"{where} does not list tensor {name}, which {file} holds.")
