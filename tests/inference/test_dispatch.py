@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -77,6 +80,36 @@ def test_logits_are_those_of_the_plain_model(sources: dict[str, Path], format: s
     model = load_dispatched(sources[format], **MAPS[wanted])
     assert torch.equal(logits(model), logits(plain(sources["one file"])))
     assert torch.equal(logits(model), logits(model))
+
+
+@pytest.fixture(scope="module")
+def of_torch(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny model as torch.save and DCP write it, and inside what accelerate's Trainer leaves around it."""
+    root = tmp_path_factory.mktemp("torch")
+    state = llama().state_dict()
+    for name in ("bin", "dcp", "run"):
+        shutil.copytree(tiny_model, root / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(state, root / "bin" / "pytorch_model.bin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": state}, checkpoint_id=root / "dcp")
+        dcp.save({"model": state}, checkpoint_id=root / "run" / "checkpoint-7" / "pytorch_model_fsdp_0")
+    return {
+        "bin": root / "bin",
+        "the file itself": root / "bin" / "pytorch_model.bin",
+        "dcp": root / "dcp",
+        "a run of Trainer": root / "run",
+        "inside a run of Trainer": root / "run" / "checkpoint-7",
+    }
+
+
+@pytest.mark.parametrize("format", ["bin", "the file itself", "dcp", "a run of Trainer", "inside a run of Trainer"])
+@pytest.mark.parametrize("wanted", ["cpu", "disk"])
+def test_checkpoints_of_torch_need_no_conversion(
+    of_torch: dict[str, Path], tiny_model: Path, format: str, wanted: str
+) -> None:
+    model = load_dispatched(of_torch[format], **MAPS[wanted])
+    assert torch.equal(logits(model), logits(plain(tiny_model)))
 
 
 @pytest.mark.parametrize("tied", [True, False])
