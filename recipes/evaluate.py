@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import EvaluateConfig
 from fsdp_shard.evaluation.base import check_text
 from fsdp_shard.evaluation.perplexity import check_context, evaluation_windows, perplexity
-from fsdp_shard.inference.dispatch import check_checkpoint, dispatch, locate
+from fsdp_shard.inference.dispatch import check_checkpoint, dispatch
 from fsdp_shard.models import load_config, load_tokenizer
 from fsdp_shard.results import write_result
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import GenerateConfig
-from fsdp_shard.inference.dispatch import check_checkpoint, dispatch, locate
+from fsdp_shard.inference.dispatch import check_checkpoint, dispatch
 from fsdp_shard.inference.prompts import describe, read_prompts, write_completions
 from fsdp_shard.memory import peak_resident_bytes
 from fsdp_shard.models import load_config, load_tokenizer

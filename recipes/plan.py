@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import PlanConfig
-from fsdp_shard.inference.dispatch import locate
 from fsdp_shard.models import load_config
 from fsdp_shard.results import write_result
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard import models
 from fsdp_shard.checkpoint.files import has_file
+from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.inference.base import DTYPES, parse_budgets, parse_device_map
 from fsdp_shard.inference.device_map import DevicePlan, plan_device_map
@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from fsdp_shard.blocks import Block
     from fsdp_shard.checkpoint.index import TensorIndex
     from fsdp_shard.models import ModelSource
-
-
-def locate(path: str | os.PathLike[str], gguf_file: str | None = None) -> ModelSource:
-    """Where config, tokenizer and weights of `path` lie: a run (its latest step), a checkpoint, a model, a hub id."""
-    from fsdp_shard.checkpoint.formats import registry
-
-    place = Path(path).expanduser()
-    if not place.exists() or gguf_file is not None:
-        return models.resolve(path, gguf_file, need_weights=False)
-    found = registry.locate(place)
-    if found.side is not None:
-        return models.ModelSource(models.resolve(found.side, need_weights=False).directory, found.weights)
-    return models.resolve(found.weights, need_weights=False)
 
 
 def check_checkpoint(path: str | os.PathLike[str]) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_shard import models
+from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.errors import DataError, ModelError
-from fsdp_shard.inference.dispatch import dispatch, locate
+from fsdp_shard.inference.dispatch import dispatch
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,10 @@ from fsdp_shard.blocks import no_split_blocks, tied_names
 from fsdp_shard.checkpoint.carry import carry
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.names import match_names
+from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.checkpoint.state import load_shards
 from fsdp_shard.memory import peak_resident_bytes
-from fsdp_shard.models import ModelConfig, ModelSource, build_on_meta, load_config, rebuild_buffers, resolve
+from fsdp_shard.models import ModelConfig, ModelSource, build_on_meta, load_config, rebuild_buffers
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
 from fsdp_shard.sizes import format_size
 from fsdp_shard.training.base import OptimConfig
@@ -58,7 +59,9 @@ class LoadedModel:
 
 def model_source(config: ModelConfig, step_directory: Path | None) -> ModelSource:
     """Where config, tokenizer and weights come from: the step to resume from, else `model.path`."""
-    return ModelSource(step_directory) if step_directory is not None else resolve(config.path, config.gguf_file)
+    if step_directory is not None:
+        return ModelSource(step_directory)
+    return locate(config.path, config.gguf_file, need_weights=True)
 
 
 def check_model(config: ModelConfig, shard: ShardConfig, source: ModelSource) -> None:
@@ -90,6 +93,7 @@ def load_sharded(
 def side_files(source: ModelSource, dtype: str) -> dict[str, bytes]:
     """Config, generation config and tokenizer files that make a directory of weights a model, by name."""
     with TemporaryDirectory() as directory, open_checkpoint(source.weights) as index:
+        index.side = index.side or source.directory
         carry(index, Path(directory), dtype)
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_shard.checkpoint.checks.verify import verify
+from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.data.batch import global_batch
@@ -246,3 +248,24 @@ def test_a_step_with_a_part_missing_is_refused(
     assert ended.err.startswith("error: ")
     assert str(step) in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_run_starts_from_what_another_trainer_left(tiny_model: Path, settings: list[str], tmp_path: Path) -> None:
+    """DCP inside a Trainer's directory, config and tokenizer further out: the losses of the model itself."""
+    around = tmp_path / "trainer"
+    shutil.copytree(tiny_model, around, ignore=shutil.ignore_patterns("*.safetensors"))
+    convert(tiny_model, tmp_path / "dcp", format="dcp", nest="model")
+    inner = around / "checkpoint-9" / "pytorch_model_fsdp_0"
+    inner.mkdir(parents=True)
+    for file in (".metadata", "__0_0.distcp"):
+        shutil.move(tmp_path / "dcp" / file, inner / file)
+    short = [setting for setting in settings if not setting.startswith(("train.steps", "train.warmup_steps"))]
+    runs = [
+        run_recipe("finetune", tmp_path / name, *short, "train.steps=2", f"model.path={path}")
+        for name, path in (("one", around), ("two", tiny_model))
+    ]
+    assert [run.status for run in runs] == [0, 0], runs[0].err
+    assert runs[0].losses == runs[1].losses
+    convert(runs[0].checkpoint, tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").exists()
