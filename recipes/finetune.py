@@ -11,6 +11,7 @@ from fsdp_shard.launch import uses_gpus, world_size
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.base import check_batch
 from fsdp_shard.training.checkpointing import find_step, is_finished, open_saver, open_trainer, restore_optimizer
+from fsdp_shard.training.lock import run_lock
 from fsdp_shard.training.loop import evaluate_loss, train
 from fsdp_shard.training.plot import check_plots
 from fsdp_shard.training.runlog import RunLog, stopped
@@ -34,7 +35,11 @@ def check(config: FinetuneConfig) -> None:
 def main(config: FinetuneConfig) -> None:
     """Fine-tune `model` on `data`, on every rank alike."""
     launch, shard, settings = config.launch, config.shard, config.train
-    with distributed(launch.device, shard.replicas, launch.timeout_seconds) as context, StopSignal() as stop:
+    with (
+        distributed(launch.device, shard.replicas, launch.timeout_seconds) as context,
+        run_lock(config.run_dir, context),
+        StopSignal() as stop,
+    ):
         resumed = context.decide(lambda: find_step(config.resume, config.run_dir))
         if context.decide(lambda: is_finished(resumed, config.run_dir, settings.steps)):
             return

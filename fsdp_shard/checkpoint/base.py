@@ -27,12 +27,19 @@ class CheckpointConfig:
         "Delete all but this many of the latest checkpoints; the best one is always kept. null: keep all.",
         minimum=1,
     )
+    keep_every: int | None = setting(
+        None, "With keep_last: keep each step that this number divides for good.", minimum=1
+    )
     optimizer: bool = setting(True, "Keep the optimizer state too, which resuming needs.")
     max_shard_size: str = setting(DEFAULT_SHARD_SIZE, "Largest file of a gathered checkpoint, such as 200MB or 5GB.")
 
     def check(self, prefix: str) -> None:
         """Refuse a size that cannot be read, or that nothing would use."""
         parse_size(self.max_shard_size, f"{prefix}max_shard_size")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ConfigError(
+                f"{prefix}keep_every={self.keep_every} needs {prefix}keep_last: without it every step is kept."
+            )
         if self.layout == "sharded" and self.max_shard_size != DEFAULT_SHARD_SIZE:
             raise ConfigError(
                 f"{prefix}max_shard_size={self.max_shard_size} is for {prefix}layout=gathered; with "

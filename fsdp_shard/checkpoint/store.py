@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from fsdp_shard.checkpoint import atomic
@@ -55,10 +54,8 @@ class Store:
         return sorted(step for step, entry in found if step is not None and has_file(entry, MANIFEST))
 
     def latest(self) -> int | None:
-        """The step that `latest` points to, or the highest one where the pointer is missing or leads nowhere."""
-        steps = self.steps()
-        pointed = self.pointer(LATEST)
-        return pointed if pointed in steps else max(steps, default=None)
+        """The highest committed step. The pointer `latest` is for people: a crash may leave it one step behind."""
+        return max(self.steps(), default=None)
 
     def best(self) -> int | None:
         """The step that `best` points to, if it is there."""
@@ -85,9 +82,11 @@ class Store:
         """Write the manifest, sync the directories, and give them their final name; returns the step's directory.
 
         The files themselves are on the disk already (`fsync_file` by whoever wrote them). A committed directory of the
-        same step is replaced.
+        same step is never written over: that is a SaveError.
         """
         target = self.path(step)
+        if step in self.steps():
+            raise SaveError(f"{target} is there already, and a finished checkpoint is never written over.")
         try:
             atomic.write_text(temporary / MANIFEST, manifest.to_json())
             atomic.fsync_tree(temporary)
@@ -108,13 +107,14 @@ class Store:
         except OSError as error:
             raise SaveError(f"{self.root / name} could not be written: {error.strerror}.") from error
 
-    def prune(self, keep_last: int, protect: Iterable[int] = ()) -> list[int]:
-        """Delete all but the `keep_last` highest steps, those in `protect`, and what latest and best point to.
+    def prune(self, keep_last: int, keep_every: int | None = None) -> list[int]:
+        """Delete all but the `keep_last` highest steps, each `keep_every`-th one, and what latest and best point to.
 
         Returns the deleted steps. A step loses its name first, so that a crash in between leaves no half one.
         """
         steps = self.steps()
-        kept = {*steps[max(len(steps) - keep_last, 0) :], *protect, self.latest(), self.best()}
+        milestones = [step for step in steps if keep_every is not None and step % keep_every == 0]
+        kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, self.pointer(LATEST), self.best()}
         doomed = [step for step in steps if step not in kept]
         for step in doomed:
             hidden = self.root / f".{step_name(step)}.deleted"

@@ -36,7 +36,7 @@ def find_step(resume: str, run_dir: str) -> Path | None:
     """The step directory that a run goes on from, or None where it begins anew.
 
     `resume` is auto (the latest step in `run_dir`, if there is one), never, or the path of a run or a step. Raises
-    ConfigError when `never` meets a run that has steps, CheckpointError when a step cannot be resumed from.
+    ConfigError when steps in `run_dir` would be written over, CheckpointError when a step cannot be resumed from.
     """
     store = Store(Path(run_dir) / CHECKPOINTS)
     latest = store.latest()
@@ -51,7 +51,13 @@ def find_step(resume: str, run_dir: str) -> Path | None:
         return None if latest is None else _check_complete(store.path(latest))
     if not Path(resume).exists():
         raise CheckpointError(f"resume={resume} does not exist; give a run directory, a step directory, auto or never.")
-    return _check_complete(resolve_step(Path(resume)))
+    found = _check_complete(resolve_step(Path(resume)))
+    if latest is not None and found.resolve() != store.path(latest).resolve():
+        raise ConfigError(
+            f"resume={resume} would go on beside the checkpoints that run_dir={run_dir} already holds, up to step "
+            f"{latest}, and in the end write over them; give another run_dir."
+        )
+    return found
 
 
 def read_trainer(step_directory: Path) -> TrainerState:
@@ -105,7 +111,7 @@ class Saver:
     side_files: Mapping[str, bytes]
 
     def save(self, state: TrainerState) -> Path:
-        """Commit a step directory and delete what `checkpoint.keep_last` no longer keeps; a collective."""
+        """Commit a step directory and delete what `checkpoint.keep_*` no longer keep; a collective."""
         shards = self.loaded.model.local_shards()
         optimizer = optimizer_shards(self.optimizer, shards) if self.config.optimizer else {}
         whole = RunState(shards, self.loaded.aliases, optimizer, json.loads(state.to_json()), self.side_files)
@@ -123,7 +129,7 @@ class Saver:
         if state.best_step == state.step:
             self.store.set_best(state.step)
         if self.config.keep_last is not None:
-            self.store.prune(self.config.keep_last)
+            self.store.prune(self.config.keep_last, self.config.keep_every)
 
 
 def open_saver(

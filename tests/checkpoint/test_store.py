@@ -41,12 +41,12 @@ def test_a_step_is_there_only_once_committed(tmp_path: Path) -> None:
     assert store.steps() == [3, 20]
 
 
-def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
+def test_a_committed_step_is_never_written_over(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    save(store, 3, "old")
-    path = save(store, 3, "new")
-    assert (path / "data").read_text() == "new"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000003"]
+    path = save(store, 3, "old")
+    with pytest.raises(SaveError, match="step-00000003 is there already"):
+        save(store, 3, "new")
+    assert (path / "data").read_text() == "old"
 
 
 def test_pointers_and_what_they_mean(tmp_path: Path) -> None:
@@ -57,21 +57,21 @@ def test_pointers_and_what_they_mean(tmp_path: Path) -> None:
     assert store.best() is None
     store.set_latest(2)
     store.set_best(1)
-    assert (store.latest(), store.best()) == (2, 1)
+    assert (store.latest(), store.best()) == (3, 1), "a crash before the pointer was set hides no step"
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
-    (tmp_path / "latest").write_bytes(b"\xff nonsense")
-    assert store.latest() == 3
+    (tmp_path / "best").write_bytes(b"\xff nonsense")
+    assert store.best() is None
 
 
-def test_prune_keeps_the_last_the_protected_and_what_pointers_name(tmp_path: Path) -> None:
+def test_prune_keeps_the_last_each_nth_and_what_pointers_name(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for step in range(1, 8):
         save(store, step)
     store.set_latest(7)
     store.set_best(2)
-    assert store.prune(2, protect=[4]) == [1, 3, 5]
+    assert store.prune(2, keep_every=4) == [1, 3, 5]
     assert store.steps() == [2, 4, 6, 7]
-    assert store.prune(0) == [4, 6]
+    assert store.prune(1) == [4, 6]
 
 
 def test_leftovers_of_crashes_are_cleaned(tmp_path: Path) -> None:

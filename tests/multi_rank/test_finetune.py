@@ -225,11 +225,12 @@ def test_a_run_that_is_interrupted_goes_on_where_it_was(
     assert again.result == ended.result, "a run that is finished is left as it is"
 
 
-def test_keep_last_deletes_older_steps(settings: list[str], tmp_path: Path) -> None:
-    ended = run_recipe("finetune", tmp_path, *settings, "train.steps=5", "checkpoint.every=1", "checkpoint.keep_last=2")
+def test_older_steps_are_deleted_but_for_each_nth(settings: list[str], tmp_path: Path) -> None:
+    keep = ["checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.keep_every=2"]
+    ended = run_recipe("finetune", tmp_path, *settings, "train.steps=5", *keep)
     assert ended.status == 0, ended.err
     steps = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
-    assert steps == ["step-00000004", "step-00000005"]
+    assert steps == ["step-00000002", "step-00000004", "step-00000005"]
     assert json.loads((ended.checkpoint / "trainer.json").read_text())["step"] == 5
 
 
@@ -269,3 +270,16 @@ def test_a_run_starts_from_what_another_trainer_left(tiny_model: Path, settings:
     convert(runs[0].checkpoint, tmp_path / "model")
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_steps_of_a_run_are_not_written_over(
+    runs: dict[tuple[str, int, str], Ended], settings: list[str], tmp_path: Path
+) -> None:
+    """To go on from elsewhere, in a run that has steps of its own, would end in the same step twice."""
+    short = [setting for setting in settings if not setting.startswith("train.steps")]
+    ended = run_recipe("finetune", tmp_path, *short, "train.steps=4")
+    assert ended.status == 0, ended.err
+    other = next(iter(runs.values())).checkpoint
+    again = run_recipe("finetune", tmp_path, *short, "train.steps=30", f"resume={other}")
+    assert again.status == 2
+    assert f"beside the checkpoints that run_dir={tmp_path} already holds, up to step 4" in again.err

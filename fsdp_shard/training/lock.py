@@ -1,0 +1,60 @@
+"""A lock on a run directory, so that two runs never write into one. Knows nothing of what is in it.
+
+Rank 0 holds an advisory lock (flock) on RUN_DIR/.lock for as long as it lives: the system gives it back when the
+process ends, however it ends, so a lock is never stale. What the file says is for people only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_shard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fsdp_shard.distributed import DistributedContext
+
+LOCK = ".lock"
+
+
+@contextmanager
+def run_lock(run_dir: str, context: DistributedContext) -> Iterator[None]:
+    """Keep other runs out of `run_dir` while the block runs; ConfigError, on all ranks, if another one is in it."""
+    handle = context.together(lambda: _take(Path(run_dir)) if context.is_main else None)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _take(run_dir: Path) -> int:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handle = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = _holder(handle)
+        os.close(handle)
+        raise ConfigError(
+            f"run_dir={run_dir} is in use by another run ({holder}); wait for it, stop it, or give another run_dir."
+        ) from None
+    os.truncate(handle, 0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
+    return handle
+
+
+def _holder(handle: int) -> str:
+    try:
+        known = json.loads(os.pread(handle, 4096, 0))
+        return f"process {known['pid']} on {known['host']}, since {known['since']}"
+    except (ValueError, KeyError, TypeError):  # it is only just writing it
+        return "which has only just started"
