@@ -29,7 +29,7 @@ def main(config: ConvertConfig) -> None:
     write_result(config.run_dir, asdict(report))
     checked = "read back and compared" if report.verified else "not read back"
     for kind, count in report.left_out.items():
-        print(f"left out: {count:,} tensors of the kind {kind}")
+        print(f"left out: {count:,} {kind} tensor{'' if count == 1 else 's'}")
     print(f"{config.target}: {report.num_tensors:,} tensors, {format_size(report.num_bytes)}, {checked}")
 
 

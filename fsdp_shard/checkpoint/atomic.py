@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
+import glob
 import os
 import shutil
 import sys
@@ -70,23 +71,24 @@ def write_text(path: Path, text: str) -> None:
     fsync_directory(path.parent)
 
 
-def move_directory(source: Path, target: Path) -> None:
-    """Rename a finished directory to `target`; what was there is replaced in one step and then deleted.
+def move_directory(source: Path, target: Path, *, replace: bool) -> None:
+    """Rename a finished directory to `target`, in the same parent directory, which is synced.
 
-    Both must lie in the same parent directory, which is synced. Where the file system cannot exchange two names, the
-    old directory is moved to `.NAME.replaced` for an instant; `recover` puts it back after a crash there.
+    With `replace` a directory that is there is replaced in one step and then deleted; without, it is an OSError, unless
+    it is empty. Where the file system cannot exchange two names, the old directory is moved to `.NAME.replaced` for an
+    instant; `recover` puts it back after a crash there.
     """
-    if not target.exists() or _is_empty(target):
-        os.rename(source, target)
+    if not replace or not target.exists() or _is_empty(target):
+        os.rename(source, target)  # fails where something is in the way, also if it has come only now
         fsync_directory(target.parent)
         return
-    old = replaced_name(target)
-    shutil.rmtree(old, ignore_errors=True)
     if _exchange(source, target):
-        os.rename(source, old)
-    else:
-        os.rename(target, old)
-        os.rename(source, target)
+        fsync_directory(target.parent)
+        shutil.rmtree(source)
+        return
+    old = replaced_name(target)
+    os.rename(target, old)
+    os.rename(source, target)
     fsync_directory(target.parent)
     shutil.rmtree(old)
 
@@ -96,13 +98,9 @@ def replaced_name(target: Path) -> Path:
 
 
 def recover(target: Path) -> None:
-    """Finish a `move_directory` that a crash cut short: put the old directory back, or delete what it left."""
+    """Undo a `move_directory` that a crash cut short between its two renames: put the old directory back."""
     old = replaced_name(target)
-    if not old.exists():
-        return
-    if target.exists():
-        shutil.rmtree(old)
-    else:
+    if old.is_dir() and not target.exists():
         os.rename(old, target)
         fsync_directory(target.parent)
 
@@ -123,9 +121,10 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 @contextmanager
-def new_directory(target: Path, num_bytes: int) -> Iterator[Path]:
+def new_directory(target: Path, num_bytes: int, *, replace: bool) -> Iterator[Path]:
     """A temporary directory beside `target`, which takes its name if the block succeeds and vanishes if not.
 
+    Without `replace`, a directory that has come to `target` in the meantime stays, and that is a SaveError.
     It is locked while it is in use, so that the next conversion can tell it from what a killed one left, and delete it.
     """
     try:
@@ -145,7 +144,7 @@ def new_directory(target: Path, num_bytes: int) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         temporary.chmod(0o777 & ~_umask())
         yield temporary
-        move_directory(temporary, target)
+        move_directory(temporary, target, replace=replace)
     except OSError as error:
         raise SaveError(f"{target} could not be written: {error.strerror or error}; nothing of it was kept.") from error
     finally:
@@ -160,8 +159,10 @@ def _umask() -> int:
 
 
 def _remove_leftovers(target: Path) -> None:
-    for entry in target.parent.glob(f".{target.name}.partial-*"):
-        lock = os.open(entry, os.O_RDONLY)
+    for entry in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+        if entry.is_symlink() or not entry.is_dir():
+            continue  # not one of ours
+        lock = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

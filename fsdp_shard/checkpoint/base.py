@@ -60,7 +60,7 @@ class ConvertConfig:
     )
     max_shard_size: str = setting(DEFAULT_SHARD_SIZE, "Largest file of format=huggingface, such as 200MB or 2GiB.")
     ranks: int | None = setting(
-        None, "Number of ranks that format=sharded or dcp writes for; for dcp null means one.", minimum=1
+        None, "Number of ranks that format=sharded or dcp writes for; for dcp null means one.", minimum=1, maximum=16384
     )
     nest: str | None = setting(
         None,
@@ -68,7 +68,9 @@ class ConvertConfig:
         "null: none.",
     )
     dtype: str = setting(
-        "keep", "Cast floating-point tensors to this type.", choices=("keep", "float32", "bfloat16", "float16")
+        "keep",
+        "Cast floating-point tensors to this type; those of 8 bits keep theirs.",
+        choices=("keep", "float32", "bfloat16", "float16"),
     )
     verify: bool = setting(True, "Read the target back and compare it with what was written.")
     sync: bool = setting(

@@ -18,11 +18,12 @@ from typing import Any
 
 from fsdp_shard.checkpoint import atomic, integrity
 from fsdp_shard.checkpoint.base import DEFAULT_SHARD_SIZE, ConvertConfig
-from fsdp_shard.checkpoint.carry import carry, side_bytes
+from fsdp_shard.checkpoint.carry import carry, side_bytes, side_files
 from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, torch_name
+from fsdp_shard.checkpoint.formats.dcp_layout import METADATA
 from fsdp_shard.checkpoint.formats.registry import recognise, writer
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
-from fsdp_shard.checkpoint.layout import TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.layout import INDEX_FILE, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
 from fsdp_shard.checkpoint.ties import absent_ties, stored_twice
 from fsdp_shard.checkpoint.transfer import Move, Progress, compare_with, move_tensors
@@ -87,8 +88,14 @@ def convert(
     with open_checkpoint(Path(source).expanduser()) as index:
         _check_target(place, index, overwrite)
         plan = plan_conversion(index, settings, _ties(index, format))
-        with atomic.new_directory(place, plan.target.num_bytes + side_bytes(index)) as temporary:
+        stamps = _stamps(index)
+        with atomic.new_directory(place, plan.target.num_bytes + side_bytes(index), replace=overwrite) as temporary:
             _write(index, plan, temporary, verify=verify, sync=sync)
+            if _stamps(index) != stamps:
+                raise CheckpointError(
+                    f"{index.place} was changed while it was converted, so what was read may be of two saves; nothing "
+                    "was kept."
+                )
     return ConvertReport(
         source_format=index.format,
         target_format=format,
@@ -185,6 +192,13 @@ def _write_manifest(
     atomic.write_text(root / MANIFEST, manifest.to_json())
 
 
+def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:
+    """What shows whether a source file is still the same: its inode, size and time of change."""
+    files = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
+    found = {name: (index.root / name).stat() for name in sorted(files)}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
+
+
 def _check_target(target: Path, index: TensorIndex, overwrite: bool) -> None:
     """Refuse a target that would destroy something, or that `overwrite` was not given for."""
     atomic.recover(target)
@@ -198,6 +212,20 @@ def _check_target(target: Path, index: TensorIndex, overwrite: bool) -> None:
         raise CheckpointError(
             f"{target} exists and is not a checkpoint directory, so overwrite=true does not replace it."
         )
+    if foreign := _foreign(target):
+        some = ", ".join(foreign[:4]) + (f" and {len(foreign) - 4} more" if len(foreign) > 4 else "")
+        raise CheckpointError(
+            f"{target} holds {some} beside its weights, which overwrite=true would delete; move that away, or give "
+            "another target."
+        )
+
+
+def _foreign(target: Path) -> list[str]:
+    """What lies in a checkpoint directory and is no part of what a conversion writes."""
+    with open_checkpoint(target) as index:
+        known = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
+    known |= {MANIFEST, INDEX_FILE, METADATA, "pytorch_model.bin.index.json", *side_files(target)}
+    return sorted(entry.name for entry in target.iterdir() if entry.name not in known)
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def _describe(index: TensorIndex, pattern: str) -> Description:
     manifest = read_manifest(index.root) if index.root.is_dir() else None
     layout = manifest.layout if manifest else "gathered"
     return Description(
-        path=str(index.root),
+        path=str(index.place),
         format=index.format,
         layout="sharded" if any(len(entry.pieces) > 1 for entry in entries) else layout,
         step=index.step,
@@ -126,7 +126,7 @@ def _chosen(index: TensorIndex, pattern: str) -> Iterator[TensorSummary]:
     glob = pattern if any(character in pattern for character in "*?[") else f"*{pattern}*"
     names = [name for name in [*index.tensors, *index.aliases] if fnmatch.fnmatchcase(name, glob)]
     if not names and index.tensors:
-        raise CheckpointError(f"{index.root} has no tensor that {pattern} fits{_near(pattern, index)}.")
+        raise CheckpointError(f"{index.place} has no tensor that {pattern} fits{_near(pattern, index)}.")
     for name in dict.fromkeys(index.aliases.get(name, name) for name in names):
         entry = index.tensors[name]
         held = tuple(dict.fromkeys(piece.file for piece in entry.pieces))

@@ -26,7 +26,7 @@ def member(root: Path, name: object) -> Path:
     Refused: absolute names, `..`, symbolic links that leave `root`, and whatever is no regular file. Links of a
     Hugging Face hub cache (`models--*/snapshots/REVISION/FILE -> ../../blobs/HASH`) may go as far as `models--*`.
     """
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name or not _is_text(name):
         raise CheckpointError(f"{root} names {name!r} as a file, which is no file name.")
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts:
@@ -44,6 +44,10 @@ def member(root: Path, name: object) -> Path:
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{path} is not a regular file, so it is not read.")
     return path
+
+
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _hub_base(root: Path) -> Path | None:
@@ -111,9 +115,9 @@ def parse_json(data: bytes, where: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice!r} stands there twice")
+    "".join(found).encode()  # half a surrogate pair is no text: a UnicodeEncodeError is a ValueError
     return found
 
 

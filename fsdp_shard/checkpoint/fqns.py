@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_shard.errors import CheckpointError
@@ -32,7 +32,7 @@ _ADAPTER = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_ma
 # What one of the names shows where there is anything to undo, so that most checkpoints are passed in one look.
 _TRACES = re.compile(
     rf"(^|\.)({'|'.join((*_WRAPPERS, *_ADAPTER, 'base_layer', 'modules_to_save'))})\."
-    r"|^(module|base_model\.model|model\.(model|lm_head|transformer))\.",
+    r"|^(module|base_model\.model|model\.(model|lm_head))\.",
     re.MULTILINE,
 )
 
@@ -55,22 +55,28 @@ def split_state(paths: Mapping[str, Sequence[object]]) -> Selection:
     """
     extras: dict[str, list[str]] = {}
     groups: dict[tuple[str, ...], list[str]] = {}
+    flat = {str(path[0]) for path in paths.values() if len(path) == 1}
     for name, path in paths.items():
         keys = _keys(path)
-        kind = _kind(keys)
+        kind = OPTIMIZER if len(keys) == 1 and _is_flat_state(keys[0], flat) else _kind(keys)
         if kind is None:
             groups.setdefault(keys[:-1], []).append(name)
         else:
             extras.setdefault(kind, []).append(name)
     models = [group for group in groups if group and group[-1] in _MODEL]
     if models:
-        chosen = min(models, key=len)
-        extras.setdefault(OTHER, []).extend(
-            name for group, names in groups.items() if group != chosen for name in names
-        )
-        found = {name: _keys(paths[name])[-1] for name in groups[chosen]}
+        depth = min(map(len, models))
+        top, *more = sorted(group for group in models if len(group) == depth)
+        if more:
+            some = ", ".join(".".join(group) for group in (top, *more))
+            raise CheckpointError(f"there are several models in it, {some}; save the state dict of one of them.")
+        inside = [name for group, names in groups.items() if group[:depth] == top for name in names]
+        others = [name for group, names in groups.items() if group[:depth] != top for name in names]
+        extras.setdefault(OTHER, []).extend(others)
+        found = {name: ".".join(_keys(paths[name])[depth:]) for name in inside}
     else:
         found = {name: ".".join(_keys(paths[name])) for names in groups.values() for name in names}
+    _refuse_equal(found)
     return Selection(found, {kind: names for kind, names in extras.items() if names})
 
 
@@ -84,29 +90,42 @@ def _keys(path: Sequence[object]) -> tuple[str, ...]:
     return keys
 
 
+def _is_flat_state(name: str, names: Collection[str]) -> bool:
+    """Whether a name is `state.FQN.exp_avg` beside FQN itself: `flatten_optimizer_state_dict` of torch."""
+    first, _, rest = name.partition(".")
+    return first == "state" and rest.rpartition(".")[0] in names
+
+
 def _kind(keys: tuple[str, ...]) -> str | None:
     """The kind of extra that keys lead to, None for a weight. The last key is a tensor's own name."""
-    if any(key in _OPTIMIZER for key in keys[:-1]):
+    # An optimizer's own state dict, with a key in front or without: state -> parameter -> exp_avg.
+    if any(key in _OPTIMIZER for key in keys[:-1]) or "state" in keys[:-2]:
         return OPTIMIZER
     if any(key in _TRAINER for key in keys[:-1]) or keys[0] in _TRAINER:
         return OTHER
     return None
 
 
-def plain_names(names: Iterable[str]) -> Selection:
+def plain_names(names: Iterable[str], *, is_nested: bool = True) -> Selection:
     """Undo the names of wrappers; a CheckpointError where two tensors would get the same name.
 
-    Prefixes (`module.`, `base_model.model.`, `model.` before `model.`) go only where all weights have them. Adapters of
-    peft beside the weights that they adapt are extras; a checkpoint that has nothing but adapters keeps its names.
+    Prefixes (`module.`, `base_model.model.`, `model.` before `model.`) go only where all weights have them; the last
+    only if `is_nested`, that is where a trainer's nesting may have left it: some models begin all names like that.
+    Adapters of peft beside the weights that they adapt are extras; a checkpoint that has nothing but adapters keeps its
+    names.
     """
     stored = list(names)
     if not _TRACES.search("\n".join(stored)):
         return Selection({name: name for name in stored}, {})
-    adapters = [name for name in stored if _has(name, _ADAPTER)]
+    # A model may have modules of peft's names by itself: in a Hugging Face directory only peft's own prefix tells.
+    is_peft = all("base_model.model." in name for name in stored) or (
+        is_nested and any(_has(n, _ADAPTER) for n in stored)
+    )
+    adapters = [name for name in stored if is_peft and _has(name, _ADAPTER)]
     if adapters and len(adapters) == len(stored):
         return Selection({name: name for name in stored}, {})
-    plain = {name: _without_wrappers(name) for name in stored if name not in set(adapters)}
-    for is_prefix in (_is_module, _is_peft, _is_nested):
+    plain = {name: _without_wrappers(name, is_peft) for name in stored if name not in set(adapters)}
+    for is_prefix in (_is_module, _is_peft, *((_is_nested,) if is_nested else ())):
         while (prefix := is_prefix(list(plain.values()))) is not None:
             plain = {name: fqn.removeprefix(prefix) for name, fqn in plain.items()}
     _refuse_equal(plain)
@@ -117,9 +136,9 @@ def _has(name: str, parts: Sequence[str]) -> bool:
     return any(part in parts for part in name.split("."))
 
 
-def _without_wrappers(name: str) -> str:
-    parts = [part for part in name.split(".") if part not in _WRAPPERS and part != "base_layer"]
-    if "modules_to_save" in parts:  # peft: `head.modules_to_save.default.weight` is the trained head
+def _without_wrappers(name: str, is_peft: bool) -> str:
+    parts = [part for part in name.split(".") if part not in _WRAPPERS and not (is_peft and part == "base_layer")]
+    if is_peft and "modules_to_save" in parts:  # peft: `head.modules_to_save.default.weight` is the trained head
         at = parts.index("modules_to_save")
         parts = parts[:at] + parts[at + 2 :]
     return ".".join(parts)
@@ -137,7 +156,7 @@ def _is_peft(names: Sequence[str]) -> str | None:
 
 def _is_nested(names: Sequence[str]) -> str | None:
     """A trainer that holds the model as `model`: its own names begin with `model.` again, or name its head."""
-    twice = any(name.startswith(("model.model.", "model.lm_head.", "model.transformer.")) for name in names)
+    twice = any(name.startswith(("model.model.", "model.lm_head.")) for name in names)
     return _common("model.", names) if twice else None
 
 
@@ -150,4 +169,4 @@ def _refuse_equal(plain: Mapping[str, str]) -> None:
     for fqn, count in counts.items():
         if count > 1:
             both = " and ".join(name for name, found in plain.items() if found == fqn)
-            raise CheckpointError(f"{both} both mean {fqn} once the names of wrappers are undone; which one is meant?")
+            raise CheckpointError(f"{both} both mean the tensor {fqn}; which one is meant?")

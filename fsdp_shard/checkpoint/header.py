@@ -84,7 +84,7 @@ def _metadata(value: Any, path: Path) -> dict[str, str]:
 
 def _are_counts(values: list[Any]) -> bool:
     for value in values:  # noqa: SIM110 -- half the time of `all`, and a header may have tens of thousands of lists
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value < 1 << 63:
             return False
     return True
 

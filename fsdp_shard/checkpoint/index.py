@@ -99,7 +99,7 @@ class TensorIndex:
 
     `aliases` maps a tied name to the name under which it is kept; readers take either. `step` and `world_size` are
     None where the checkpoint does not say. `extras` counts what is no weight, by kind: `optimizer`, `adapter`, `other`.
-    `side` is the directory with config and tokenizer, where it is not `root`.
+    `side` is the directory with config and tokenizer, where it is not `root`; `file` is the one file that was named.
     """
 
     root: Path
@@ -111,10 +111,20 @@ class TensorIndex:
     world_size: int | None = None
     extras: dict[str, Extra] = field(default_factory=dict)
     side: Path | None = None
+    file: Path | None = None
 
     def __post_init__(self) -> None:
+        for alias, kept in self.aliases.items():
+            if alias in self.tensors or kept not in self.tensors:
+                problem = f"{alias} is stored itself" if alias in self.tensors else f"{kept} is not stored"
+                raise CheckpointError(f"{self.place} says that tensor {alias} is tied to {kept}, but {problem}.")
         self._files = Files(self.root)
         self._starts: dict[str, list[int] | None] = {}
+
+    @property
+    def place(self) -> Path:
+        """What messages call it: the file that was named, else the directory."""
+        return self.file or self.root
 
     @property
     def names(self) -> list[str]:

@@ -90,7 +90,7 @@ class Store:
         try:
             atomic.write_text(temporary / MANIFEST, manifest.to_json())
             atomic.fsync_tree(temporary)
-            atomic.move_directory(temporary, target)
+            atomic.move_directory(temporary, target, replace=False)
         except OSError as error:
             raise SaveError(f"{target} could not be committed: {error.strerror}; earlier steps are kept.") from error
         return target

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_shard.checkpoint.files import has_file, member, read_json
-from fsdp_shard.errors import ModelError
+from fsdp_shard.errors import CheckpointError, ModelError
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex
@@ -29,7 +29,7 @@ def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
     """
     if index.aliases or not has_file(side, CONFIG):
         return {}
-    told = _told_by_config(index, read_json(member(side, CONFIG)))
+    told = _told_by_config(index, side)
     if told is not None:
         return told
     from fsdp_shard.blocks import tied_names
@@ -37,14 +37,29 @@ def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
 
     try:
         model = build_on_meta(load_config(ModelSource(side, None)), "float32")
-    except ModelError:
+    except (
+        ModelError,
+        ArithmeticError,
+        AttributeError,
+        TypeError,
+        ValueError,
+    ):  # what odd configs raise in transformers
         return {}
     names = tied_names(model)
     return {alias: kept for alias, kept in names.items() if kept in index.tensors and alias not in index.tensors}
 
 
-def _told_by_config(index: TensorIndex, config: Any) -> dict[str, str] | None:
+def usual_ties(index: TensorIndex, side: Path) -> dict[str, str]:
+    """The output head that a decoder's config ties to its embedding, where it is not stored: {alias: kept}."""
+    try:
+        return (_told_by_config(index, side) or {}) if has_file(side, CONFIG) else {}
+    except CheckpointError:  # who needs the config will say what is wrong with it; the weights can be read without
+        return {}
+
+
+def _told_by_config(index: TensorIndex, side: Path) -> dict[str, str] | None:
     """The ties of a decoder with the usual names, None where more has to be known."""
+    config = read_json(member(side, CONFIG))
     if not isinstance(config, Mapping) or config.get("is_encoder_decoder"):
         return None
     is_tied, classes = config.get("tie_word_embeddings"), config.get("architectures")

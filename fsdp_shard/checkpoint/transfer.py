@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsdp_shard.checkpoint.atomic import fsync_file, start_writeback
-from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch
+from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.files import Handles, pwrite_all
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
@@ -215,8 +215,18 @@ class _Mover:
             self._target = memoryview(bytearray(_step_elements(move) * itemsize(move.target.dtype)))
         out = self._target[:num_bytes]
         source = torch.frombuffer(data, dtype=to_torch(move.source_dtype))
-        torch.frombuffer(out, dtype=to_torch(move.target.dtype)).copy_(source)
+        cast = torch.frombuffer(out, dtype=to_torch(move.target.dtype)).copy_(source)
+        if not cast.isfinite().all():
+            self._refuse_overflow(move, int((source.isfinite() & ~cast.isfinite()).sum()))
         return out
+
+    def _refuse_overflow(self, move: Move, num_lost: int) -> None:
+        if num_lost:
+            target = torch_name(move.target.dtype)
+            raise CheckpointError(
+                f"{self._index.place}: tensor {move.target.name} holds values ({num_lost:,} or more) that are too "
+                f"large for {target} and would become infinite; choose another dtype, such as bfloat16 or float32."
+            )
 
     def _write(self, extents: Sequence[Extent], at: int, data: memoryview) -> None:
         stop = at + len(data)

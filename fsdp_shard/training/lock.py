@@ -1,7 +1,7 @@
 """A lock on a run directory, so that two runs never write into one. Knows nothing of what is in it.
 
-Rank 0 holds an advisory lock (flock) on RUN_DIR/.lock for as long as it lives: the system gives it back when the
-process ends, however it ends, so a lock is never stale. What the file says is for people only.
+Rank 0 holds an advisory lock (flock) on the directory itself for as long as it lives: the system gives it back when the
+process ends, however it ends, so a lock is never stale. What RUN_DIR/.lock says is for people only.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ def run_lock(run_dir: str, context: DistributedContext) -> Iterator[None]:
 
 def _take(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
-    handle = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        holder = _holder(handle)
         os.close(handle)
         raise ConfigError(
-            f"run_dir={run_dir} is in use by another run ({holder}); wait for it, stop it, or give another run_dir."
+            f"run_dir={run_dir} is in use by another run ({_holder(run_dir)}); wait for it, stop it, or give another "
+            "run_dir."
         ) from None
-    os.truncate(handle, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
+    (run_dir / LOCK).write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
     return handle
 
 
-def _holder(handle: int) -> str:
+def _holder(run_dir: Path) -> str:
     try:
-        known = json.loads(os.pread(handle, 4096, 0))
+        known = json.loads((run_dir / LOCK).read_text())
         return f"process {known['pid']} on {known['host']}, since {known['since']}"
-    except (ValueError, KeyError, TypeError):  # it is only just writing it
+    except (OSError, ValueError, KeyError, TypeError):  # it is only just writing it
         return "which has only just started"

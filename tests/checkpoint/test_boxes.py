@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,3 +79,10 @@ def test_coverage_finds_gaps_overlaps_and_strays() -> None:
     assert "overlap" in str(boxes.coverage_problem((), [((), ()), ((), ())]))
     assert "hold 0 of 1" in str(boxes.coverage_problem((), []))
     assert boxes.coverage_problem((0, 3), []) is None
+
+
+@pytest.mark.timeout(10)
+def test_many_boxes_that_overlap_end_soon() -> None:
+    size = 4000
+    stairs = [((i, i), (size - i, 1)) for i in range(size)]
+    assert "pieces hold" in str(boxes.coverage_problem((size, size), stairs))

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import atomic, transfer
+from fsdp_shard.checkpoint import convert as convert_module
 from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
@@ -167,7 +169,7 @@ def test_a_run_converts_to_a_plain_model_directory(tmp_path: Path, model_dir: Pa
     assert digests(tmp_path / "model") == digests(model_dir)
     assert not {"trainer.json", "optimizer"} & names(tmp_path / "model")
     with open_checkpoint(tmp_path / "model") as index:
-        assert index.step == 5, "what `latest` points to"
+        assert index.step == 10, "the last that is committed, wherever `latest` points"
     with pytest.raises(CheckpointError, match="contains the source"):
         convert(run, run, overwrite=True)
     with pytest.raises(CheckpointError, match="not a checkpoint directory"):
@@ -325,3 +327,58 @@ def test_sync_decides_whether_the_weights_are_on_the_disk(
     convert(tmp_path / "source", tmp_path / "target", sync=sync)
     assert ("model.safetensors" in synced) == sync
     assert ("config.json" in synced) == sync
+
+
+def test_a_cast_that_would_make_infinities_is_refused(tmp_path: Path) -> None:
+    big = {"w": torch.tensor([1e6, 1.0, torch.inf, torch.nan])}
+    write_huggingface(tmp_path / "big", big)
+    with pytest.raises(CheckpointError, match=r"tensor w holds values \(1 or more\) that are too large for float16"):
+        convert(tmp_path / "big", tmp_path / "half", dtype="float16")
+    assert not (tmp_path / "half").exists()
+    write_huggingface(tmp_path / "half", {"w": big["w"].half()})
+    assert not verify(tmp_path / "big", tmp_path / "half").is_sound
+    convert(tmp_path / "big", tmp_path / "brain", dtype="bfloat16")
+    assert verify(tmp_path / "big", tmp_path / "brain").is_sound
+
+
+def test_a_directory_that_came_in_the_meantime_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = write_huggingface(tmp_path / "source", {"w": torch.ones(2)}), tmp_path / "target"
+    write = convert_module._write
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        target.mkdir()
+        (target / "thesis.txt").write_text("years")
+
+    monkeypatch.setattr(convert_module, "_write", slow)
+    with pytest.raises(SaveError, match="nothing of it was kept"):
+        convert(source, target)
+    assert names(target) == {"thesis.txt"}
+    assert names(tmp_path) == {"source", "target"}
+
+
+def test_overwrite_deletes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
+    source, target = (write_huggingface(tmp_path / name, {"w": torch.ones(2)}) for name in ("source", "target"))
+    (target / "checkpoint-500").mkdir()
+    (target / "notes.txt").write_text("x")
+    with pytest.raises(CheckpointError, match=r"holds checkpoint-500, notes\.txt beside its weights"):
+        convert(source, target, overwrite=True)
+    (target / "checkpoint-500").rmdir()
+    (target / "notes.txt").unlink()
+    convert(source, target, overwrite=True, format="dcp")
+    convert(source, target, overwrite=True)
+    assert "model.safetensors" in names(target)
+
+
+def test_a_source_that_changes_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_huggingface(tmp_path / "source", {"w": torch.ones(2)})
+    write = convert_module._write
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        write_huggingface(source, {"w": torch.zeros(2)})
+
+    monkeypatch.setattr(convert_module, "_write", slow)
+    with pytest.raises(CheckpointError, match="was changed while it was converted"):
+        convert(source, tmp_path / "target")
+    assert names(tmp_path) == {"source"}

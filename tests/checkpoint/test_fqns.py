@@ -62,7 +62,7 @@ def test_adapters_stand_beside_the_weights_that_they_adapt() -> None:
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"a\._orig_mod\.weight and a\.weight both mean a\.weight"):
+    with pytest.raises(CheckpointError, match=r"a\._orig_mod\.weight and a\.weight both mean the tensor a\.weight"):
         plain_names(["a._orig_mod.weight", "a.weight"])
 
 
@@ -85,6 +85,8 @@ STATE = f"optimizer.state.{WEIGHT}.exp_avg"
             flat((WEIGHT,), ("optimizer", f"state.{WEIGHT}.exp_avg"), ("train_state", "step")),
             {"optimizer": 1, "other": 1},
         ),
+        # torch's flatten_optimizer_state_dict, both dicts in one
+        (flat((WEIGHT,), (f"state.{WEIGHT}.exp_avg",), (f"state.{WEIGHT}.step",)), {"optimizer": 2}),
         # no record of the nesting: the name alone
         (
             {WEIGHT: (WEIGHT,), f"optimizer.state.{WEIGHT}.exp_avg": (f"optimizer.state.{WEIGHT}.exp_avg",)},
@@ -104,6 +106,37 @@ def test_weights_are_told_from_the_rest(paths: dict[str, tuple[object, ...]], ki
     assert WEIGHT in found.names.values()
     assert {kind: len(names) for kind, names in found.extras.items()} == kinds
     assert len(found.names) + sum(kinds.values()) == len(paths)
+
+
+def test_an_optimizer_alone_has_no_weights() -> None:
+    found = split_state(flat(("state", 0, "exp_avg"), ("state", 0, "step")))
+    assert (found.names, list(found.extras)) == ({}, ["optimizer"])
+
+
+def test_a_model_may_be_nested_by_itself() -> None:
+    names = ["model.model.vision_tower.weight", "model.lm_head.weight"]  # ShieldGemma2ForImageClassification
+    assert list(plain_names(names, is_nested=False).names.values()) == names
+
+
+def test_all_below_the_key_of_the_model_is_the_model() -> None:
+    found = split_state(flat(("model", "scale"), ("model", "enc", "w"), ("optim", "state", 0, "exp_avg")))
+    assert set(found.names.values()) == {"scale", "enc.w"}
+
+
+def test_which_of_several_models_is_a_question() -> None:
+    with pytest.raises(CheckpointError, match=r"several models in it, actor\.model, critic\.model"):
+        split_state(flat(("actor", "model", "w"), ("critic", "model", "w")))
+
+
+def test_two_paths_to_one_name_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="both mean the tensor w"):
+        split_state({"model.w": ("model", "w"), "m2.w": ("model", "w")})
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_modules_with_names_of_peft_are_no_adapters(is_nested: bool) -> None:
+    names = ["base_layer.0.weight", "level0.0.weight", "fc.weight"]
+    assert list(plain_names(names, is_nested=is_nested).names.values()) == names
 
 
 def test_several_models_keep_their_paths() -> None:

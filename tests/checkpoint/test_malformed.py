@@ -128,6 +128,9 @@ CASES: dict[str, Case] = {
     "negative shape": (single, entry("a", "shape", [-2, -3]), "list of counts"),
     "shape of booleans": (single, entry("a", "shape", [True, 6]), "list of counts"),
     "shape too large": (single, entry("a", "shape", [2**40, 2**40]), "takes 24 bytes, but F32"),
+    "shape beyond all": (single, entry("a", "shape", [10**4000, 0]), "not valid JSON|list of counts"),
+    "shape beyond 2^63": (single, entry("a", "shape", [2**63, 0]), "list of counts"),
+    "half a surrogate": (single, header(lambda d: d.__setitem__("a\ud800", d.pop("a"))), "not valid JSON"),
     "wrong dtype": (single, entry("a", "dtype", "F64"), "takes 24 bytes, but F64"),
     "offsets swapped": (single, entry("a", "data_offsets", [24, 0]), "takes -24 bytes"),
     "three offsets": (single, entry("a", "data_offsets", [0, 24, 25]), "two byte positions"),
@@ -151,6 +154,7 @@ CASES: dict[str, Case] = {
     "up inside": (indexed, weight_map(lambda m: m.update(a="sub/../x.safetensors")), "outside the directory"),
     "absolute": (indexed, weight_map(lambda m: m.update(a="/etc/passwd")), "outside the directory"),
     "empty name": (indexed, weight_map(lambda m: m.update(a="")), "no file name"),
+    "half a surrogate in a name": (indexed, weight_map(lambda m: m.update(a="a\ud800")), "no file name"),
     "NUL in a name": (indexed, weight_map(lambda m: m.update(a="a\0b")), "no file name"),
     "a linked file": (
         indexed,
@@ -216,6 +220,19 @@ def test_is_refused(tmp_path: Path, name: str) -> None:
         assert set(index.names) == set(TENSORS), "it was sound before"
     damage(path)
     assert_refused(root, message)
+
+
+@pytest.mark.timeout(10)
+def test_many_keys_are_searched_once(tmp_path: Path) -> None:
+    keys = ",".join(f'"t{number}":0' for number in [*range(40_000), 39_999])
+    path = single(tmp_path / "model")
+    edit_header(path, lambda document: f"{{{keys}}}".encode())
+    assert_refused(path.parent, "'t39999' stands there twice")
+
+
+def test_an_alias_of_a_stored_tensor_is_refused(tmp_path: Path) -> None:
+    write_ranks(tmp_path, TENSORS, even_edges(TENSORS, 2), aliases={"b": "a"})
+    assert_refused(tmp_path, "tensor b is tied to a, but b is stored itself")
 
 
 def test_a_missing_range_is_found(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_directories_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monk
     for path in (new, target):
         path.mkdir()
         (path / path.name).write_text("")
-    atomic.move_directory(new, target)
+    atomic.move_directory(new, target, replace=True)
     assert [entry.name for entry in target.iterdir()] == ["new"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
 

@@ -66,8 +66,8 @@ def match(one: TensorIndex, two: TensorIndex) -> Matching:
 
 def described_differences(one: TensorIndex, two: TensorIndex, matching: Matching) -> tuple[list[Pair], list[Problem]]:
     """The pairs whose values can be compared, and what is a difference without: names, shapes, kinds of dtype."""
-    problems = [Problem(f"tensor {n} is in {one.root}, but not in {two.root}.", tensor=n) for n in matching.only_one]
-    problems += [Problem(f"tensor {n} is in {two.root}, but not in {one.root}.", tensor=n) for n in matching.only_two]
+    problems = [Problem(f"tensor {n} is in {one.place}, but not in {two.place}.", tensor=n) for n in matching.only_one]
+    problems += [Problem(f"tensor {n} is in {two.place}, but not in {one.place}.", tensor=n) for n in matching.only_two]
     comparable = []
     for pair in matching.pairs:
         whats = [(list(pair.one.shape), list(pair.two.shape)), (torch_name(pair.one.dtype), torch_name(pair.two.dtype))]
@@ -75,7 +75,7 @@ def described_differences(one: TensorIndex, two: TensorIndex, matching: Matching
             comparable.append(pair)
         else:
             here, there = whats[0] if pair.one.shape != pair.two.shape else whats[1]
-            text = f"tensor {pair.name} is {here} in {one.root}, but {there} in {two.root}."
+            text = f"tensor {pair.name} is {here} in {one.place}, but {there} in {two.place}."
             problems.append(Problem(text, tensor=pair.name))
     return comparable, problems
 
@@ -136,7 +136,7 @@ def _first_not_cast(one: TensorIndex, two: TensorIndex, pair: Pair, is_downward:
         first, second = _elements(one, pair.one, start), _elements(two, pair.two, start)
         source, kept = (first, second) if is_downward else (second, first)
         cast = source.to(kept.dtype)
-        differs = _bits(cast) != _bits(kept)
+        differs = (_bits(cast) != _bits(kept)) | (source.isfinite() & ~cast.isfinite())
         if differs.any():
             differs &= ~(cast.float().isnan() & kept.float().isnan())
             if differs.any():

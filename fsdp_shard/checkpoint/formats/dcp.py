@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.dtypes import from_torch_name, itemsize
+from fsdp_shard.checkpoint.dtypes import find_torch_name, itemsize
 from fsdp_shard.checkpoint.files import Handles, has_file, member, open_regular
 from fsdp_shard.checkpoint.formats.dcp_layout import METADATA
 from fsdp_shard.checkpoint.formats.dcp_layout import plan_dcp as plan
@@ -42,7 +42,10 @@ def read(path: Path) -> TensorIndex:
     """The index of the weights in a directory that `recognise` took."""
     metadata = _metadata(path)
     tensors = {key: item for key, item in metadata.state_dict_metadata.items() if _is_tensor(item)}
-    selection = split_state({key: _path(metadata, key) for key in tensors})
+    try:
+        selection = split_state({key: _path(metadata, key) for key in tensors})
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / METADATA}: {error}") from None
     if not selection.names:
         raise CheckpointError(f"{path} holds {_kinds(selection)} but no weights; give the directory with the weights.")
     with closing(_Items(path)) as items:
@@ -149,7 +152,7 @@ class _Items:
 
 
 def _entry(path: Path, fqn: str, item: TensorStorageMetadata, places: list[_Place], items: _Items) -> TensorEntry:
-    dtype = from_torch_name(str(item.properties.dtype))
+    dtype = _dtype(path, fqn, item)
     pieces: list[Piece] = []
     for offsets, sizes, info in places:
         found = items.tensor(info, fqn)
@@ -162,10 +165,17 @@ def _entry(path: Path, fqn: str, item: TensorStorageMetadata, places: list[_Plac
     return checked(path, fqn, dtype, item.size, pieces)
 
 
+def _dtype(path: Path, name: str, item: TensorStorageMetadata) -> str:
+    found = find_torch_name(str(item.properties.dtype))
+    if found is None:
+        raise CheckpointError(
+            f"{path / METADATA}: tensor {name} is of {item.properties.dtype}, which is not supported."
+        )
+    return found
+
+
 def _extra(path: Path, keys: Iterable[str], tensors: Mapping[str, TensorStorageMetadata]) -> Extra:
-    sizes = [
-        math.prod(tensors[key].size) * itemsize(from_torch_name(str(tensors[key].properties.dtype))) for key in keys
-    ]
+    sizes = [math.prod(tensors[key].size) * itemsize(_dtype(path, key, tensors[key])) for key in keys]
     return Extra(len(sizes), sum(sizes))
 
 

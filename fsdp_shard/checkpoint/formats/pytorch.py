@@ -40,7 +40,7 @@ _SHARD = re.compile(r"(?P<stem>.*?)[-_](?P<number>\d{4,5})(?:-of-(?P<count>\d{4,
 def recognise(path: Path) -> bool:
     """A file that torch.save wrote, or a directory with `pytorch_model.bin`, its index, or weights in files like it."""
     if path.is_file():
-        return path.suffix in _SUFFIXES and is_torch_file(path)
+        return is_torch_file(path)
     return path.is_dir() and (has_file(path, INDEX_FILE) or bool(_weight_files(path)))
 
 

@@ -14,6 +14,7 @@ from fsdp_shard.checkpoint.fqns import ADAPTER, plain_names
 from fsdp_shard.checkpoint.index import TensorIndex, count
 from fsdp_shard.checkpoint.integrity import num_chunks
 from fsdp_shard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fsdp_shard.checkpoint.ties import usual_ties
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -72,8 +73,13 @@ def read_any(path: Path) -> TensorIndex:
         raise CheckpointError(f"{place.weights} is no checkpoint that fsdp-shard reads: {_contents(place.weights)}")
     index = found.read(place.weights)
     index = dataclasses.replace(index, side=place.side, step=place.step if index.step is None else index.step)
+    if place.weights.is_file():
+        index = dataclasses.replace(index, file=place.weights)
     manifest = read_manifest(index.root) if place.weights.is_dir() else None
-    return _with_plain_names(index) if manifest is None else _with_manifest(index, manifest)
+    if manifest is not None:
+        return _with_manifest(index, manifest)
+    index = _with_plain_names(index)
+    return dataclasses.replace(index, aliases=index.aliases or usual_ties(index, index.side or index.root))
 
 
 def locate(path: Path) -> places.Place:
@@ -92,7 +98,11 @@ def _from_hub(path: Path) -> Path:
 
 def _with_plain_names(index: TensorIndex) -> TensorIndex:
     """The index under the model's own names, where wrappers left theirs."""
-    selection = plain_names([*index.tensors, *index.aliases])
+    # A Hugging Face directory has the model's own names; wrappers may show in them, but no trainer's nesting.
+    try:
+        selection = plain_names([*index.tensors, *index.aliases], is_nested=index.format != "huggingface")
+    except CheckpointError as error:
+        raise CheckpointError(f"{index.place}: {error}") from None
     plain = selection.names
     if not selection.extras and all(name == fqn for name, fqn in plain.items()):
         return index
@@ -102,6 +112,9 @@ def _with_plain_names(index: TensorIndex) -> TensorIndex:
         for name, entry in index.tensors.items()
         if name in plain
     }
+    for alias, kept in index.aliases.items():
+        if kept not in plain and alias in plain:  # tied to what peft keeps as a copy: that is its only value
+            tensors.setdefault(plain[alias], dataclasses.replace(index.tensors[kept], name=plain[alias]))
     aliases = {plain[alias]: plain[kept] for alias, kept in index.aliases.items() if {alias, kept} <= plain.keys()}
     extras = index.extras | ({ADAPTER: count(adapters)} if adapters else {})
     return dataclasses.replace(index, tensors=tensors, aliases=aliases, extras=extras)

@@ -21,8 +21,16 @@ TensorT = TypeVar("TensorT")
 
 def weights_of(state: Any, where: Path) -> tuple[dict[str, AnyTensor], dict[str, Extra]]:
     """({FQN: tensor} of the weights in a (nested) state dict, the tensors beside them by kind)."""
-    tensors = {".".join(path): (path, tensor) for path, tensor in walk(state, where)}
-    selection = split_state({name: path for name, (path, _) in tensors.items()}) if tensors else Selection({}, {})
+    tensors: dict[str, tuple[tuple[str, ...], AnyTensor]] = {}
+    for path, tensor in walk(state, where):
+        name = ".".join(path)
+        if name in tensors:
+            raise CheckpointError(f"{where} holds two tensors under the name {name}; which one is meant?")
+        tensors[name] = path, tensor
+    try:
+        selection = split_state({name: path for name, (path, _) in tensors.items()}) if tensors else Selection({}, {})
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
     if not selection.names:
         kinds = " and ".join(f"{len(names)} tensors of the kind {kind}" for kind, names in selection.extras.items())
         raise CheckpointError(f"{where} holds {kinds or 'no tensors at all'}, and no weights.")

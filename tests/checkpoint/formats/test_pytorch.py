@@ -125,3 +125,29 @@ def test_an_index_beside_shards(tmp_path: Path) -> None:
     (tmp_path / names["norm.weight"]).unlink()
     with pytest.raises(CheckpointError, match="1 of the 2 shards"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "state", [{"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}, {0: torch.zeros(1), "0": torch.ones(1)}]
+)
+def test_two_tensors_under_one_name_are_refused(tmp_path: Path, state: Any) -> None:
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="two tensors under the name"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_of_torch_needs_no_suffix(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "weights")
+    with open_checkpoint(tmp_path / "weights") as index:
+        assert index.names == ["w"]
+        assert index.place == tmp_path / "weights"
+
+
+def test_an_optimizer_is_no_model(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="6 tensors of the kind optimizer, and no weights"):
+        open_checkpoint(tmp_path / "x.pt")
