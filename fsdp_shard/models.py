@@ -99,6 +99,23 @@ def load_config(source: ModelSource, trust_remote_code: bool = False) -> Pretrai
     return config
 
 
+def check_causal(config: PretrainedConfig) -> None:
+    """Raise ModelError unless the model that `config` names predicts the next token from those before it."""
+    import transformers
+
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"{config.model_type} is an encoder-decoder model; this needs a decoder-only model, which predicts the "
+            "next token."
+        )
+    name = next(iter(config.architectures or ()), "")
+    known = getattr(transformers, name, None)
+    if known is not None and not known.can_generate():
+        raise ModelError(
+            f"The model is a {name}, which does not predict the next token; this needs a causal language model."
+        )
+
+
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside the model."""
     from transformers import AutoTokenizer
@@ -215,7 +232,10 @@ def _gguf_source(file: Path) -> ModelSource:
 def _check_config(directory: Path) -> None:
     config = directory / "config.json"
     if not config.is_file():
-        raise ModelError(f"{directory} is no model: it has no config.json; expected a Hugging Face model directory.")
+        raise ModelError(
+            f"{directory} is no model: it has no config.json; expected a Hugging Face model directory. If these are "
+            "weights only, put config.json and the tokenizer of their base model beside them."
+        )
     try:
         parsed = json.loads(config.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.cli import recipe
@@ -30,6 +31,8 @@ def main(config: ConvertConfig) -> None:
     checked = "read back and compared" if report.verified else "not read back"
     for kind, count in report.left_out.items():
         print(f"left out: {count:,} {kind} tensor{'' if count == 1 else 's'}")
+    if not Path(config.target).expanduser().joinpath("config.json").exists():
+        print("no config.json was found with the weights: put the model's config and tokenizer beside them to run it")
     print(f"{config.target}: {report.num_tensors:,} tensors, {format_size(report.num_bytes)}, {checked}")
 
 

@@ -8,7 +8,7 @@ from fsdp_shard.config import EvaluateConfig
 from fsdp_shard.evaluation.base import check_text
 from fsdp_shard.evaluation.perplexity import check_context, evaluation_windows, perplexity
 from fsdp_shard.inference.dispatch import check_checkpoint, dispatch
-from fsdp_shard.models import load_config, load_tokenizer
+from fsdp_shard.models import check_causal, load_config, load_tokenizer
 from fsdp_shard.results import write_result
 
 
@@ -25,6 +25,7 @@ def main(config: EvaluateConfig) -> None:
 
     source = locate(config.checkpoint)
     model_config = load_config(source)
+    check_causal(model_config)
     check_context(model_config, config.data.sequence_length)
     windows = evaluation_windows(config.data, load_tokenizer(source))
     print(f"{windows.num_predictions} tokens in {len(windows)} windows of {windows.sequence_length}", flush=True)

@@ -16,7 +16,7 @@ from fsdp_shard.checkpoint.files import member
 from fsdp_shard.checkpoint.formats import sharded
 from fsdp_shard.checkpoint.index import Extra, TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.manifest import Manifest, read_manifest
-from fsdp_shard.checkpoint.tree import TensorSummary, fold
+from fsdp_shard.checkpoint.tree import TensorSummary, fold, printable
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.sizes import format_size
 
@@ -70,7 +70,13 @@ class Description:
     def to_list(self) -> str:
         """For a terminal: the tensors, one a line, with dtype, shape, bytes and files."""
         rows = [
-            (t.name, t.dtype, " x ".join(map(str, t.shape)) or "scalar", format_size(t.num_bytes), _some(t.files))
+            (
+                printable(t.name),
+                t.dtype,
+                " x ".join(map(str, t.shape)) or "scalar",
+                format_size(t.num_bytes),
+                _some(t.files),
+            )
             for t in self.tensors
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -78,6 +84,10 @@ class Description:
             f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {size:>{widths[3]}}  {files}"
             for name, dtype, shape, size, files in rows
         )
+
+
+def _shape(tensor: TensorSummary) -> str:
+    return " x ".join(map(str, tensor.shape)) or "scalar"
 
 
 def describe(checkpoint: TensorIndex | str | Path, pattern: str = "*") -> Description:

@@ -20,16 +20,22 @@ class TensorSummary:
     files: tuple[str, ...] = ()
 
 
+def printable(name: str) -> str:
+    """A name as a terminal may show it: what is no printable character, such as an escape sequence, is spelled out."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
+
+
 def fold(tensors: Sequence[TensorSummary]) -> list[str]:
     """The tensors as an indented tree, where neighbouring layers (numbered parts) that look alike share one line."""
     root: dict[str, Any] = {}
     for entry in tensors:
-        node, parts = root, entry.name.split(".")
+        name = printable(entry.name)
+        node, parts = root, name.split(".")
         for part in parts[:-1]:
             below = node.setdefault(part, {})
             # A name may be both a tensor and a prefix of others; then the longer name stays whole.
             node = below if isinstance(below, dict) else node.setdefault(part + ".", {})
-        node[parts[-1] if parts[-1] not in node else entry.name] = entry
+        node[parts[-1] if parts[-1] not in node else name] = entry
     return list(_render(root, 0, 1))
 
 

@@ -14,6 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.base import GenerationSettings
 from fsdp_shard.inference.prompts import Completion, Prompt
+from fsdp_shard.models import check_causal
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -43,10 +44,9 @@ def encode(
     """Token ids of each prompt; with `chat`, of a conversation in which it is what the user said.
 
     Raises DataError for a prompt that leaves no room for `max_new_tokens` in the model's context, or has no tokens,
-    and ModelError when the model has no chat template or is no decoder-only model.
+    and ModelError when the model has no chat template or does not predict the next token.
     """
-    if config.is_encoder_decoder:
-        raise ModelError(f"{config.model_type} is an encoder-decoder model; generate takes decoder-only models.")
+    check_causal(config)
     if chat and tokenizer.chat_template is None:
         raise ModelError("chat=true needs a chat template, and this model's tokenizer has none; leave chat out.")
     room = getattr(config.get_text_config(), "max_position_embeddings", None)

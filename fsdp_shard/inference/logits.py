@@ -95,8 +95,7 @@ def _logits(path: str, tokens: list[int]) -> torch.Tensor:
 
     source = locate(path)
     config = models.load_config(source)
-    if config.is_encoder_decoder:
-        raise ModelError(f"{path} is an encoder-decoder model; logits are compared of decoder-only models.")
+    models.check_causal(config)
     room = getattr(config.get_text_config(), "max_position_embeddings", None)
     if room is not None and len(tokens) > room:
         raise DataError(f"--logits has {len(tokens)} tokens, but the context of {path} is {room}; shorten it.")

@@ -105,3 +105,11 @@ def test_many_files_are_folded(tmp_path: Path) -> None:
     source = write_huggingface(tmp_path / "source", {"w": torch.zeros(80)})
     convert(source, tmp_path / "ranks", format="sharded", ranks=20)
     assert "  ... and 4 more (--json lists all)" in describe(tmp_path / "ranks").to_text().splitlines()
+
+
+def test_names_do_nothing_to_a_terminal(tmp_path: Path) -> None:
+    write_huggingface(tmp_path, {"a\x1b[31m\nWEIGHT": torch.ones(2)})
+    found = describe(tmp_path)
+    assert "a\\x1b[31m\\nWEIGHT" in found.to_text()
+    assert "\x1b" not in found.to_text() + found.to_list()
+    assert found.tensors[0].name == "a\x1b[31m\nWEIGHT"

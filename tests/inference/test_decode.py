@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, T5Config
+from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel, T5Config
 
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.base import GenerationSettings
 from fsdp_shard.inference.decode import Figures, complete, encode, generation_config
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.prompts import Completion, Prompt
+from fsdp_shard.models import check_causal
 from tests.tiny import byte_tokenizer, llama_config
 
 TOKENIZER = byte_tokenizer()
@@ -115,6 +116,8 @@ def test_prompts_that_leave_no_room_are_refused() -> None:
         encode(TOKENIZER, long, llama_config(), 29)
 
 
-def test_encoder_decoder_models_are_refused() -> None:
+def test_models_that_do_not_predict_the_next_token_are_refused() -> None:
+    with pytest.raises(ModelError, match="a BertForSequenceClassification, which does not predict the next token"):
+        check_causal(BertConfig(architectures=["BertForSequenceClassification"]))
     with pytest.raises(ModelError, match="t5 is an encoder-decoder model"):
         encode(TOKENIZER, PROMPTS, T5Config(), 4)
