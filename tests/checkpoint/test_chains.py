@@ -26,7 +26,7 @@ from tests.checkpoint.files import assert_same, random_tensor, write_ranks
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[[Path, Tensors, Mapping[str, str], Any], Path]
 
-NUM_CHECKPOINTS = 1000  # of all writers together; issue 3 asks for as many
+NUM_CHECKPOINTS = 1000  # of all writers together
 _MEMORY = Path("/dev/shm")  # so that the disk is not what takes the time
 DTYPES = [dtypes.to_torch(name) for name in dtypes._DTYPES]
 FORMATS = next(field.metadata["choices"] for field in fields(ConvertConfig) if field.name == "format")
