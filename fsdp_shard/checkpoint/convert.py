@@ -32,6 +32,8 @@ from fsdp_shard.memory import peak_resident_bytes
 from fsdp_shard.settings import check
 from fsdp_shard.sizes import parse_size
 
+_WEIGHTS = frozenset({".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf"})
+
 
 @dataclass(frozen=True)
 class ConvertReport:
@@ -222,8 +224,11 @@ def _check_target(target: Path, index: TensorIndex, overwrite: bool) -> None:
 
 def _foreign(target: Path) -> list[str]:
     """What lies in a checkpoint directory and is no part of what a conversion writes."""
-    with open_checkpoint(target) as index:
-        known = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
+    try:
+        with open_checkpoint(target) as index:
+            known = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
+    except CheckpointError:  # a damaged checkpoint may be replaced too: then its files are known by their names
+        known = {entry.name for entry in target.iterdir() if entry.suffix in _WEIGHTS and not entry.is_dir()}
     known |= {MANIFEST, INDEX_FILE, METADATA, "pytorch_model.bin.index.json", *side_files(target)}
     return sorted(entry.name for entry in target.iterdir() if entry.name not in known)
 

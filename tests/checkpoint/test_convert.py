@@ -370,6 +370,20 @@ def test_overwrite_deletes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
     assert "model.safetensors" in names(target)
 
 
+@pytest.mark.parametrize("settings", [{}, {"format": "sharded", "ranks": 2}, {"format": "dcp"}])
+def test_a_damaged_checkpoint_may_be_overwritten(tmp_path: Path, settings: dict[str, Any]) -> None:
+    source, target = write_huggingface(tmp_path / "source", {"w": torch.ones(2)}), tmp_path / "target"
+    convert(source, target, **settings)
+    for file in [*target.glob("*.safetensors"), *target.glob("*.distcp")]:
+        os.truncate(file, 20)
+    (target / "notes.txt").write_text("x")
+    with pytest.raises(CheckpointError, match=r"holds notes\.txt beside its weights"):
+        convert(source, target, overwrite=True)
+    (target / "notes.txt").unlink()
+    convert(source, target, overwrite=True)
+    assert verify(target).is_sound
+
+
 def test_a_source_that_changes_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_huggingface(tmp_path / "source", {"w": torch.ones(2)})
     write = convert_module._write
