@@ -37,7 +37,7 @@ def main(source: str, target: str, *pairs: str) -> None:
     if target == "-":
         open_checkpoint(source).close()
     else:
-        convert(source, target, **settings)  # type: ignore[arg-type]
+        convert(source, target, **settings)  # type: ignore[arg-type]  # values come from the command line
     found = {
         "seconds": time.perf_counter() - start,
         "cpu_seconds": time.process_time() - cpu,

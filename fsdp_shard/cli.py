@@ -123,7 +123,7 @@ def _complete(arguments: Sequence[str]) -> None:
 class _Parser(argparse.ArgumentParser):
     """argparse with errors as all our commands tell them."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> None:  # type: ignore[override]  # ours raises, never returns
         raise InputError(f"{message[:1].upper()}{message[1:]}. `{self.prog} --help` shows how it is used.")
 
 

@@ -158,7 +158,7 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ConfigError(_not_given(missing, schema))
     try:
-        config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]
+        config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
     except OmegaConfBaseException as error:
         raise explain(error, schema, overrides) from error
     if number is not None:

@@ -77,7 +77,7 @@ class DistributedContext:
         first = next((found for found in self.all_gather_object(error) if found is not None), None)
         if first is not None:
             raise first
-        return value  # type: ignore[return-value]
+        return value  # type: ignore[return-value]  # no error, so work() gave it
 
     def decide(self, work: Callable[[], T]) -> T:
         """What `work()` is on rank 0, on every rank: for looking at a disk, which two ranks may see at two moments.

@@ -162,7 +162,7 @@ def build_on_meta(
     except (ValueError, KeyError, ImportError, AttributeError) as error:
         raise ModelError(f"{named or config.model_type} cannot be built: {_first_line(error)}") from error
     model.tie_weights()
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()  # type: ignore[no-any-return]  # torch leaves eval() untyped here
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
@@ -191,7 +191,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
 def _with_owner(module: nn.Module, owner: PreTrainedModel | None) -> Iterator[tuple[nn.Module, PreTrainedModel | None]]:
     """Every module with the innermost transformers model that it belongs to."""
     if hasattr(module, "_init_weights"):
-        owner = module  # type: ignore[assignment]
+        owner = module  # type: ignore[assignment]  # is a PreTrainedModel, as tested
     yield module, owner
     for child in module.children():
         yield from _with_owner(child, owner)

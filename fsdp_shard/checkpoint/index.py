@@ -352,7 +352,7 @@ def _box_of(
         if not -size <= part < size:
             raise IndexError(f"{entry.name}: index {part} is outside dimension {axis} of size {size}")
         offsets[axis], shape[axis] = part % size, 1
-        rest.append(0)  # type: ignore[arg-type]
+        rest.append(0)  # type: ignore[arg-type]  # an int indexes the box as a slice does
     return tuple(offsets), tuple(shape), tuple(rest)
 
 

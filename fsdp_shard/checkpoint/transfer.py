@@ -126,7 +126,7 @@ def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> Non
                 item = next(left, _END)
             if item is _END:
                 return
-            yield item  # type: ignore[misc]
+            yield item  # type: ignore[misc]  # not _END, so a T
 
     def guarded() -> None:
         try:

@@ -115,7 +115,7 @@ def _dtype(wanted: str | torch.dtype | None, index: TensorIndex, config: Pretrai
     if wanted is not None and wanted != "keep":
         if wanted not in DTYPES:
             raise ConfigError(f"dtype={wanted} is not one of {', '.join(DTYPES)}.")
-        return getattr(torch, wanted)  # type: ignore[no-any-return]
+        return getattr(torch, wanted)  # type: ignore[no-any-return]  # one of DTYPES
     num_bytes: dict[str, int] = {}
     for entry in index.tensors.values():
         if entry.dtype in CASTABLE:

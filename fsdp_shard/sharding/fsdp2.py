@@ -69,11 +69,11 @@ class Fsdp2Model:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
+        self.module.set_requires_gradient_sync(False)  # type: ignore[operator]  # added by fully_shard
         try:
             yield
         finally:
-            self.module.set_requires_gradient_sync(True)  # type: ignore[operator]
+            self.module.set_requires_gradient_sync(True)  # type: ignore[operator]  # added by fully_shard
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         import torch

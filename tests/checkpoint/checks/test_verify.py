@@ -261,7 +261,7 @@ def test_contents_are_the_same_in_other_formats_and_dtypes(
 ) -> None:
     source = write_huggingface(tmp_path / "source", weights(), head="embed")
     layout = {"format": "sharded", "ranks": ranks} if ranks else {}
-    convert(source, tmp_path / "other", dtype=dtype, **layout)  # type: ignore[arg-type]
+    convert(source, tmp_path / "other", dtype=dtype, **layout)  # type: ignore[arg-type]  # settings of either layout
     for one, two in itertools.permutations([source, tmp_path / "other"]):
         report = verify(one, two)
         assert report.is_sound, report
