@@ -47,6 +47,7 @@ class VerifyReport:
     """`content_checked` is False where there was no manifest to compare with; `checked` lists what was looked at then.
 
     `against` is the other checkpoint, where one was given, and `num_cast` how many tensors have another dtype in it.
+    `not_read` are the kinds of tensors beside the weights, which nothing was looked for in.
     """
 
     path: str
@@ -59,6 +60,7 @@ class VerifyReport:
     checked: tuple[str, ...] = ()
     against: str | None = None
     num_cast: int = 0
+    not_read: tuple[str, ...] = ()
 
     @property
     def is_sound(self) -> bool:
@@ -87,6 +89,8 @@ class VerifyReport:
                 f"checked in {self.seconds:.1f} s: {', '.join(self.checked)}; the content could not be checked, as "
                 "there is no manifest with digests to compare it with"
             )
+        if self.not_read:
+            checked += f"; not read: {', '.join(self.not_read)} tensors"
         return f"{self.path}: {verdict if self.problems else 'sound'} ({size}; {checked})."
 
     def _against(self) -> str:

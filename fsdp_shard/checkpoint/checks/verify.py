@@ -62,6 +62,7 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
             checked=tuple(one.checked),
             against=None if against is None else str(against),
             num_cast=num_cast,
+            not_read=tuple(index.extras) if index else (),
         )
 
 

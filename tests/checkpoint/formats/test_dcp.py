@@ -93,6 +93,7 @@ def test_a_model_is_told_from_its_optimizer(tmp_path: Path, world_size: int, two
         assert set(index.extras) == {"optimizer"}
         assert index.extras["optimizer"].num_tensors == 9
         assert index.world_size == world_size
+    assert "not read: optimizer tensors" in str(verify(tmp_path))
 
 
 def test_a_state_dict_without_nesting(tmp_path: Path) -> None:
