@@ -9,7 +9,7 @@ from fsdp_shard.data.prepare import prepare_on_ranks
 from fsdp_shard.distributed import distributed
 from fsdp_shard.launch import uses_gpus, world_size
 from fsdp_shard.models import load_tokenizer
-from fsdp_shard.training.base import check_batch
+from fsdp_shard.training.base import check_batch, check_held_out
 from fsdp_shard.training.checkpointing import find_step, is_finished, open_saver, open_trainer, restore_optimizer
 from fsdp_shard.training.lock import run_lock
 from fsdp_shard.training.loop import evaluate_loss, train
@@ -26,6 +26,7 @@ def check(config: FinetuneConfig) -> None:
     check_batch(config.train, num_ranks)
     config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
     check_data(config.data)
+    check_held_out(config.train, config.data)
     check_model(config.model, config.shard, model_source(config.model, find_step(config.resume, config.run_dir)))
     if config.train.plot:
         check_plots()
@@ -41,7 +42,7 @@ def main(config: FinetuneConfig) -> None:
         StopSignal() as stop,
     ):
         resumed = context.decide(lambda: find_step(config.resume, config.run_dir))
-        if context.decide(lambda: is_finished(resumed, config.run_dir, settings.steps)):
+        if context.decide(lambda: is_finished(resumed, config.run_dir, settings)):
             return
         source = model_source(config.model, resumed)
         data = prepare_on_ranks(config.data, lambda: load_tokenizer(source), context)
@@ -52,10 +53,10 @@ def main(config: FinetuneConfig) -> None:
         if resumed is not None:
             restore_optimizer(optimizer, loaded, resumed, context)
         saver = open_saver(config.run_dir, config.checkpoint, context, loaded, optimizer, source, config.model.dtype)
-        with RunLog(config.run_dir, settings, context, state.step) as log:
+        with RunLog(config.run_dir, settings, context, state.step, resumed) as log:
             log.note([*describe(loaded, config.model, shard, context), *data.notes])
             if held_out and state.step == 0:
-                log.evaluation(0, evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context))
+                log.evaluation(0, evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context), state)
             for report in train(
                 loaded.model,
                 optimizer,
@@ -70,13 +71,14 @@ def main(config: FinetuneConfig) -> None:
                 log.step(report)
                 if held_out and is_due(report.step, settings.eval_every, settings.steps) and not report.stop_signal:
                     evaluation = evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context)
-                    state.is_best(evaluation.loss)
-                    log.evaluation(report.step, evaluation)
-                if report.stop_signal or is_due(report.step, config.checkpoint.every, settings.steps):
+                    state.evaluated(evaluation.loss, settings.min_delta)
+                    log.evaluation(report.step, evaluation, state)
+                ends = bool(report.stop_signal) or state.stops_early(settings.patience)
+                if saver.is_due(state, settings.steps) or ends:
                     log.saved(saver.save(state))
                 if report.stop_signal and report.step < settings.steps:
                     raise stopped(report, config.run_dir)
-            log.finish(config.model.path, {"num_params": loaded.num_params, "load": loaded.figures.row()})
+            log.finish(config.model.path, state, {"num_params": loaded.num_params, "load": loaded.figures.row()})
 
 
 if __name__ == "__main__":

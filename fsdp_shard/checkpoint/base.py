@@ -30,6 +30,11 @@ class CheckpointConfig:
     keep_every: int | None = setting(
         None, "With keep_last: keep each step that this number divides for good.", minimum=1
     )
+    save_best: bool = setting(
+        True,
+        "Save each step with the lowest held-out loss so far (train.eval_every), too. When a later one is better, it "
+        "is deleted, unless `every` asked for it.",
+    )
     optimizer: bool = setting(True, "Keep the optimizer state too, which resuming needs.")
     max_shard_size: str = setting(DEFAULT_SHARD_SIZE, "Largest file of a gathered checkpoint, such as 200MB or 5GB.")
 

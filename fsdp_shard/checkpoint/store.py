@@ -117,11 +117,15 @@ class Store:
         kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, self.pointer(LATEST), self.best()}
         doomed = [step for step in steps if step not in kept]
         for step in doomed:
-            hidden = self.root / f".{step_name(step)}.deleted"
-            shutil.rmtree(hidden, ignore_errors=True)
-            os.rename(self.path(step), hidden)
-            shutil.rmtree(hidden)
+            self.delete(step)
         return doomed
+
+    def delete(self, step: int) -> None:
+        """Delete a committed step, which loses its name first."""
+        hidden = self.root / f".{step_name(step)}.deleted"
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(self.path(step), hidden)
+        shutil.rmtree(hidden)
 
     def clean_leftovers(self) -> list[str]:
         """Delete what interrupted saves and deletions left; call it before a run writes. Returns the names."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fsdp_shard.data.base import DataConfig
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.settings import setting
 
@@ -39,6 +40,19 @@ class TrainConfig:
         minimum=0,
     )
     eval_windows: int | None = setting(None, "Evaluate on at most this many held-out windows; null: all.", minimum=1)
+    patience: int | None = setting(
+        None, "Stop early after this many evaluations in a row without a lower held-out loss; null: never.", minimum=1
+    )
+    min_delta: float = setting(
+        0.0, "With patience: how far the held-out loss must fall for an evaluation to count as lower.", minimum=0.0
+    )
+    non_finite: str = setting(
+        "stop",
+        "A step whose loss or gradients are NaN or infinite. stop: end the run there. skip: leave weights and "
+        "optimizer as they are and go on with the next samples.",
+        choices=("stop", "skip"),
+    )
+    max_skips: int = setting(10, "With non_finite=skip: end the run when more steps in a row are skipped.", minimum=1)
     log_every: int = setting(1, "Steps between progress lines; metrics.jsonl always has every step.", minimum=1)
     plot: bool = setting(False, "Draw the loss curves to loss.png at the end (needs matplotlib).")
 
@@ -49,6 +63,18 @@ class TrainConfig:
                 f"{prefix}global_batch_size={self.global_batch_size} is not divisible by {prefix}micro_batch_size="
                 f"{self.micro_batch_size}; {_what_fits(self.global_batch_size, self.micro_batch_size, prefix)}."
             )
+        if self.patience is not None and not 0 < self.eval_every < self.steps:
+            raise ConfigError(
+                f"{prefix}patience={self.patience} waits for evaluations, but {prefix}eval_every="
+                f"{self.eval_every} makes none before the last of {self.steps} steps. Give {prefix}eval_every=N, less "
+                f"than {prefix}steps."
+            )
+        if self.min_delta and self.patience is None:
+            raise ConfigError(
+                f"{prefix}min_delta={self.min_delta} would do nothing without {prefix}patience; give both or neither."
+            )
+        if self.max_skips != 10 and self.non_finite != "skip":
+            raise ConfigError(f"{prefix}max_skips={self.max_skips} would do nothing without {prefix}non_finite=skip.")
         if self.warmup_steps > self.steps:
             raise ConfigError(
                 f"{prefix}warmup_steps={self.warmup_steps} is more than {prefix}steps={self.steps}; the learning rate "
@@ -64,6 +90,15 @@ def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> 
             f"{prefix}global_batch_size={config.global_batch_size} is not divisible by {prefix}micro_batch_size="
             f"{config.micro_batch_size} x {num_ranks} data-parallel ranks = {unit}; "
             f"{_what_fits(config.global_batch_size, unit, prefix)}."
+        )
+
+
+def check_held_out(config: TrainConfig, data: DataConfig, prefix: str = "train.") -> None:
+    """Raise ConfigError when the run is to stop by evaluations and there is no text to make them on."""
+    if config.patience is not None and data.eval_path is None and not data.eval_fraction:
+        raise ConfigError(
+            f"{prefix}patience={config.patience} needs held-out text to evaluate on; give data.eval_path or "
+            f"data.eval_fraction."
         )
 
 

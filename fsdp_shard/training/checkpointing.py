@@ -23,6 +23,8 @@ from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.models import ModelSource
 from fsdp_shard.results import RESULT
 from fsdp_shard.sizes import parse_size
+from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.training.schedule import is_due
 from fsdp_shard.training.setup import LoadedModel, side_files
 from fsdp_shard.training.state import TrainerState
 
@@ -75,13 +77,12 @@ def open_trainer(step_directory: Path | None, seed: int, data: str) -> TrainerSt
     return state
 
 
-def is_finished(step_directory: Path | None, run_dir: str, num_steps: int) -> bool:
-    """Whether the run in `run_dir` has made all its steps and written its result: then there is nothing to do."""
-    return (
-        step_directory is not None
-        and (Path(run_dir) / RESULT).exists()
-        and read_trainer(step_directory).step >= num_steps
-    )
+def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) -> bool:
+    """Whether the run in `run_dir` has come to its end and written its result: then there is nothing to do."""
+    if step_directory is None or not (Path(run_dir) / RESULT).exists():
+        return False
+    state = read_trainer(step_directory)
+    return state.step >= config.steps or state.stops_early(config.patience)
 
 
 def restore_optimizer(
@@ -110,6 +111,11 @@ class Saver:
     optimizer: Optimizer
     side_files: Mapping[str, bytes]
 
+    def is_due(self, state: TrainerState, num_steps: int) -> bool:
+        """Whether the settings ask for a save where the run stands."""
+        every_nth = is_due(state.step, self.config.every, num_steps)
+        return every_nth or (self.config.save_best and state.is_best)
+
     def save(self, state: TrainerState) -> Path:
         """Commit a step directory and delete what `checkpoint.keep_*` no longer keep; a collective."""
         shards = self.loaded.model.local_shards()
@@ -126,10 +132,17 @@ class Saver:
     def _tidy(self, state: TrainerState) -> None:
         if not self.context.is_main:
             return
-        if state.best_step == state.step:
-            self.store.set_best(state.step)
+        if state.is_best:
+            self._replace_best(state.step)
         if self.config.keep_last is not None:
             self.store.prune(self.config.keep_last, self.config.keep_every)
+
+    def _replace_best(self, step: int) -> None:
+        """Point to a better step, and let the one before go if it was saved for being the best only."""
+        before, every = self.store.best(), self.config.every
+        self.store.set_best(step)
+        if self.config.save_best and before not in (None, step) and not (every and before % every == 0):
+            self.store.delete(before)
 
 
 def open_saver(

@@ -34,7 +34,8 @@ class StepReport:
     """What a step did, the same on all ranks but for the times; the fields before `stop_signal` are a metrics row.
 
     `step` counts from 1. `loss` is nats a token, before the update. `tokens` are the predictions of this step over all
-    ranks, `memory_bytes` the highest peak of any rank so far. `stop_signal` is a signal that reached any rank, or 0.
+    ranks, `memory_bytes` the highest peak of any rank so far, `skipped` the steps so far that were not to change the
+    weights. `stop_signal` is a signal that reached any rank, or 0. `fault` says why this step was skipped, or nothing.
     """
 
     step: int
@@ -45,11 +46,14 @@ class StepReport:
     tokens_per_second: float
     step_seconds: float
     memory_bytes: int
+    skipped: int = 0
     stop_signal: int = 0
+    fault: str = ""
 
-    def row(self) -> dict[str, float]:
-        """The step's line of metrics.jsonl."""
-        return {name: value for name, value in vars(self).items() if name != "stop_signal"}
+    def row(self) -> dict[str, float | None]:
+        """The step's line of metrics.jsonl; JSON has no NaN and no infinity, so they are null."""
+        figures = {name: value for name, value in vars(self).items() if name not in ("stop_signal", "fault")}
+        return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,12 @@ def train(
     """Train from where `state` stands to `config.steps`, one report a step; on all ranks alike.
 
     `state` is brought up to date before each report, so that it can be saved when it is received. After a report with a
-    `stop_signal` there is no further one. With nothing left to do there is none at all. Raises LossError.
+    `stop_signal`, or an evaluation after which `state.stops_early`, there is no further one. With nothing left to do
+    there is none at all. Raises LossError on all ranks, with the weights as they were, when the loss or gradients are
+    not finite and `config.non_finite` does not let that step be skipped.
     """
     model.module.train()
-    while state.step < config.steps:
+    while state.step < config.steps and not state.stops_early(config.patience):
         began = time.perf_counter()
         rate = learning_rate(config, peak_lr, state.step)
         for group in optimizer.param_groups:
@@ -94,11 +100,12 @@ def train(
             samples,
             config,
             context,
-            step=state.step + 1,
             stop=stop,
             sync_every_micro_batch=sync_every_micro_batch,
         )
-        state.advance(len(samples), result.num_tokens)
+        if result.fault and (config.non_finite == "stop" or state.num_skipped_in_row == config.max_skips):
+            raise LossError(_refusal(result.fault, state, config))
+        state.advance(len(samples), result.num_tokens, skipped=bool(result.fault))
         seconds = time.perf_counter() - began
         yield StepReport(
             step=state.step,
@@ -109,10 +116,24 @@ def train(
             tokens_per_second=result.num_tokens / seconds,
             step_seconds=seconds,
             memory_bytes=result.memory_bytes,
+            skipped=state.num_skipped,
             stop_signal=result.stop_signal,
+            fault=result.fault,
         )
         if result.stop_signal:
             return
+
+
+def _refusal(fault: str, state: TrainerState, config: TrainConfig) -> str:
+    """The message of the LossError that ends a run in the step after `state`."""
+    before, remedy = "", "leave such steps out with train.non_finite=skip"
+    if config.non_finite == "skip":
+        before = f", after {state.num_skipped_in_row} steps in a row that were skipped"
+        remedy = f"allow more than train.max_skips={config.max_skips}"
+    return (
+        f"Step {state.step + 1} has {fault}{before}. The weights were not changed by it. Lower optim.lr, lengthen "
+        f"train.warmup_steps, look at these samples (windows of data.path, counted from 0), or {remedy}."
+    )
 
 
 def evaluate_loss(

@@ -54,6 +54,7 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
 def _draw_train(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
+    rows = [row for row in rows if row["loss"] is not None]  # a step that was skipped has none
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     if (width := len(rows) // 20) < 2:
         axes.plot(steps, losses, color=_TRAIN, linewidth=1.8, label="train")

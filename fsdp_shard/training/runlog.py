@@ -12,13 +12,14 @@ from signal import Signals
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.errors import Interrupted
+from fsdp_shard.errors import Interrupted, LossError
 from fsdp_shard.results import write_result
 from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.loop import EvalReport, StepReport
 from fsdp_shard.training.metrics import MetricsLog, read_rows
 from fsdp_shard.training.plot import plot_losses
 from fsdp_shard.training.progress import Progress
+from fsdp_shard.training.state import TrainerState
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
@@ -36,15 +37,22 @@ def stopped(report: StepReport, run_dir: str) -> Interrupted:
 
 
 class RunLog:
-    """The log of a run in `run_dir` that starts, or goes on, after `first_step`."""
+    """The log of a run in `run_dir` that starts after `first_step` = 0, or goes on after that of `checkpoint`."""
 
-    def __init__(self, run_dir: str, config: TrainConfig, context: DistributedContext, first_step: int) -> None:
+    def __init__(
+        self,
+        run_dir: str,
+        config: TrainConfig,
+        context: DistributedContext,
+        first_step: int,
+        checkpoint: Path | None = None,
+    ) -> None:
         self._run_dir, self._config, self._is_main = Path(run_dir), config, context.is_main
         self._first_step = first_step
         self._exit = ExitStack()
         self._seconds, self._tokens = 0.0, 0
         self._memory: int | None = None
-        self._checkpoint: Path | None = None
+        self._checkpoint = checkpoint
 
     def __enter__(self) -> RunLog:
         self._progress = self._exit.enter_context(
@@ -60,6 +68,13 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exit.close()
+        if isinstance(error, LossError):
+            raise LossError(f"{error} {self._last_good()}") from error
+
+    def _last_good(self) -> str:
+        if self._checkpoint is None:
+            return "There is no checkpoint yet: checkpoint.every=N saves one every N steps."
+        return f"The last good checkpoint is {self._checkpoint}; a run goes on from it with resume=auto or its path."
 
     def note(self, lines: str | Iterable[str]) -> None:
         """Lines for whoever watches."""
@@ -71,11 +86,17 @@ class RunLog:
         self._tokens += report.tokens
         self._memory = report.memory_bytes
         self._progress.show(report)
+        if report.fault:
+            self.note(f"step {report.step} changed no weights: {report.fault} ({report.skipped} skipped so far)")
         if self._is_main:
             self._metrics.write(report.row())
 
-    def evaluation(self, step: int, report: EvalReport) -> None:
-        self.note(f"held out after step {step}: loss {report.loss:.4f}, perplexity {report.perplexity:.3f}")
+    def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
+        """Tell of an evaluation, which `state` has taken note of unless it was before the first step."""
+        self.note(
+            f"held out after step {step}: loss {report.loss:.4f}, perplexity {report.perplexity:.3f}"
+            + _standing(state, self._config.patience)
+        )
         if self._is_main:
             self._evaluations.write({"step": step, **vars(report)})
 
@@ -83,20 +104,25 @@ class RunLog:
         self._checkpoint = checkpoint
         self.note(f"saved {checkpoint}")
 
-    def finish(self, title: str, figures: dict[str, Any]) -> None:
+    def finish(self, title: str, state: TrainerState, figures: dict[str, Any]) -> None:
         """Draw the curves if asked for, and write result.json: last, so that its being there means completed."""
         if not self._is_main:
             return
         steps, held_out = read_rows(self._run_dir / METRICS), read_rows(self._run_dir / EVALUATIONS)
         if self._config.plot:
             plot_losses(steps, held_out, self._run_dir / PLOT, title)
-        write_result(self._run_dir, self._figures(steps, held_out) | {"checkpoint": str(self._checkpoint)} | figures)
+        whole = self._figures(steps, held_out, state) | {"checkpoint": str(self._checkpoint)}
+        write_result(self._run_dir, whole | figures)
 
-    def _figures(self, steps: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> dict[str, Any]:
+    def _figures(
+        self, steps: list[dict[str, Any]], held_out: list[dict[str, Any]], state: TrainerState
+    ) -> dict[str, Any]:
         """Over the whole run, but for the rate and the memory, which are of this part of it."""
         figures: dict[str, Any] = {
-            "steps": steps[-1]["step"] if steps else self._first_step,
-            "final_loss": steps[-1]["loss"] if steps else None,
+            "steps": state.step,
+            "final_loss": next((row["loss"] for row in reversed(steps) if row["loss"] is not None), None),
+            "skipped_steps": state.num_skipped,
+            "stopped_early": state.step < self._config.steps,
             "tokens": sum(row["tokens"] for row in steps),
             "tokens_per_second": self._tokens / self._seconds if self._seconds else None,
             "peak_memory_bytes": self._memory,
@@ -104,4 +130,18 @@ class RunLog:
         if held_out:
             figures["perplexity_before"] = held_out[0]["perplexity"]
             figures["perplexity"] = held_out[-1]["perplexity"]
+        if state.best_step is not None:
+            figures["best_loss"], figures["best_step"] = state.best_loss, state.best_step
         return figures
+
+
+def _standing(state: TrainerState, patience: int | None) -> str:
+    """How a run does by its latest evaluation, after the first of them."""
+    if state.best_step is None:
+        return ""
+    if state.is_best:
+        return ", the lowest so far"
+    best = f", best {state.best_loss:.4f} after step {state.best_step}"
+    if state.stops_early(patience):
+        return f"{best}: stopping early, as {state.num_stale} evaluations in a row were not lower"
+    return best + (f", {state.num_stale} of {patience} in a row not lower" if patience and state.num_stale else "")

@@ -20,7 +20,8 @@ class TrainerState:
     """`step` updates were made from the first `num_samples` of the sample order, with `num_tokens` predictions.
 
     `seed` and `data` (`WindowDataset.identity`) define that order. `best_loss` is the lowest held-out loss so far, of
-    step `best_step`.
+    step `best_step`; `reference_loss` is the one to fall below, and `num_stale` evaluations in a row since have not.
+    Of the steps, `num_skipped` changed no weights, the last `num_skipped_in_row` of them one after the other.
     """
 
     seed: int
@@ -30,19 +31,42 @@ class TrainerState:
     num_tokens: int = 0
     best_loss: float | None = None
     best_step: int | None = None
+    reference_loss: float | None = None
+    num_stale: int = 0
+    num_skipped: int = 0
+    num_skipped_in_row: int = 0
 
-    def advance(self, num_samples: int, num_tokens: int) -> None:
-        """Count one more update."""
+    def advance(self, num_samples: int, num_tokens: int, *, skipped: bool = False) -> None:
+        """Count one more step, which updated the weights unless it was skipped."""
         self.step += 1
         self.num_samples += num_samples
         self.num_tokens += num_tokens
+        self.num_skipped += skipped
+        self.num_skipped_in_row = self.num_skipped_in_row + 1 if skipped else 0
 
-    def is_best(self, loss: float) -> bool:
-        """Take note of a held-out loss of this step; whether it is the lowest so far."""
+    def evaluated(self, loss: float, min_delta: float = 0.0) -> bool:
+        """Take note of a held-out loss of this step; whether it is the lowest so far.
+
+        It counts as stale unless it is more than `min_delta` below the last one that did not: many small falls that
+        add up to that are progress.
+        """
+        if self.reference_loss is None or loss < self.reference_loss - min_delta:
+            self.reference_loss, self.num_stale = loss, 0
+        else:
+            self.num_stale += 1
         if self.best_loss is not None and loss >= self.best_loss:
             return False
         self.best_loss, self.best_step = loss, self.step
         return True
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the weights as they are now have the lowest held-out loss so far."""
+        return self.best_step == self.step
+
+    def stops_early(self, patience: int | None) -> bool:
+        """Whether `patience` evaluations in a row were stale."""
+        return patience is not None and self.num_stale >= patience
 
     def check_continues(self, seed: int, data: str) -> None:
         """Raise ConfigError when a run with this seed and data would not go on where this one stopped."""
@@ -91,4 +115,5 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str,), "text"),
     "best_loss": ((float, int, type(None)), "a number or null"),
     "best_step": ((int, type(None)), "a whole number of at least 0 or null"),
+    "reference_loss": ((float, int, type(None)), "a number or null"),
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +21,6 @@ import torch
 
 from fsdp_shard.data.batch import micro_batches
 from fsdp_shard.data.windows import Batch, WindowDataset
-from fsdp_shard.errors import LossError
 from fsdp_shard.memory import device_peak_bytes
 from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.loss import cross_entropy
@@ -34,13 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step: the same on each of them. `memory_bytes` is the highest peak of any rank."""
+    """What all ranks know after a step: the same on each of them. `memory_bytes` is the highest peak of any rank.
+
+    `fault` says what was not finite, and on which samples; the weights are then as they were. Else it is empty.
+    """
 
     loss: float
     grad_norm: float
     num_tokens: int
     memory_bytes: int
     stop_signal: int
+    fault: str = ""
 
 
 def train_step(
@@ -51,14 +54,13 @@ def train_step(
     config: TrainConfig,
     context: DistributedContext,
     *,
-    step: int,
     stop: StopSignal,
     sync_every_micro_batch: bool,
 ) -> StepResult:
-    """Make update number `step` (for messages) from the windows `samples` of the whole global batch.
+    """Update the weights from the windows `samples` of the whole global batch.
 
-    `stop` is looked at when the gradients are there. Raises LossError on all ranks, before the weights
-    change, when the loss or the norm of the gradients is not finite on any.
+    `stop` is looked at when the gradients are there. When the loss or the norm of the gradients is not finite on any
+    rank, neither weights nor optimizer are touched on any, and the result has a `fault`.
     """
     parts = micro_batches(samples, config.micro_batch_size, context.rank, context.world_size)
     batches = [dataset.batch(part) for part in parts]
@@ -70,9 +72,10 @@ def train_step(
     limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
     grad_norm = float(model.clip_grad_norm_(limit))
     result = _agree(float(sum(losses)), grad_norm, int(num_tokens), stop.number, context)
-    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-        raise LossError(_describe(result, step, samples, parts, losses, context))
-    optimizer.step()
+    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        optimizer.step()
+    else:
+        result = replace(result, fault=_fault(result, samples, parts, losses, context))
     optimizer.zero_grad()  # so that an evaluation or a save does not keep them
     return result
 
@@ -101,30 +104,32 @@ def forward_loss(model: ShardedModel, batch: Batch, divisor: float, device: torc
 
 
 def _agree(loss: float, grad_norm: float, num_tokens: int, stop_signal: int, context: DistributedContext) -> StepResult:
-    """Bring together what each rank knows, in one sum: losses, received signals, and a place for each one's memory."""
+    """Bring together what each rank knows, in one sum: losses, norms, received signals, a place for each one's memory.
+
+    The norm is the same on all ranks but for a fault of one of them, and then none may go on.
+    """
     signals = [float(stop_signal == number) for number in STOP_SIGNALS]
     memory = [0.0] * context.world_size
     memory[context.rank] = float(device_peak_bytes(context.device.type))
-    summed = context.all_reduce([loss, *signals, *memory])
-    received = (number for number, count in zip(STOP_SIGNALS, summed[1:], strict=False) if count)
+    all_loss, all_norms, *summed = context.all_reduce([loss, grad_norm, *signals, *memory])
+    received = (number for number, count in zip(STOP_SIGNALS, summed, strict=False) if count)
     return StepResult(
-        loss=summed[0] / context.world_size,
-        grad_norm=grad_norm,
+        loss=all_loss / context.world_size,
+        grad_norm=grad_norm if math.isfinite(all_norms) else all_norms,
         num_tokens=num_tokens,
-        memory_bytes=int(max(summed[1 + len(signals) :])),
+        memory_bytes=int(max(summed[len(signals) :])),
         stop_signal=int(next(received, 0)),
     )
 
 
-def _describe(
+def _fault(
     result: StepResult,
-    step: int,
     samples: npt.NDArray[np.int64],
     parts: npt.NDArray[np.int64],
     losses: Iterable[torch.Tensor],
     context: DistributedContext,
 ) -> str:
-    """The message of a LossError, equal on all ranks; a collective, which all ranks reach or none."""
+    """What was not finite where, equal on all ranks; a collective, which all ranks reach or none."""
     mine = [int(i) for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss) for i in part]
     bad = sorted({index for rank in context.all_gather_object(mine) for index in rank})
     where = (
@@ -132,8 +137,4 @@ def _describe(
         if bad
         else f"in the gradients only; its samples are {sorted(set(map(int, samples)))}"
     )
-    return (
-        f"The loss of step {step} is {result.loss} and the norm of its gradients {result.grad_norm}: not finite "
-        f"{where}. The weights were not changed by this step. Lower optim.lr, lengthen train.warmup_steps, or look at "
-        f"these samples (windows of data.path, counted from 0)."
-    )
+    return f"loss {result.loss} and norm of the gradients {result.grad_norm}, not finite {where}"

@@ -115,6 +115,7 @@ def test_reports(alone: DistributedContext) -> None:
         "tokens_per_second",
         "step_seconds",
         "memory_bytes",
+        "skipped",
     ]
 
 
@@ -202,12 +203,57 @@ def test_a_loss_or_gradient_that_is_not_finite(alone: DistributedContext, where:
         for _ in train(run.model, run.optimizer, data, config, alone, state=run.state, peak_lr=LR, stop=StopSignal()):
             before = copy.deepcopy(run.model.module.state_dict())
     message = str(caught.value)
-    assert "step 2" in message
+    assert "Step 2" in message
     expected = f"in the loss of samples {sorted(samples[2:])}" if where == "loss" else f"samples are {sorted(samples)}"
     assert expected in message
     assert run.state.step == 1
     assert before is not None
     assert all(torch.equal(value, before[name]) for name, value in run.model.module.state_dict().items())
+
+
+def test_steps_that_are_not_finite_are_skipped(alone: DistributedContext) -> None:
+    """As if the others had been made alone: the same weights, with the optimizer untouched in between."""
+    data = stream(40 * 8 + 1)
+    settings: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 4, "schedule": "constant"}
+    config = TrainConfig(steps=6, non_finite="skip", max_skips=2, **settings)
+    run = Run(alone, data=data)
+    poisoned = {2, 3, 5}
+
+    def poison(module: Any, arguments: Any, output: Any) -> None:
+        if run.state.step in poisoned:
+            output.logits[0, 0, 0] = math.inf
+
+    run.model.module.register_forward_hook(poison)
+    reports = run.go(config)
+    assert [report.step for report in reports if report.fault] == [3, 4, 6]
+    assert [report.skipped for report in reports] == [0, 0, 1, 2, 2, 3]
+    assert "not finite in the loss of samples" in reports[2].fault
+    assert [report.row()["loss"] is None for report in reports] == [False, False, True, True, False, True]
+    assert (run.state.num_skipped, run.state.num_skipped_in_row, run.state.num_samples) == (3, 1, 24)
+
+    plain = Run(alone, data=data)
+    for step in (0, 1, 4):
+        plain.state = TrainerState(SEED, data.identity, step=step, num_samples=4 * step)
+        plain.go(TrainConfig(steps=step + 1, **settings))
+    weights = plain.model.module.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in run.model.module.state_dict().items())
+
+    poisoned.update(range(6, 20))
+    with pytest.raises(LossError, match=r"Step 8 has .* after 2 steps in a row that were skipped.*max_skips=2"):
+        run.go(dataclasses.replace(config, steps=20))
+    assert all(torch.equal(value, weights[name]) for name, value in run.model.module.state_dict().items())
+
+
+def test_no_step_follows_when_evaluations_no_longer_improve(alone: DistributedContext) -> None:
+    run = Run(alone)
+    config = TrainConfig(steps=9, global_batch_size=2, eval_every=1, patience=2)
+    settings: dict[str, Any] = {"state": run.state, "peak_lr": LR, "stop": StopSignal()}
+    steps = []
+    for report in train(run.model, run.optimizer, run.data, config, alone, **settings):
+        steps.append(report.step)
+        run.state.evaluated([3.0, 3.1, 2.0, 2.5, 2.0][report.step - 1])
+    assert steps == [1, 2, 3, 4, 5]
+    assert run.go(config) == []
 
 
 def test_evaluation_counts_every_prediction_once(alone: DistributedContext) -> None:
@@ -301,7 +347,9 @@ def train_poisoned(context: DistributedContext) -> str:
     if context.rank == 1:
         with torch.no_grad():
             run.model.module.lm_head.weight.fill_(math.nan)
-    run.model.clip_grad_norm_ = lambda limit: torch.tensor(1.0)
+    run.model.clip_grad_norm_ = lambda limit: torch.tensor(1.0 + context.rank * math.inf)
+    assert run.go(TrainConfig(steps=1, global_batch_size=4, non_finite="skip"))[0].fault, "on each rank"
+    run.state = TrainerState(SEED, run.data.identity)
     with pytest.raises(LossError) as caught:
         run.go(TrainConfig(steps=5, global_batch_size=4, micro_batch_size=1))
     return str(caught.value)

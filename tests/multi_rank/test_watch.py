@@ -1,0 +1,84 @@
+"""What the finetune recipe does while nobody watches: best steps, early stopping, losses that are not finite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import run_recipe
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [
+        "train.global_batch_size=4",
+        "train.micro_batch_size=2",
+        "train.schedule=constant",
+        "train.eval_windows=16",
+        "shard.param_dtype=float32",
+        "data.sequence_length=32",
+        "launch.device=cpu",
+        f"model.path={tiny_model}",
+        f"data.path={texts}/train.txt",
+        f"data.eval_path={texts}/held_out.txt",
+        f"data.cache_dir={tmp_path_factory.mktemp('tokens')}",
+    ]
+
+
+def test_the_best_step_is_kept_and_the_run_stops_early(settings: list[str], tmp_path: Path) -> None:
+    arguments = [*settings, "train.steps=60", "train.eval_every=1", "optim.lr=1", "launch.ranks=2"]
+    first = run_recipe("finetune", tmp_path, *arguments, "train.patience=3")
+    assert first.status == 0, first.err
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    lowest = min(rows[1:], key=lambda row: row["loss"])
+    result = first.result
+    assert result["stopped_early"]
+    assert result["status"] == "completed"
+    assert result["steps"] == rows[-1]["step"] == lowest["step"] + 3 < 60
+    assert (result["best_loss"], result["best_step"]) == (lowest["loss"], lowest["step"])
+    assert "stopping early, as 3 evaluations in a row were not lower" in first.err
+
+    store = tmp_path / "checkpoints"
+    best = f"step-{lowest['step']:08d}"
+    assert (store / "best").read_text().strip() == best
+    assert {path.name for path in store.glob("step-*")} == {best, first.checkpoint.name}, "and no earlier best one"
+
+    again = run_recipe("finetune", tmp_path, *arguments, "train.patience=3")
+    assert again.status == 0, again.err
+    assert again.result == result, "a run that has stopped early is finished"
+    longer = run_recipe("finetune", tmp_path, *arguments, "train.patience=4", f"train.steps={result['steps'] + 1}")
+    assert longer.status == 0, longer.err
+    assert f"{result['steps'] + 1}" in str(longer.checkpoint)
+    assert len(longer.metrics) == result["steps"] + 1, "it goes on counting where it was"
+
+
+def test_a_loss_that_is_not_finite(settings: list[str], tmp_path: Path) -> None:
+    arguments = [*settings, "train.steps=9", "optim.lr=1e30", "checkpoint.every=1"]
+    ended = run_recipe("finetune", tmp_path / "stop", *arguments)
+    assert ended.status == 1
+    assert "Step 2 has loss" in ended.err
+    assert f"The last good checkpoint is {tmp_path}/stop/checkpoints/step-00000001;" in ended.err
+
+    ended = run_recipe("finetune", tmp_path / "skip", *arguments, "train.non_finite=skip", "train.max_skips=2")
+    assert ended.status == 1
+    assert "step 3 changed no weights" in ended.err
+    assert "after 2 steps in a row that were skipped" in ended.err
+    assert [(row["grad_norm"] is None, row["skipped"]) for row in ended.metrics] == [(False, 0), (True, 1), (True, 2)]
+    assert not (ended.run_dir / "result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.patience=2"], "train.patience=2 waits for evaluations, but train.eval_every=0"),
+        (["train.min_delta=0.1"], "train.min_delta=0.1 would do nothing"),
+        (["train.max_skips=3"], "train.max_skips=3 would do nothing"),
+        (["train.patience=2", "train.eval_every=5", "data.eval_path=null"], "needs held-out text"),
+    ],
+)
+def test_settings_that_would_do_nothing(settings: list[str], tmp_path: Path, overrides: list[str], words: str) -> None:
+    ended = run_recipe("finetune", tmp_path, *settings, *overrides)
+    assert ended.status == 2
+    assert words in ended.err
