@@ -14,7 +14,7 @@ from fsdp_shard.sizes import parse_size
 Device = int | str
 """A place for a block: a GPU's ordinal, `cpu`, or `disk`, which means read again each time the block runs."""
 
-STRATEGIES = ("auto", "balanced", "sequential", "cpu", "disk")
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "disk")
 DTYPES = ("keep", "float32", "bfloat16", "float16")
 
 
@@ -25,8 +25,9 @@ class DispatchConfig:
     device_map: Any = field(
         default="auto",
         metadata={
-            "help": "auto and balanced: GPUs evenly, then CPU, then disk; sequential: each device filled before the "
-            "next; cpu; disk; or a mapping from module names to a GPU's number, cpu or disk."
+            "help": "auto and balanced: GPUs evenly, then CPU, then disk; balanced_low_0: least on GPU 0; "
+            "sequential: each device filled before the next; cpu; disk; or a mapping from module names to a GPU's "
+            "number, cpu or disk."
         },
     )
     # Any, not dict | None: OmegaConf cannot put a mapping in the place of an optional dict that is None.
@@ -38,6 +39,9 @@ class DispatchConfig:
         },
     )
     dtype: str = setting("keep", "The dtype to load weights in; keep: as they are stored.", choices=DTYPES)
+    prefetch_blocks: int = setting(
+        2, "Blocks on disk, or on the CPU of a machine with GPUs, to fetch while one computes.", minimum=0
+    )
 
     def check(self, prefix: str) -> None:
         """Refuse a map or a budget that cannot be read."""

@@ -40,6 +40,7 @@ def load_dispatched(
     device_map: str | Mapping[str, Any] = "auto",
     max_memory: Mapping[Any, Any] | None = None,
     dtype: str | torch.dtype | None = None,
+    prefetch_blocks: int = 2,
 ) -> PreTrainedModel:
     """The transformers model at `path` (anything `locate` takes), in eval mode, ready for `generate()`.
 
@@ -49,7 +50,7 @@ def load_dispatched(
     or on the first device. Raises CheckpointError, ModelError, PlanError or ConfigError.
     """
     source = locate(path)
-    return dispatch(source, models.load_config(source), device_map, max_memory, dtype)
+    return dispatch(source, models.load_config(source), device_map, max_memory, dtype, prefetch_blocks)
 
 
 def dispatch(
@@ -58,6 +59,7 @@ def dispatch(
     device_map: str | Mapping[str, Any] = "auto",
     max_memory: Mapping[Any, Any] | None = None,
     dtype: str | torch.dtype | None = None,
+    prefetch_blocks: int = 2,
     *,
     on_plan: Callable[[DevicePlan], object] = lambda plan: None,
 ) -> PreTrainedModel:
@@ -68,8 +70,8 @@ def dispatch(
     from fsdp_shard.blocks import no_split_blocks
     from fsdp_shard.checkpoint.index import open_checkpoint
     from fsdp_shard.checkpoint.names import match_names
-    from fsdp_shard.inference.machine import check_devices, machine_budgets
-    from fsdp_shard.inference.placement import place
+    from fsdp_shard.inference.machine import check_devices, free_cpu_bytes, machine_budgets
+    from fsdp_shard.inference.placement import Spare, place
 
     strategy = parse_device_map(dict(device_map) if isinstance(device_map, Mapping) else device_map)
     budgets = parse_budgets(None if max_memory is None else dict(max_memory))
@@ -77,12 +79,14 @@ def dispatch(
     model = _build(config, _dtype(dtype, index, config))
     stored = match_names(model, index)
     blocks = no_split_blocks(model)
+    hold = budgets is not None and "cpu" in budgets
     if budgets is None:
         budgets = {} if isinstance(strategy, dict) else machine_budgets()
-    plan = plan_device_map(blocks, strategy, budgets, ties=tied_blocks(model, blocks))
+    plan = plan_device_map(blocks, strategy, budgets, ties=tied_blocks(model, blocks), prefetch=prefetch_blocks)
     check_devices([*plan.devices.values(), plan.main])
     on_plan(plan)
-    place(model, blocks, plan, index, stored)
+    spare = Spare(hold, max(free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0))
+    place(model, blocks, plan, index, stored, spare)
     model.__dict__["hf_device_map"] = dict(plan.devices)  # as transformers and accelerate call it
     _load_generation_config(model, source)
     return model

@@ -1,11 +1,14 @@
 """Carries out a device plan on a model on meta: fills what stays, streams the rest, moves inputs between devices.
 
+Where the CPU computes, parameters are views of the checkpoint's own files as far as those allow, on the CPU and on disk
+alike; what makes `disk` is that their pages are fetched shortly before they are used and let go where memory is short.
 Knows blocks, a plan and names in a tensor index; how the plan came about is not its business.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,19 +20,40 @@ from fsdp_shard.blocks import Block
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.inference.base import Device
 from fsdp_shard.inference.device_map import DevicePlan, device_name
+from fsdp_shard.inference.mapping import MappedFiles
+from fsdp_shard.inference.pages import FilePages
 from fsdp_shard.inference.reader import TensorReader
-from fsdp_shard.inference.stream import BlockStream, Fill, StreamedParameter
+from fsdp_shard.inference.ring import Content, make_ring, page_lock
+from fsdp_shard.inference.stream import BlockStream, Slot, StreamedBlock
+
+
+@dataclass(frozen=True)
+class Spare:
+    """What decides how long pages of streamed blocks stay in memory.
+
+    `hold`: a budget was given, so this process lets go of them after each pass (the page cache may keep them).
+    `cache_bytes`: memory that the page cache can have; blocks beyond it are dropped from it too, always the same ones,
+    for a cache that drops what was used longest ago has nothing of what comes next in a cycle.
+    """
+
+    hold: bool
+    cache_bytes: int
 
 
 def place(
-    model: nn.Module, blocks: Sequence[Block], plan: DevicePlan, index: TensorIndex, stored: Mapping[str, str]
+    model: nn.Module,
+    blocks: Sequence[Block],
+    plan: DevicePlan,
+    index: TensorIndex,
+    stored: Mapping[str, str],
+    spare: Spare,
 ) -> None:
     """Make `model` run as `plan` says; `stored` maps its parameters and persistent buffers to names in `index`."""
     main = torch.device(device_name(plan.main))
     reader = TensorReader(index)
     models.rebuild_buffers(model, main)
     _fill_buffers(model, main, reader, stored)
-    _fill_parameters(model, blocks, plan, reader, stored)
+    _Placement(model, plan, reader, stored, spare).run(blocks)
     reader.release()
     _move_inputs(model, blocks, plan)
 
@@ -42,31 +66,105 @@ def _fill_buffers(model: nn.Module, device: torch.device, reader: TensorReader, 
                 reader.fill(stored[f"{prefix}.{name}" if prefix else name], filled)
 
 
-def _fill_parameters(
-    model: nn.Module, blocks: Sequence[Block], plan: DevicePlan, reader: TensorReader, stored: Mapping[str, str]
-) -> None:
-    """Give each parameter memory where its block lies, and stream the blocks that compute elsewhere."""
-    names = {id(param): stored[name] for name, param in model.named_parameters()}  # a tied one's kept name comes first
-    kept: dict[int, nn.Parameter] = {}
-    stream = BlockStream(torch.device(device_name(plan.main)))
-    streamed: list[tuple[nn.Module, list[StreamedParameter]]] = []
-    for block in blocks:
-        module, device = model.get_submodule(block.fqn), plan.devices[block.fqn]
-        slots = list(_slots(module, block.direct))
-        if device != "disk":
-            for _, _, meta in slots:
-                if id(meta) not in kept:
-                    empty = torch.empty_like(meta, device=device_name(device))
-                    reader.fill(names[id(meta)], empty)
-                    kept[id(meta)] = nn.Parameter(empty, requires_grad=False)
-        if plan.is_streamed(block.fqn):
-            fills = (_filler(meta, kept.get(id(meta)), reader, names) for _, _, meta in slots)
-            streamed.append((module, [StreamedParameter(*slot, fill) for slot, fill in zip(slots, fills, strict=True)]))
-        else:
+class _Placement:
+    """Gives each parameter of a model memory where its block lies, and streams the blocks that compute elsewhere."""
+
+    def __init__(
+        self, model: nn.Module, plan: DevicePlan, reader: TensorReader, stored: Mapping[str, str], spare: Spare
+    ) -> None:
+        self._model, self._plan, self._reader, self._spare = model, plan, reader, spare
+        # A tied parameter's kept name comes first.
+        self._names = {id(param): stored[name] for name, param in model.named_parameters()}
+        self._kept: dict[int, nn.Parameter] = {}  # by id of the parameter on meta, which `_metas` keeps alive
+        self._metas = list(model.parameters())
+        self._mapped = MappedFiles(reader.index) if plan.main == "cpu" else None
+        self._cache_left = spare.cache_bytes
+
+    def run(self, blocks: Sequence[Block]) -> None:
+        streamed = []
+        for block in blocks:
+            module = self._model.get_submodule(block.fqn)
+            slots = list(_slots(module, block.direct))
+            if self._plan.is_streamed(block.fqn):
+                streamed.append(self._streamed(module, slots, self._plan.devices[block.fqn]))
+            else:
+                self._keep([meta for _, _, meta in slots], device_name(self._plan.devices[block.fqn]))
             for owner, name, meta in slots:
-                owner._parameters[name] = kept[id(meta)]
-    for module, parameters in streamed:
-        stream.add(module, parameters)
+                if id(meta) in self._kept:
+                    owner._parameters[name] = self._kept[id(meta)]
+        main = torch.device(device_name(self._plan.main))
+        stream = BlockStream(make_ring(main, self._reader.fill_all), self._plan.prefetch)
+        for block_of_it in streamed:
+            stream.add(block_of_it)
+
+    def _keep(self, metas: Sequence[nn.Parameter], device: str) -> None:
+        """Give parameters memory on `device`: views of files where the CPU computes, else memory of their own."""
+        new = []
+        for meta in {id(meta): meta for meta in metas if id(meta) not in self._kept}.values():
+            view = self._view(meta)
+            if view is None:
+                view = torch.empty_like(meta, device=device)
+                new.append((self._names[id(meta)], view.data))
+            self._kept[id(meta)] = nn.Parameter(view, requires_grad=False)
+        self._reader.fill_all(new)
+
+    def _view(self, meta: nn.Parameter) -> torch.Tensor | None:
+        return None if self._mapped is None else self._mapped.view(self._names[id(meta)], meta.dtype)
+
+    def _streamed(
+        self, module: nn.Module, slots: Sequence[tuple[nn.Module, str, nn.Parameter]], device: Device
+    ) -> StreamedBlock:
+        in_place: list[str] = []
+        contents: dict[int, int] = {}
+        metas: list[nn.Parameter] = []
+        for _, _, meta in slots:
+            if (view := self._view(meta)) is not None:
+                in_place.append(self._names[id(meta)])
+                self._kept.setdefault(id(meta), nn.Parameter(view, requires_grad=False))
+            elif id(meta) not in contents:
+                contents[id(meta)] = len(metas)
+                metas.append(meta)
+        content = Content(tuple((self._names[id(meta)], meta.dtype, tuple(meta.shape)) for meta in metas))
+        if device == "cpu":  # and a GPU computes
+            content = Content(content.tensors, self._locked(content))
+        shown = [Slot(*slot, contents[id(slot[2])]) for slot in slots if id(slot[2]) in contents]
+        pages = [] if self._mapped is None else self._mapped.pages(in_place)
+        # Of an embedding only the rows that are looked up are needed, and those come when they are touched.
+        ahead = [] if isinstance(module, nn.Embedding) else pages
+        return StreamedBlock(module, shown, content, partial(self._bring_in, ahead), self._drop(pages))
+
+    def _locked(self, content: Content) -> torch.Tensor:
+        """CPU memory that holds `content`, and that the GPU copies from by itself."""
+        memory = torch.empty(content.num_bytes, dtype=torch.uint8)
+        self._reader.fill_all(
+            [(spec[0], out) for spec, out in zip(content.tensors, content.views(memory), strict=True)]
+        )
+        page_lock(memory)
+        return memory
+
+    def _bring_in(self, pages: Sequence[FilePages]) -> None:
+        self._reader.bring_in(pages)
+        if self._spare.hold:
+            for these in pages:
+                these.populate()
+
+    def _drop(self, pages: Sequence[FilePages]) -> Any:
+        """What is to be done with the pages of a block after its pass."""
+        num_bytes = sum(these.num_bytes for these in pages)
+        from_cache = num_bytes > self._cache_left
+        self._cache_left -= 0 if from_cache else num_bytes
+        if not from_cache and not self._spare.hold:
+            return _nothing
+
+        def drop() -> None:
+            for these in pages:
+                these.drop(from_cache=from_cache)
+
+        return drop
+
+
+def _nothing() -> None:
+    """Memory is not short."""
 
 
 def _slots(module: nn.Module, direct: bool) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -75,17 +173,6 @@ def _slots(module: nn.Module, direct: bool) -> Iterator[tuple[nn.Module, str, nn
         for name, param in owner._parameters.items():
             if param is not None:
                 yield owner, name, param
-
-
-def _filler(meta: nn.Parameter, kept: nn.Parameter | None, reader: TensorReader, names: Mapping[int, str]) -> Fill:
-    """How a streamed parameter's values are had: from CPU memory when they are there, else from the checkpoint."""
-    if kept is None:
-        return partial(reader.fill, names[id(meta)])
-    return lambda out: _copy(kept, out)
-
-
-def _copy(kept: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(kept)
 
 
 def _move_inputs(model: nn.Module, blocks: Sequence[Block], plan: DevicePlan) -> None:

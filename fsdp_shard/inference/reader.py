@@ -1,33 +1,44 @@
 """Tensors out of a checkpoint into memory that is already there, on any device and in any dtype, with no whole copy.
 
-What is stored in the dtype that is wanted is read straight into CPU memory. All else goes through one staging buffer,
-which is reused: writing into fresh pages is several times slower than into used ones. Knows no model.
+What is stored in the dtype that is wanted is read straight into CPU memory. All else goes through a staging buffer a
+thread, which is reused: writing into fresh pages is several times slower than into used ones. Several threads read at
+once, which disks are faster with. Knows no model.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
 
 from fsdp_shard.checkpoint.dtypes import to_torch
 from fsdp_shard.checkpoint.index import TensorIndex, tensor_bytes
+from fsdp_shard.inference.pages import FilePages
 
-if TYPE_CHECKING:
-    import torch
-
-_STAGING_BYTES = 16 << 20
+NUM_THREADS = 4  # docs/decisions.md
+_STAGING_BYTES = 4 << 20
 
 
 class TensorReader:
-    """Fills tensors from `index`. For one thread at a time, since there is one staging buffer."""
+    """Fills tensors from `index`, and brings pages of its files into memory, from several threads."""
 
     def __init__(self, index: TensorIndex) -> None:
         self.index = index
-        self._staging: torch.Tensor | None = None
+        self._local = threading.local()
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="fsdp-shard-read")
+
+    def fill_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """`fill` each, several at once; the first error is raised once none of them is being written to any more."""
+        self._together([lambda name=name, out=out: self.fill(name, out) for name, out in wanted])  # type: ignore[misc]
+
+    def bring_in(self, pages: Sequence[FilePages]) -> None:
+        """Have `pages` in memory."""
+        self._together([part.read for these in pages for part in these.missing()])
 
     def fill(self, name: str, out: torch.Tensor) -> None:
         """Copy the stored tensor `name` into `out` (contiguous, same shape), cast to its dtype."""
-        import torch
-
         entry = self.index.entry(name)
         dtype = to_torch(entry.dtype)
         with torch.no_grad():
@@ -38,19 +49,25 @@ class TensorReader:
             else:
                 self._fill_by_parts(name, dtype, out.view(-1))
 
-    def _fill_by_parts(self, name: str, dtype: torch.dtype, out: torch.Tensor) -> None:
-        import torch
+    def release(self) -> None:
+        """Close the files; a later `fill` opens them again."""
+        self.index.close()
 
-        if self._staging is None:
+    def _fill_by_parts(self, name: str, dtype: torch.dtype, out: torch.Tensor) -> None:
+        if not hasattr(self._local, "staging"):
             with torch.inference_mode(False):
-                self._staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=out.is_cuda)
-        staging = self._staging.view(dtype)
+                self._local.staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=out.is_cuda)
+        staging = self._local.staging.view(dtype)
         for start in range(0, len(out), len(staging)):
             part = staging[: len(out) - start]
             self.index.read_into(name, start, tensor_bytes(part))
             out[start : start + len(part)].copy_(part)
 
-    def release(self) -> None:
-        """Give the staging buffer back and close the files; a later `fill` takes them again."""
-        self.index.close()
-        self._staging = None
+    def _together(self, works: Sequence[Callable[[], None]]) -> None:
+        if len(works) == 1:
+            works[0]()
+            return
+        futures = [self._pool.submit(work) for work in works]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]

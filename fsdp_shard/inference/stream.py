@@ -1,91 +1,146 @@
-"""Blocks whose parameters are on the main device only while they run.
+"""Blocks whose parameters are brought to the main device shortly before they run, and let go after it.
 
-Outside its forward pass such a block has parameters on the meta device. A hook before its forward pass takes a buffer,
-fills it from where the parameters are kept, and shows them to the module; a hook after it gives the buffer back. The
-buffers are reused from block to block. Knows blocks and something that fills tensors, no files and no model class.
+While a block computes, a thread fetches those that will follow it. Parameters that the CPU can use where they lie in a
+file stay in the module; only their pages are brought in and, where memory is short, dropped. The others are on the meta
+device, and hooks around the block's forward pass put a buffer of the ring in their place. What follows what is learnt
+from the passes before, so an encoder that runs once does not confuse the decoder. Knows no files and no model class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-_ALIGN_BYTES = 256  # what a GPU's own allocator gives, and enough for any vector instruction
-
-Fill = Callable[[torch.Tensor], None]
-"""Copies a parameter's values into the tensor that it is given."""
+from fsdp_shard.inference.ring import Buffer, Content, Ring
 
 
 @dataclass(frozen=True)
-class StreamedParameter:
-    """A parameter of one module of a block, and how its values are had."""
+class Slot:
+    """A place for a parameter: in `owner`, under `name`. `number` is its tensor in the block's content."""
 
     owner: nn.Module
     name: str
     meta: nn.Parameter
-    fill: Fill
+    number: int
+
+
+@dataclass(frozen=True)
+class StreamedBlock:
+    """`content` is what goes into a buffer, shown in `slots`; `bring_in` and `drop` are for what is used in place."""
+
+    module: nn.Module
+    slots: Sequence[Slot]
+    content: Content
+    bring_in: Callable[[], None]
+    drop: Callable[[], None]
+
+    @property
+    def needs_buffer(self) -> bool:
+        return bool(self.content.tensors)
 
 
 class BlockStream:
-    """The streamed blocks of a model and the buffers on `device` that they take turns in."""
+    """The streamed blocks of a model, in the order in which they are added; at most `prefetch` of them run ahead."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffer_bytes = 0
-        self._free: list[torch.Tensor] = []
-        self._shown: dict[nn.Module, torch.Tensor] = {}
+    def __init__(self, ring: Ring, prefetch: int) -> None:
+        self._ring, self._prefetch = ring, prefetch
+        self._blocks: list[StreamedBlock] = []
+        self._fetches: dict[int, tuple[Future[None], Buffer | None]] = {}
+        self._shown: dict[int, Buffer | None] = {}
+        self._follows: dict[int, int] = {}
+        self._last: int | None = None
+        self._thread: ThreadPoolExecutor | None = None
 
-    def add(self, block: nn.Module, parameters: Sequence[StreamedParameter]) -> None:
-        """Stream the `parameters` of `block` whenever its forward pass runs."""
-        self._buffer_bytes = max(self._buffer_bytes, _padded_bytes(parameters))
+    def add(self, block: StreamedBlock) -> None:
+        """Stream `block` whenever its forward pass runs."""
+        number = len(self._blocks)
+        self._blocks.append(block)
+        self._ring.num_bytes = max(self._ring.num_bytes, block.content.num_bytes)
 
         def before(module: nn.Module, args: Any) -> None:
-            hide()  # in case that Ctrl-C ended the last pass, after which torch calls no hooks
-            self._shown[block] = self._show(parameters)
+            self._leave(number)  # in case that Ctrl-C ended the last pass, after which torch calls no hooks
+            self._enter(number)
 
-        def hide(*_: Any) -> None:
-            for parameter in parameters:
-                parameter.owner._parameters[parameter.name] = parameter.meta
-            if (buffer := self._shown.pop(block, None)) is not None:
-                self._free.append(buffer)
+        def after(*_: Any) -> None:
+            self._leave(number)
 
-        block.register_forward_pre_hook(before)
-        block.register_forward_hook(hide, always_call=True)  # a pass that raises gives its buffer back, too
+        block.module.register_forward_pre_hook(before)
+        block.module.register_forward_hook(after, always_call=True)  # a pass that raises gives its buffer back, too
 
-    def _show(self, parameters: Sequence[StreamedParameter]) -> torch.Tensor:
-        """Fill a buffer with `parameters` and put them into their modules; returns the buffer."""
-        views: dict[int, nn.Parameter] = {}
-        buffer, used = self._take(), 0
-        for parameter in parameters:
-            if id(parameter.meta) not in views:
-                meta, num_bytes = parameter.meta, _num_bytes(parameter.meta)
-                view = buffer[used : used + num_bytes].view(meta.dtype).view(meta.shape)
-                parameter.fill(view)
-                views[id(meta)] = nn.Parameter(view, requires_grad=False)
-                used += _pad(num_bytes)
-            parameter.owner._parameters[parameter.name] = views[id(parameter.meta)]
-        return buffer
+    def _enter(self, number: int) -> None:
+        if self._last is not None:
+            self._follows[self._last] = number
+        self._last = number
+        if number not in self._fetches:
+            self._fetch(number)
+        fetch, buffer = self._fetches[number]
+        try:
+            fetch.result()
+        except Exception:
+            self._forget(number)
+            raise
+        del self._fetches[number]
+        self._shown[number] = buffer
+        if buffer is not None:
+            self._ring.ready(buffer)
+            block = self._blocks[number]
+            shown = [nn.Parameter(view, requires_grad=False) for view in block.content.views(buffer.memory)]
+            for slot in block.slots:
+                slot.owner._parameters[slot.name] = shown[slot.number]
+        self._run_ahead(number)
 
-    def _take(self) -> torch.Tensor:
-        """A free buffer, each as large as the largest block; a second one is made only when a block runs in another."""
-        if self._free:
-            return self._free.pop()
-        with torch.inference_mode(False):  # else it could be filled in no other mode than that of the first pass
-            return torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+    def _leave(self, number: int) -> None:
+        if number not in self._shown:
+            return
+        block, buffer = self._blocks[number], self._shown.pop(number)
+        for slot in block.slots:
+            slot.owner._parameters[slot.name] = slot.meta
+        if buffer is not None:
+            self._ring.finished(buffer)
+            self._ring.give(buffer)
+        block.drop()
+        self._run_ahead(number)
+
+    def _run_ahead(self, number: int) -> None:
+        """Fetch what comes after block `number`; what was fetched and does not come soon makes room for it."""
+        coming: list[int] = []
+        for _ in range(self._prefetch):
+            number = self._follows.get(number, (number + 1) % len(self._blocks))
+            if number not in coming and number not in self._shown:
+                coming.append(number)
+        for other in [other for other in self._fetches if other not in coming]:
+            self._forget(other)
+        for wanted in coming:
+            if wanted not in self._fetches and len(self._fetches) + len(self._shown) <= self._prefetch:
+                self._fetch(wanted)
+
+    def _fetch(self, number: int) -> None:
+        block = self._blocks[number]
+        if self._fetches and len(self._fetches) + len(self._shown) > self._prefetch:
+            self._forget(next(reversed(self._fetches)))  # it was a wrong guess
+        buffer = self._ring.take() if block.needs_buffer else None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsdp-shard-prefetch")
+        self._fetches[number] = self._thread.submit(_load, block, self._ring, buffer), buffer
+
+    def _forget(self, number: int) -> None:
+        """Give up a fetch; its buffer is free once nobody writes into it."""
+        fetch, buffer = self._fetches[number]
+        if not fetch.cancel():
+            with suppress(Exception):  # who asked for it has been told; a wrong guess concerns nobody
+                fetch.result()
+        del self._fetches[number]
+        self._blocks[number].drop()
+        if buffer is not None:
+            self._ring.give(buffer)
 
 
-def _padded_bytes(parameters: Sequence[StreamedParameter]) -> int:
-    distinct = {id(parameter.meta): parameter.meta for parameter in parameters}
-    return sum(_pad(_num_bytes(meta)) for meta in distinct.values())
-
-
-def _pad(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _load(block: StreamedBlock, ring: Ring, buffer: Buffer | None) -> None:
+    block.bring_in()
+    if buffer is not None:
+        ring.load(block.content, buffer)

@@ -1,0 +1,237 @@
+"""Where the bytes are: weights seen in the checkpoint's own files, budgets that are held, blocks fetched ahead."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from fsdp_shard.checkpoint.convert import convert
+from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.inference.mapping import MappedFiles
+from fsdp_shard.inference.pages import resident_bytes
+from fsdp_shard.inference.ring import Content, Ring
+from fsdp_shard.inference.stream import BlockStream, Slot, StreamedBlock
+from fsdp_shard.memory import give_back_free_memory
+from tests.tiny import token_batch
+
+_FORK = multiprocessing.get_context("fork")
+_IDS = token_batch(0, rows=1, length=5)
+MB = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of 16 equal layers, 52 MB of them and little else, in one file and as 2 ranks write it."""
+    root = tmp_path_factory.mktemp("offload")
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=720, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=257, max_position_embeddings=64, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / "whole")
+    convert(root / "whole", root / "ranks", format="sharded", ranks=2)
+    return {"whole": root / "whole", "ranks": root / "ranks"}
+
+
+def tokens(model: PreTrainedModel) -> torch.Tensor:
+    """Four greedy tokens, so that every block runs four times."""
+    found = model.generate(_IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def mapped_bytes(path: Path) -> int:
+    """How much of the files under `path` this process has mapped and in memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = str(path) in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def in_child(work: Callable[..., Any], *args: Any) -> Any:
+    """What `work` returns in a forked process, whose memory is then measured from the same start each time."""
+    receiver, sender = _FORK.Pipe(duplex=False)
+    process = _FORK.Process(target=lambda: sender.send(work(*args)))
+    process.start()
+    sender.close()
+    assert receiver.poll(100), "the child does not answer"
+    answer = receiver.recv()  # EOFError where it failed; it has told why
+    process.join()
+    return answer
+
+
+def _run(path: Path, wanted: dict[str, Any], limit: int | None) -> tuple[list[int], int, int]:
+    """Tokens, anonymous memory that loading and running added, and the most of the files that was mapped at a time."""
+    tokens(load_dispatched(path, "disk"))  # what the libraries take at first use
+    gc.collect()
+    give_back_free_memory()  # or what is allocated next may lie in pages that are counted already
+    assert mapped_bytes(path) == 0
+    before, peaks, grown = status("RssAnon"), [0], [0]
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + limit, resource.RLIM_INFINITY))
+    model = load_dispatched(path, **wanted)
+
+    def measure(*_: Any) -> None:
+        peaks.append(mapped_bytes(path))
+        grown.append(status("RssAnon") - before)
+
+    for number in (0, 7, 15):
+        model.get_submodule(f"model.layers.{number}").register_forward_hook(measure)
+    return tokens(model).tolist(), max(grown), max(peaks)
+
+
+def test_weights_are_seen_in_their_own_files_and_budgets_are_held(sources: dict[str, Path]) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(sources["whole"])
+    weights = sum(param.nbytes for param in plain.parameters())
+    expected = tokens(plain).tolist()
+    quarter = weights // 4
+    budget = {"max_memory": {"cpu": quarter}}
+
+    found, anonymous, mapped = in_child(_run, sources["whole"], {"device_map": "cpu"}, 20 * MB)
+    assert found == expected
+    assert anonymous < 0.15 * weights
+    assert mapped > 0.9 * weights
+    found, anonymous, mapped = in_child(_run, sources["whole"], budget, None)
+    assert found == expected
+    assert anonymous + mapped < quarter + 4 * MB
+    assert mapped > quarter / 2
+    # From rank files the blocks are joined in memory.
+    found, anonymous, mapped = in_child(_run, sources["ranks"], budget, None)
+    assert found == expected
+    assert anonymous + mapped < quarter + 4 * MB
+    found, anonymous, _ = in_child(_run, sources["ranks"], {"device_map": "cpu"}, None)
+    assert found == expected
+    assert anonymous > 0.9 * weights
+
+
+def test_pages_come_and_go(sources: dict[str, Path]) -> None:
+    with (sources["whole"] / "model.safetensors").open("rb") as file:
+        os.fsync(file.fileno())  # pages that are still to be written cannot go
+    with open_checkpoint(sources["whole"]) as index:
+        (pages,) = MappedFiles(index).pages(name for name in index.names if "layers.3." in name)
+        pages.drop(from_cache=True)
+        gone = resident_bytes([pages])
+        for part in pages.missing():
+            part.read()
+        assert resident_bytes([pages]) == pages.num_bytes
+    assert gone < pages.num_bytes  # all of it, on file systems that do as they are advised
+
+
+def test_only_aligned_runs_of_the_wanted_type_are_seen_in_place(tmp_path: Path, sources: dict[str, Path]) -> None:
+    entries = {"odd": ("U8", [3]), "shifted": ("F32", [2, 2]), "none": ("F32", [0])}
+    header, at = {}, 0
+    for name, (dtype, shape) in entries.items():
+        size = {"U8": 1, "F32": 4}[dtype] * torch.Size(shape).numel()
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(at)))
+    with open_checkpoint(tmp_path) as index:
+        files = MappedFiles(index)
+        assert files.view("odd", torch.uint8).tolist() == [0, 1, 2]  # type: ignore[union-attr]
+        assert files.view("shifted", torch.float32) is None
+        assert files.view("none", torch.float32) is None
+    with open_checkpoint(sources["whole"]) as index, open_checkpoint(sources["ranks"]) as joined:
+        name = "model.layers.0.mlp.up_proj.weight"
+        view = MappedFiles(index).view(name, torch.float32)
+        assert view is not None
+        assert torch.equal(view, index.read(name))
+        view.zero_()  # stays in this process
+        assert not torch.equal(view, index.read(name))
+        assert MappedFiles(index).view(name, torch.bfloat16) is None
+        assert MappedFiles(joined).view(name, torch.float32) is None
+
+
+class Recorder:
+    """Linear layers that are streamed, and what was done with each, in order."""
+
+    def __init__(self, count: int, prefetch: int) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.broken: set[int] = set()
+        self.modules = [nn.Linear(2, 2, bias=False, device="meta").requires_grad_(False) for _ in range(count)]
+        self.ring = Ring(torch.device("cpu"), self._fill)
+        stream = BlockStream(self.ring, prefetch)
+        for number, module in enumerate(self.modules):
+            content = Content(((str(number), torch.float32, (2, 2)),))
+            slots = [Slot(module, "weight", module.weight, 0)]
+            stream.add(StreamedBlock(module, slots, content, self._note("fetch", number), self._note("drop", number)))
+
+    def run(self, *numbers: int) -> list[float]:
+        """The weight that each pass saw."""
+        seen = []
+        for number in numbers:
+            output = self.modules[number](torch.ones(1, 2))
+            self.events.append(("pass", number))
+            seen.append(float(output[0, 0] / 2))
+            assert self.modules[number].weight.is_meta
+        return seen
+
+    def _fill(self, wanted: Any) -> None:
+        for name, out in wanted:
+            if int(name) in self.broken:
+                raise OSError("the disk is gone")
+            out.fill_(float(name))
+
+    def _note(self, what: str, number: int) -> Callable[[], None]:
+        return lambda: self.events.append((what, number))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_blocks_are_fetched_while_others_run(prefetch: int) -> None:
+    recorder = Recorder(6, prefetch)
+    order = [*range(6)] * 3
+    assert recorder.run(*order) == order
+    passes = [number for what, number in recorder.events if what == "pass"]
+    assert passes == order
+    fetched = [number for what, number in recorder.events if what == "fetch"]
+    assert fetched[: len(order)] == order  # each once a pass, none twice
+    assert len(recorder.ring._free) <= 1 + prefetch
+
+
+def test_what_follows_is_learnt() -> None:
+    """As with an encoder that runs once and a decoder that runs for each token."""
+    recorder = Recorder(6, 2)
+    assert recorder.run(0, 1, 2, *[3, 4, 5] * 4) == [0, 1, 2, *[3, 4, 5] * 4]
+    recorder.run(3)
+    late = [number for what, number in recorder.events[-30:] if what == "fetch"]
+    assert set(late[-6:]) == {3, 4, 5}
+    assert recorder.run(1, 5, 0, 0, 2) == [1, 5, 0, 0, 2]
+    assert len(recorder.ring._free) <= 3
+
+
+def test_a_fetch_that_fails_is_told_to_who_needs_it() -> None:
+    recorder = Recorder(4, 2)
+    recorder.broken = {2}
+    assert recorder.run(0, 1) == [0, 1]
+    with pytest.raises(OSError, match="disk is gone"):
+        recorder.run(2)
+    recorder.broken = set()
+    assert recorder.run(2, 3, 0) == [2, 3, 0]
+
+
+@pytest.fixture(autouse=True)
+def _limits_stay() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    yield
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
