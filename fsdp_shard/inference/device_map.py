@@ -291,7 +291,7 @@ def _finish(
     budgets: Mapping[Device, int],
     prefetch: int,
 ) -> DevicePlan:
-    """The plan that `placement` is, checked against `budgets`; fewer blocks are fetched ahead where that makes it fit."""
+    """The plan that `placement` is, checked against `budgets`; fewer blocks are fetched ahead where it then fits."""
     resident: dict[Device, int] = {}
     cache: dict[Device, int] = {}
     block_bytes = num_streamed = 0

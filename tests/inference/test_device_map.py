@@ -128,6 +128,43 @@ def test_too_small_says_by_how_much_and_what_would_fit(strategy: str) -> None:
     plan_device_map(blocks, strategy, parse_budgets({"cpu": enough[1]}) or {})
 
 
+def test_blocks_ahead_take_at_most_half_of_the_memory() -> None:
+    blocks = layers(*[10] * 10)
+    roomy = plan_device_map(blocks, "auto", {"cpu": 60}, prefetch=2)
+    assert (roomy.prefetch, roomy.buffer_bytes, roomy.resident_bytes["cpu"]) == (2, 30, 30)
+    tight = plan_device_map(blocks, "auto", {"cpu": 45}, prefetch=2)
+    assert (tight.prefetch, tight.buffer_bytes, tight.resident_bytes["cpu"]) == (1, 20, 20)
+    assert plan_device_map(blocks, "auto", {"cpu": 15}, prefetch=2).prefetch == 0
+    assert plan_device_map(blocks, "disk", {"cpu": 25}, prefetch=2).prefetch == 1
+    assert plan_device_map(blocks, {"": "disk"}, {}, prefetch=2).prefetch == 2
+    assert plan_device_map(blocks[:2], {"": "disk"}, {}, prefetch=2).prefetch == 1
+
+
+def test_room_is_kept_for_keys_and_values_where_they_are_computed() -> None:
+    blocks, cache = layers(*[10] * 4), {f"layers.{number}": 3 for number in range(4)}
+    assert set(places(plan_device_map(blocks, "auto", {"cpu": 52}, cache_bytes=cache))) == {"cpu"}
+    less = plan_device_map(blocks, "auto", {"cpu": 51}, cache_bytes=cache)
+    assert places(less) == ["cpu", "cpu", "disk", "disk"]
+    assert (less.cache_bytes, less.buffer_bytes) == ({"cpu": 12}, 10)
+    assert "12 B on cpu for keys and values" in less.describe()
+    shared = plan_device_map(blocks, "sequential", {0: 35, 1: 30}, cache_bytes=cache)
+    assert (places(shared), shared.cache_bytes) == ([0, 0, 1, 1], {0: 6, 1: 6})
+    streamed = plan_device_map(blocks, "sequential", {0: 42, "cpu": 40}, cache_bytes=cache)
+    assert (places(streamed), streamed.cache_bytes) == ([0, 0, "cpu", "cpu"], {0: 12})
+    with pytest.raises(PlanError, match=r"12 B of it for keys and values: 2 B too little. Give cpu: 22 B|22"):
+        plan_device_map(blocks, "auto", {"cpu": 20}, cache_bytes=cache)
+    with pytest.raises(PlanError, match="12 B too little"):
+        plan_device_map(blocks, "cpu", {"cpu": 40}, cache_bytes=cache)
+
+
+def test_the_first_gpu_is_left_as_empty_as_can_be() -> None:
+    blocks, budgets = layers(*[10] * 6), {0: 50, 1: 40, 2: 40, "cpu": 100}
+    assert places(plan_device_map(blocks, "balanced", budgets)) == [0, 0, 1, 1, 2, 2]
+    assert places(plan_device_map(blocks, "balanced_low_0", budgets)) == [1, 1, 1, 2, 2, 2]
+    assert places(plan_device_map(layers(*[10] * 10), "balanced_low_0", budgets)) == [0, 0, *[1] * 4, *[2] * 4]
+    assert places(plan_device_map(blocks, "balanced_low_0", {0: 30, "cpu": 40}))[:2] == [0, 0]
+
+
 SIZES = st.lists(st.integers(1, 100), min_size=1, max_size=12)
 BUDGETS = st.dictionaries(st.sampled_from([0, 1, 2, "cpu"]), st.integers(1, 600), min_size=1)
 
