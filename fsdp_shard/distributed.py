@@ -6,10 +6,11 @@ Knows nothing of models, wrappers or checkpoints.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,20 +18,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_shard.errors import FsdpShardError, SaveError
+from fsdp_shard.errors import FsdpShardError, StorageError
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """Who this rank is: its place in the world, its device, and the mesh [replicate, shard] of all ranks."""
+    """Who this rank is: its place in the world, its device, and the mesh [replicate, shard] of all ranks.
+
+    Its collectives are those of `group`, a process group over all ranks; None is the default one.
+    """
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh
+    group: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -40,25 +45,30 @@ class DistributedContext:
     def num_replicas(self) -> int:
         return int(self.mesh.size(0))
 
+    def beside(self, timeout_seconds: float) -> DistributedContext:
+        """The same ranks with a gloo group and a timeout of their own, for use by another thread; a collective."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        return replace(self, group=group)
+
     def barrier(self) -> None:
-        dist.barrier()
+        dist.barrier(group=self.group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order, on every rank; small Python objects only."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_object(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order, on rank 0; an empty list elsewhere."""
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, values)
+        dist.gather_object(value, values, group=self.group)
         return values or []
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """`value` as rank `source` has it, on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, src=source)
+        dist.broadcast_object_list(box, src=source, group=self.group)
         return box[0]
 
     def together(self, work: Callable[[], T]) -> T:
@@ -73,7 +83,9 @@ class DistributedContext:
         except FsdpShardError as ours:
             error = ours
         except OSError as system:
-            error = SaveError(f"Rank {self.rank}: {system.filename or 'a file'}: {system.strerror or system}.")
+            code = errno.errorcode.get(system.errno or 0, "no errno")
+            what = f"{system.filename or 'a file'}: {system.strerror or system} ({code})"
+            error = StorageError(f"Rank {self.rank}: {what}.")
         first = next((found for found in self.all_gather_object(error) if found is not None), None)
         if first is not None:
             raise first
@@ -89,7 +101,7 @@ class DistributedContext:
     def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
         """The element-wise `sum`, `max` or `min` of `values` over the ranks, in double precision."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()))
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
         return [float(value) for value in tensor]
 
 

@@ -10,6 +10,7 @@
     └── RunError                    the work itself failed; exit status 1
         ├── RankError               a rank died or raised; carries that rank's traceback
         ├── SaveError               a checkpoint could not be written; the earlier ones are untouched
+        │   └── StorageError        as the disk is full or fails: training can go on without it
         ├── LossError               the loss or a gradient became NaN or infinite
         └── DifferenceError         verify or diff found that contents differ
     Interrupted                     a signal asked the run to stop; the message says what is saved
@@ -67,6 +68,10 @@ class RankError(RunError):
 
 class SaveError(RunError):
     """A checkpoint could not be written; the earlier ones are untouched."""
+
+
+class StorageError(SaveError):
+    """A disk is full or fails, so a checkpoint could not be written; training can go on without it for a while."""
 
 
 class LossError(RunError):

@@ -10,13 +10,14 @@ from fsdp_shard.distributed import distributed
 from fsdp_shard.launch import uses_gpus, world_size
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.base import check_batch, check_held_out
-from fsdp_shard.training.checkpointing import find_step, is_finished, open_saver, open_trainer, restore_optimizer
+from fsdp_shard.training.checkpointing import find_step, is_finished, open_trainer, restore_optimizer
 from fsdp_shard.training.lock import run_lock
 from fsdp_shard.training.loop import evaluate_loss, train
 from fsdp_shard.training.plot import check_plots
 from fsdp_shard.training.runlog import RunLog, stopped
+from fsdp_shard.training.saving import open_saver
 from fsdp_shard.training.schedule import is_due
-from fsdp_shard.training.setup import build_optimizer, check_model, describe, load_sharded, model_source
+from fsdp_shard.training.setup import build_optimizer, check_model, describe, load_sharded, model_source, side_files
 from fsdp_shard.training.signals import StopSignal
 
 
@@ -52,8 +53,11 @@ def main(config: FinetuneConfig) -> None:
         state = context.decide(lambda: open_trainer(resumed, config.seed, data.train.identity))
         if resumed is not None:
             restore_optimizer(optimizer, loaded, resumed, context)
-        saver = open_saver(config.run_dir, config.checkpoint, context, loaded, optimizer, source, config.model.dtype)
-        with RunLog(config.run_dir, settings, context, state.step, resumed) as log:
+        beside = context.decide(lambda: side_files(source, config.model.dtype))
+        with (
+            RunLog(config.run_dir, settings, context, state.step, resumed) as log,
+            open_saver(config.run_dir, config.checkpoint, context, loaded, optimizer, beside, log) as saver,
+        ):
             log.note([*describe(loaded, config.model, shard, context), *data.notes])
             if held_out and state.step == 0:
                 log.evaluation(0, evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context), state)
@@ -69,15 +73,18 @@ def main(config: FinetuneConfig) -> None:
                 sync_every_micro_batch=shard.sync_every_micro_batch,
             ):
                 log.step(report)
+                saver.poll()
                 if held_out and is_due(report.step, settings.eval_every, settings.steps) and not report.stop_signal:
                     evaluation = evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context)
                     state.evaluated(evaluation.loss, settings.min_delta)
                     log.evaluation(report.step, evaluation, state)
                 ends = bool(report.stop_signal) or state.stops_early(settings.patience)
                 if saver.is_due(state, settings.steps) or ends:
-                    log.saved(saver.save(state))
+                    saver.save(state)
                 if report.stop_signal and report.step < settings.steps:
+                    saver.finish()
                     raise stopped(report, config.run_dir)
+            saver.finish()
             log.finish(config.model.path, state, {"num_params": loaded.num_params, "load": loaded.figures.row()})
 
 

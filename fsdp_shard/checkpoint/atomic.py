@@ -22,6 +22,17 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SYNC_FILE_RANGE_WRITE = 2
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an OSError of a call that knows a descriptor only, such as a write to a full disk, name the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def fsync_file(path: Path) -> None:
     """Force a file's content to the disk."""
     _fsync(path, os.O_RDONLY)
@@ -35,7 +46,8 @@ def fsync_directory(path: Path) -> None:
 def _fsync(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -60,13 +72,18 @@ def fsync_tree(path: Path) -> None:
         fsync_directory(Path(directory))
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file and have it on the disk."""
+    with naming(path), open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a small file: readers see the old content or the new one, also after a crash."""
     temporary = path.with_name(f".{path.name}.partial")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(temporary, text.encode())
     os.replace(temporary, path)
     fsync_directory(path.parent)
 

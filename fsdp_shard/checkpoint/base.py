@@ -22,6 +22,20 @@ class CheckpointConfig:
         choices=("sharded", "gathered"),
     )
     every: int = setting(0, "Steps between checkpoints; 0 keeps only the last step.", minimum=0)
+    asynchronous: bool = setting(
+        True,
+        "Save in the background: training waits only for a copy of the state in host memory, which takes as much of it "
+        "as a rank's part of weights and optimizer state. false: training waits until the step is on the disk.",
+    )
+    timeout_seconds: float = setting(
+        1800.0, "A save in which a rank waits longer than this for the others fails, and with it the run.", above=0.0
+    )
+    max_failures: int = setting(
+        3,
+        "Saves in a row that a full or failing disk may prevent before the run stops. The last save of a run must "
+        "succeed.",
+        minimum=1,
+    )
     keep_last: int | None = setting(
         None,
         "Delete all but this many of the latest checkpoints; the best one is always kept. null: keep all.",

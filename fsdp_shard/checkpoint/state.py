@@ -2,7 +2,8 @@
 
 Saving: plan, create the files, write and hash, sync, read back the hash chunks that two ranks share, commit. No
 rank ever holds more than its part plus a small buffer. Collectives are the calls on `context`, all at the top level of
-`save_step`; every phase between them is local. Knows no wrapper, no data and no loop.
+`save_step`; every phase between them is local, and `points` names the moments in between. Knows no wrapper, no data and
+no loop, nor whether it runs behind one (`staging`).
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint import dtypes
+import xxhash
+
+from fsdp_shard.checkpoint import atomic, dtypes
 from fsdp_shard.checkpoint.files import pwrite_all
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint, tensor_bytes
 from fsdp_shard.checkpoint.integrity import (
@@ -24,13 +27,14 @@ from fsdp_shard.checkpoint.integrity import (
     chunk_digest,
     digest_chunks,
     num_chunks,
-    record_file,
     tensor_digest,
 )
 from fsdp_shard.checkpoint.manifest import FileRecord, Manifest, TensorRecord
-from fsdp_shard.checkpoint.store import Store, fsync_file
+from fsdp_shard.checkpoint.points import reach
+from fsdp_shard.checkpoint.store import Store
 from fsdp_shard.checkpoint.transfer import create_file
 from fsdp_shard.checkpoint.writes import LAYOUTS, Target, WritePlan, plan_sharded_writes, spec_of
+from fsdp_shard.errors import FsdpShardError
 from fsdp_shard.shards import LocalShard
 
 if TYPE_CHECKING:
@@ -68,19 +72,24 @@ def save_step(
 ) -> Path:
     """Write `state` as step `step` of `store` and commit it; every rank returns the same directory or raises the same.
 
-    A SaveError leaves the earlier steps as they were.
+    A SaveError leaves the earlier steps as they were, and nothing of this one; a StorageError is the disk's fault.
     """
     root, save = context.broadcast_object((str(store.root), uuid.uuid4().hex))
     store = Store(Path(root))
-    directory = Path(context.broadcast_object(context.together(lambda: _begin(context, store, step))))
     target = Target(context.rank, context.world_size, step, save, max_shard_bytes, state.aliases)
-    plan = LAYOUTS[layout](state.weights, target)
-    context.together(lambda: _create(directory, plan))
-    digests = context.together(lambda: _write_tensors(directory, plan, state.weights))
-    records = context.together(lambda: _write_beside(directory, state, plan, target))
-    context.together(lambda: _hash_shared_chunks(directory, state.weights, digests))
-    everyone = context.gather_object((digests, records))
-    context.together(lambda: _commit(context, store, directory, step, state, layout, everyone))
+    plans = _Plans(LAYOUTS[layout](state.weights, target), _plan_optimizer(state, target), _small_files(state, target))
+    num_bytes = sum(context.all_gather_object(plans.num_bytes))
+    directory = Path(context.broadcast_object(context.together(lambda: _begin(context, store, step, num_bytes))))
+    try:
+        context.together(lambda: _create(directory, plans))
+        digests, records = context.together(lambda: _write(directory, plans, state))
+        context.together(lambda: _hash_shared_chunks(directory, state.weights, digests))
+        everyone = context.gather_object((digests, records))
+        context.together(lambda: _commit(context, store, directory, step, state, layout, everyone))
+    except FsdpShardError:  # on all ranks: none writes any more
+        if context.is_main:
+            store.discard(step)
+        raise
     return store.path(step)
 
 
@@ -102,55 +111,115 @@ def step_trainer(directory: Path) -> Any:
     return read_json(member(directory, TRAINER))
 
 
-def _begin(context: DistributedContext, store: Store, step: int) -> str:
-    return str(store.begin(step)) if context.is_main else ""
+@dataclass(frozen=True)
+class _Plans:
+    """What one rank writes: weights, optimizer state (its file lies in `OPTIMIZER`), and small files, by name."""
+
+    weights: WritePlan
+    optimizer: WritePlan
+    small_files: Mapping[str, bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the files that this rank creates: over all ranks, those of the whole step."""
+        files = [*self.weights.creates, *self.optimizer.creates]
+        return sum(file.num_bytes for file in files) + sum(map(len, self.small_files.values()))
 
 
-def _create(directory: Path, plan: WritePlan) -> None:
-    for file in plan.creates:
+def _plan_optimizer(state: RunState, target: Target) -> WritePlan:
+    if not state.optimizer:
+        return WritePlan([], {})
+    return plan_sharded_writes(state.optimizer, replace(target, aliases={}))
+
+
+def _small_files(state: RunState, target: Target) -> dict[str, bytes]:
+    if target.rank != 0:
+        return {}
+    return {**state.side_files, TRAINER: (json.dumps(dict(state.trainer), indent=2) + "\n").encode()}
+
+
+def _begin(context: DistributedContext, store: Store, step: int, num_bytes: int) -> str:
+    if not context.is_main:
+        return ""
+    directory = store.begin(step, num_bytes)
+    reach("begun")
+    return str(directory)
+
+
+def _create(directory: Path, plans: _Plans) -> None:
+    for file in plans.weights.creates:
         create_file(directory, file)
-
-
-def _write_tensors(directory: Path, plan: WritePlan, shards: Mapping[str, LocalShard]) -> Digests:
-    """Put this rank's elements in their places and on the disk; returns the digests of the chunks that lie in them."""
-    digests: Digests = {}
-    files = {file for file, _ in plan.places.values()} | {file.name for file in plan.creates}
-    descriptors = {name: os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC) for name in sorted(files)}
-    try:
-        for name, (file, offset) in plan.places.items():
-            hasher = _hasher(name, shards[name])
-            for position, data in _staged(shards[name].data):
-                hasher.update(data)
-                pwrite_all(descriptors[file], offset + position, data)
-            digests[name] = hasher.digests
-        for descriptor in descriptors.values():
-            os.fsync(descriptor)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-    return digests
-
-
-def _write_beside(directory: Path, state: RunState, plan: WritePlan, target: Target) -> Records:
-    """This rank's optimizer file and the small files; returns the records of every file that this rank made."""
-    records = {
-        file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex()) for file in plan.creates
-    }
-    small = dict(plan.small_files)
-    if target.rank == 0:
-        small |= {**state.side_files, TRAINER: (json.dumps(dict(state.trainer), indent=2) + "\n").encode()}
-    for name, content in small.items():
-        _write_small(directory / name, content)
-        records[name] = FileRecord(len(content), digest=chunk_digest(content).hex())
-    if state.optimizer:
+    if plans.optimizer.creates:
         (directory / OPTIMIZER).mkdir(exist_ok=True)
-        states = plan_sharded_writes(state.optimizer, replace(target, aliases={}))
-        _create(directory / OPTIMIZER, states)
-        _write_tensors(directory / OPTIMIZER, states, state.optimizer)
-        records |= {
-            f"{OPTIMIZER}/{file.name}": record_file(directory / OPTIMIZER / file.name) for file in states.creates
-        }
-    return records
+    for file in plans.optimizer.creates:
+        create_file(directory / OPTIMIZER, file)
+    reach("created")
+
+
+def _write(directory: Path, plans: _Plans, state: RunState) -> tuple[Digests, Records]:
+    """Put all that is this rank's in its place and on the disk.
+
+    Returns the digests of the weights' chunks that lie wholly in its ranges, and the records of the files it made.
+    """
+    hashers = {name: _hasher(name, state.weights[name]) for name in plans.weights.places}
+    records = {
+        file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex())
+        for file in plans.weights.creates
+    }
+    with _Writer() as writer:
+        for name, (file, offset) in plans.weights.places.items():
+            writer.write(directory / file, offset, state.weights[name].data, hashers[name].update)
+        reach("weights-written")
+        for plan in plans.optimizer.creates:  # this rank's only one, so it is written front to back
+            hasher = xxhash.xxh3_128(plan.header)
+            for name, (_, offset) in plans.optimizer.places.items():
+                writer.write(directory / OPTIMIZER / plan.name, offset, state.optimizer[name].data, hasher.update)
+            records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=hasher.hexdigest())
+        small_files = {**plans.weights.small_files, **plans.small_files}
+        for name, content in small_files.items():
+            atomic.write_file(directory / name, content)
+            records[name] = FileRecord(len(content), digest=chunk_digest(content).hex())
+        reach("optimizer-written")
+        writer.sync([directory / plan.name for plan in plans.weights.creates])
+        writer.sync([directory / OPTIMIZER / plan.name for plan in plans.optimizer.creates])
+    reach("synced")
+    return {name: hasher.digests for name, hasher in hashers.items()}, records
+
+
+class _Writer:
+    """Writes ranges of files that are there already, and has them on the disk when `sync` returns."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def write(self, path: Path, offset: int, data: torch.Tensor, observe: Callable[[memoryview], object]) -> None:
+        """The elements of the flat tensor `data` from byte `offset` on; `observe` sees their bytes, in order."""
+        descriptor = self._open(path)
+        for position, part in _staged(data):
+            observe(part)
+            with atomic.naming(path):
+                pwrite_all(descriptor, offset + position, part)
+            atomic.start_writeback(descriptor, offset + position, len(part))
+
+    def sync(self, paths: Iterable[Path]) -> None:
+        """Have all that was written, and the files `paths`, on the disk."""
+        for path in paths:
+            self._open(path)
+        for path, descriptor in self._descriptors.items():
+            with atomic.naming(path):
+                os.fsync(descriptor)
+
+    def _open(self, path: Path) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        return self._descriptors[path]
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
 
 
 def _hash_shared_chunks(directory: Path, shards: Mapping[str, LocalShard], digests: Digests) -> None:
@@ -161,6 +230,7 @@ def _hash_shared_chunks(directory: Path, shards: Mapping[str, LocalShard], diges
             start = shard.start * shard.data.element_size()
             mine = [chunk for chunk in _hasher(name, shard).missing if chunk * CHUNK_BYTES >= start]
             digests[name].update(zip(mine, digest_chunks(index, name, mine), strict=True))
+    reach("hashed")
 
 
 def _commit(
@@ -185,6 +255,7 @@ def _commit(
     )
     store.commit(directory, step, manifest)
     store.set_latest(step)
+    reach("pointed")
 
 
 def _tensor_records(shards: Mapping[str, LocalShard], everyone: list[Digests]) -> dict[str, TensorRecord]:
@@ -213,11 +284,6 @@ def _staged(data: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
     for start in range(0, len(data), per_stage):
         part = data[start : start + per_stage].cpu()
         yield start * data.element_size(), tensor_bytes(part)
-
-
-def _write_small(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    fsync_file(path)
 
 
 def _load_range(index: TensorIndex, stored: str, shard: LocalShard) -> None:

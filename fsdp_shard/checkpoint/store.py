@@ -6,6 +6,7 @@ A step directory is complete or absent: it gets its name by one rename, after ev
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -21,7 +22,9 @@ from fsdp_shard.checkpoint.manifest import Manifest as Manifest
 from fsdp_shard.checkpoint.manifest import TensorRecord as TensorRecord
 from fsdp_shard.checkpoint.manifest import read_manifest as read_manifest
 from fsdp_shard.checkpoint.places import is_numbered
-from fsdp_shard.errors import CheckpointError, SaveError
+from fsdp_shard.checkpoint.points import reach
+from fsdp_shard.errors import CheckpointError, SaveError, StorageError
+from fsdp_shard.sizes import format_size
 
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
@@ -68,15 +71,34 @@ class Store:
         except (OSError, UnicodeDecodeError):
             return None
 
-    def begin(self, step: int) -> Path:
-        """A fresh, empty directory to write a step into; what an earlier attempt left there is deleted."""
-        temporary = self.root / f".{step_name(step)}.partial"
+    def begin(self, step: int, num_bytes: int = 0) -> Path:
+        """A fresh, empty directory to write a step of `num_bytes` into; what an earlier attempt left there is deleted.
+
+        Raises StorageError where the disk has less free, SaveError where the step is there already.
+        """
+        target, temporary = self.path(step), self._partial(step)
+        if os.path.lexists(target):
+            raise SaveError(f"{target} is there already, and a finished checkpoint is never written over.")
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
+            free = shutil.disk_usage(temporary).free
         except OSError as error:
-            raise SaveError(f"{temporary} cannot be created: {error.strerror}; nothing was saved.") from error
+            raise StorageError(f"{temporary} cannot be created: {describe(error)}; nothing was saved.") from error
+        if free < num_bytes:
+            self.discard(step)
+            raise StorageError(
+                f"{self.root} has {format_size(free)} free, but step {step} takes {format_size(num_bytes)}; free some "
+                f"space, or keep less (checkpoint.keep_last). Nothing was written (ENOSPC)."
+            )
         return temporary
+
+    def discard(self, step: int) -> None:
+        """Remove what was written of a step that cannot be finished; what cannot be removed is left to the next run."""
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+
+    def _partial(self, step: int) -> Path:
+        return self.root / f".{step_name(step)}.partial"
 
     def commit(self, temporary: Path, step: int, manifest: Manifest) -> Path:
         """Write the manifest, sync the directories, and give them their final name; returns the step's directory.
@@ -89,10 +111,17 @@ class Store:
             raise SaveError(f"{target} is there already, and a finished checkpoint is never written over.")
         try:
             atomic.write_text(temporary / MANIFEST, manifest.to_json())
+            reach("manifest-written")
             atomic.fsync_tree(temporary)
-            atomic.move_directory(temporary, target, replace=False)
+            reach("directory-synced")
+            os.rename(temporary, target)  # fails where something has come there only now
+            reach("renamed")
+            fsync_directory(target.parent)
+            reach("committed")
         except OSError as error:
-            raise SaveError(f"{target} could not be committed: {error.strerror}; earlier steps are kept.") from error
+            raise StorageError(
+                f"{target} could not be committed: {describe(error)}; earlier steps are kept."
+            ) from error
         return target
 
     def set_latest(self, step: int) -> None:
@@ -105,7 +134,7 @@ class Store:
         try:
             atomic.write_text(self.root / name, step_name(step) + "\n")
         except OSError as error:
-            raise SaveError(f"{self.root / name} could not be written: {error.strerror}.") from error
+            raise StorageError(f"{self.root / name} could not be written: {describe(error)}.") from error
 
     def prune(self, keep_last: int, keep_every: int | None = None) -> list[int]:
         """Delete all but the `keep_last` highest steps, each `keep_every`-th one, and what latest and best point to.
@@ -125,7 +154,9 @@ class Store:
         hidden = self.root / f".{step_name(step)}.deleted"
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(self.path(step), hidden)
+        reach("hidden")
         shutil.rmtree(hidden)
+        reach("deleted")
 
     def clean_leftovers(self) -> list[str]:
         """Delete what interrupted saves and deletions left; call it before a run writes. Returns the names."""
@@ -142,6 +173,12 @@ class Store:
             else:
                 shutil.rmtree(entry)
         return found
+
+
+def describe(error: OSError) -> str:
+    """File, reason and errno of an error of the system."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"
 
 
 def resolve(path: Path) -> Path:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from fsdp_shard.checkpoint.atomic import fsync_file, start_writeback
+from fsdp_shard.checkpoint.atomic import fsync_file, naming, start_writeback
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.files import Handles, pwrite_all
 from fsdp_shard.checkpoint.index import TensorIndex
@@ -92,9 +92,10 @@ def create_file(root: Path, plan: FilePlan) -> None:
     """Make a planned file in `root`, at its full size and with all that is no tensor in it."""
     handle = os.open(root / plan.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
-        os.truncate(handle, plan.num_bytes)
-        for position, frame in plan.frames:
-            pwrite_all(handle, position, memoryview(frame))
+        with naming(root / plan.name):
+            os.truncate(handle, plan.num_bytes)
+            for position, frame in plan.frames:
+                pwrite_all(handle, position, memoryview(frame))
     finally:
         os.close(handle)
 

@@ -1,31 +1,24 @@
-"""What of a run is saved and how it is found again: the state of model, optimizer and trainer, as one step directory.
+"""How a saved step of a run is found again and restored: model, optimizer and trainer, all of it or nothing.
 
-Whether and when to save is the recipe's; how bytes lie on the disk is `checkpoint`'s.
+Saving is `saving`'s; how bytes lie on the disk is `checkpoint`'s.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_shard.checkpoint.base import CheckpointConfig
 from fsdp_shard.checkpoint.files import has_file
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.manifest import MANIFEST
 from fsdp_shard.checkpoint.optimizer import check_slots, create_state, optimizer_shards
-from fsdp_shard.checkpoint.state import OPTIMIZER, TRAINER, RunState, load_shards, save_step
+from fsdp_shard.checkpoint.state import OPTIMIZER, TRAINER, load_shards
 from fsdp_shard.checkpoint.store import CHECKPOINTS, Store
 from fsdp_shard.checkpoint.store import resolve as resolve_step
 from fsdp_shard.errors import CheckpointError, ConfigError
-from fsdp_shard.models import ModelSource
 from fsdp_shard.results import RESULT
-from fsdp_shard.sizes import parse_size
 from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.schedule import is_due
-from fsdp_shard.training.setup import LoadedModel, side_files
+from fsdp_shard.training.setup import LoadedModel
 from fsdp_shard.training.state import TrainerState
 
 if TYPE_CHECKING:
@@ -98,67 +91,6 @@ def restore_optimizer(
     with context.together(lambda: open_checkpoint(step_directory / OPTIMIZER)) as index:
         context.together(lambda: check_slots(index, states, names))
         context.together(lambda: load_shards(index, states))
-
-
-@dataclass(frozen=True)
-class Saver:
-    """Saves steps of one run. `side_files` are needed on rank 0 only."""
-
-    context: DistributedContext
-    store: Store
-    config: CheckpointConfig
-    loaded: LoadedModel
-    optimizer: Optimizer
-    side_files: Mapping[str, bytes]
-
-    def is_due(self, state: TrainerState, num_steps: int) -> bool:
-        """Whether the settings ask for a save where the run stands."""
-        every_nth = is_due(state.step, self.config.every, num_steps)
-        return every_nth or (self.config.save_best and state.is_best)
-
-    def save(self, state: TrainerState) -> Path:
-        """Commit a step directory and delete what `checkpoint.keep_*` no longer keep; a collective."""
-        shards = self.loaded.model.local_shards()
-        optimizer = optimizer_shards(self.optimizer, shards) if self.config.optimizer else {}
-        whole = RunState(shards, self.loaded.aliases, optimizer, json.loads(state.to_json()), self.side_files)
-        gathered = self.config.layout == "gathered"
-        size = parse_size(self.config.max_shard_size, "checkpoint.max_shard_size") if gathered else None
-        directory = save_step(
-            self.context, self.store, state.step, whole, layout=self.config.layout, max_shard_bytes=size
-        )
-        self.context.together(lambda: self._tidy(state))
-        return directory
-
-    def _tidy(self, state: TrainerState) -> None:
-        if not self.context.is_main:
-            return
-        if state.is_best:
-            self._replace_best(state.step)
-        if self.config.keep_last is not None:
-            self.store.prune(self.config.keep_last, self.config.keep_every)
-
-    def _replace_best(self, step: int) -> None:
-        """Point to a better step, and let the one before go if it was saved for being the best only."""
-        before, every = self.store.best(), self.config.every
-        self.store.set_best(step)
-        if self.config.save_best and before not in (None, step) and not (every and before % every == 0):
-            self.store.delete(before)
-
-
-def open_saver(
-    run_dir: str,
-    config: CheckpointConfig,
-    context: DistributedContext,
-    loaded: LoadedModel,
-    optimizer: Optimizer,
-    source: ModelSource,
-    dtype: str,
-) -> Saver:
-    """The saver of the run in `run_dir`, after removing what an interrupted save may have left there."""
-    store = Store(Path(run_dir) / CHECKPOINTS)
-    context.decide(store.clean_leftovers)
-    beside = context.decide(lambda: side_files(source, dtype))
-    return Saver(context, store, config, loaded, optimizer, beside)
 
 
 def _check_complete(directory: Path) -> Path:

@@ -1,0 +1,42 @@
+"""The named points of the protocol by which a step is saved, so that tests can kill, freeze or fail a rank at each.
+
+A save reaches `POINTS` in this order, those of `MAIN_POINTS` on rank 0 only. `hook` is None in production, and then
+`reach` does nothing. A test sets it in the process that forks the ranks (`points.hook = function`); it is called with
+the point's name in the thread that saves: the main one with `checkpoint.asynchronous=false`, else one of its own. The
+rank is in the environment (RANK). An OSError that the hook raises is what a failing disk would have raised there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+POINTS = (
+    "staged",  # the state is in host memory (asynchronous only)
+    "begun",  # rank 0: the temporary directory is there
+    "created",  # this rank's files have their headers and sizes
+    "weights-written",  # this rank's weights are in the files, not yet synced
+    "optimizer-written",  # and its optimizer state, and the small files
+    "synced",  # all files that this rank wrote are on the disk
+    "hashed",  # the chunks that two ranks share are read back and hashed
+    "manifest-written",  # rank 0: the manifest is there and on the disk
+    "directory-synced",  # rank 0: all names in the temporary directory are on the disk
+    "renamed",  # rank 0: the step has its name
+    "committed",  # rank 0: and its name is on the disk
+    "pointed",  # rank 0: `latest` points to it
+    "verified",  # read back (checkpoint.verify=true only)
+    "slimmed",  # rank 0: an older step's manifest lists no optimizer state any more (checkpoint.keep_optimizer_last)
+    "hidden",  # rank 0: what retention deletes has lost its name
+    "deleted",  # rank 0: and is gone
+)
+MAIN_POINTS = frozenset(
+    ("begun", "manifest-written", "directory-synced", "renamed", "committed", "pointed", "slimmed", "hidden", "deleted")
+)
+
+hook: Callable[[str], None] | None = None
+
+
+def reach(point: str) -> None:
+    """Say that the save of this rank has come to `point`."""
+    assert point in POINTS, point
+    if hook is not None:
+        hook(point)

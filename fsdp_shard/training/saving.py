@@ -1,0 +1,230 @@
+"""Saving steps of a run, behind the training or not: what is saved, one save at a time, and what a failure means.
+
+Whether and when to save is the recipe's; how bytes lie on the disk is `checkpoint`'s. A save in the background works on
+a copy of the state in host memory, in a thread of its own (hashing, copying and writing let go of the interpreter), and
+meets the other ranks' in a process group of its own. What it came to is agreed on by all ranks, in the main thread,
+before any acts on it: `poll` after a step, `finish` before the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from fsdp_shard.checkpoint.base import CheckpointConfig
+from fsdp_shard.checkpoint.optimizer import optimizer_shards
+from fsdp_shard.checkpoint.points import reach
+from fsdp_shard.checkpoint.staging import Copy, Staging
+from fsdp_shard.checkpoint.state import RunState, save_step
+from fsdp_shard.checkpoint.store import CHECKPOINTS, Store
+from fsdp_shard.errors import FsdpShardError, Interrupted, SaveError, StorageError
+from fsdp_shard.sizes import parse_size
+from fsdp_shard.training.schedule import is_due
+from fsdp_shard.training.setup import LoadedModel
+from fsdp_shard.training.state import TrainerState
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fsdp_shard.distributed import DistributedContext
+
+
+_GRACE_SECONDS = 10.0  # for a save to end when another rank may be lost
+
+
+class SaveLog(Protocol):
+    """Who is told of saves; on all ranks alike."""
+
+    def note(self, lines: str) -> None: ...
+
+    def saved(self, checkpoint: Path) -> None: ...
+
+
+class Flight:
+    """A save in the background: `work` in a thread, after a copy of the state is made there."""
+
+    def __init__(self, step: int, copy: Copy, work: Callable[[], Path]) -> None:
+        self.step, self.copy, self._work = step, copy, work
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"save-step-{step}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def join(self, timeout_seconds: float | None = None) -> None:
+        self._thread.join(timeout_seconds)
+
+    def result(self) -> Path:
+        """The step's directory, or the error that the save ended with; waits for it."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+    def _run(self) -> None:
+        try:
+            self.copy.run()
+            reach("staged")
+            self._path = self._work()
+        except BaseException as error:  # told to the main thread, whatever it is
+            self._error = error
+
+
+class Saver:
+    """Saves steps of one run; every method is a collective. `side_files` are needed on rank 0 only.
+
+    A context: leaving it by an error waits for a save in flight, unless a second signal asks to end at once.
+    """
+
+    def __init__(
+        self,
+        context: DistributedContext,
+        store: Store,
+        config: CheckpointConfig,
+        loaded: LoadedModel,
+        optimizer: Optimizer,
+        side_files: Mapping[str, bytes],
+        log: SaveLog,
+    ) -> None:
+        self._context, self._store, self._config = context, store, config
+        self._loaded, self._optimizer, self._side_files, self._log = loaded, optimizer, side_files, log
+        self._saving = context.beside(config.timeout_seconds)
+        self._staging = Staging()
+        self._flight: Flight | None = None
+        self._failed: StorageError | None = None
+        self._num_failures = 0
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self._settle())
+
+    def is_due(self, state: TrainerState, num_steps: int) -> bool:
+        """Whether the settings ask for a save where the run stands."""
+        every_nth = is_due(state.step, self._config.every, num_steps)
+        return every_nth or (self._config.save_best and state.is_best)
+
+    def save(self, state: TrainerState) -> None:
+        """Save the state as it is now, once the save in flight has ended."""
+        self.wait()
+        step, is_best, whole = state.step, state.is_best, self._whole(state)
+        if not self._config.asynchronous:
+            self._conclude(step, lambda: self._write(step, whole, is_best))
+            return
+        staged, copy = self._staging.stage(whole)
+        self._log.note(f"saving step {step} in the background")
+        self._flight = Flight(step, copy, lambda: self._write(step, staged, is_best))
+
+    def poll(self) -> None:
+        """Learn what the save in flight has come to, if it has ended on all ranks; to be called after each step."""
+        if self._flight is not None and self._context.all_reduce([float(self._flight.is_done)], "min")[0]:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in flight; what it came to is logged, or raised if the run has to stop for it."""
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._conclude(flight.step, flight.result)
+
+    def finish(self) -> None:
+        """Wait for the save in flight; whatever kept the last one of the run from succeeding is raised."""
+        self.wait()
+        if self._failed is not None:
+            raise self._failed
+
+    def _conclude(self, step: int, result: Callable[[], Path]) -> None:
+        """Act on what a save came to, as all ranks agree that it did."""
+        try:
+            directory = self._context.together(lambda: self._in_our_words(step, result))
+        except StorageError as error:
+            self._num_failures += 1
+            self._failed = StorageError(f"Step {step} could not be saved. {error} Earlier checkpoints are kept.")
+            if self._num_failures >= self._config.max_failures:
+                raise self._failed from error
+            count = f"failure {self._num_failures} of checkpoint.max_failures={self._config.max_failures} in a row"
+            self._log.note(f"{self._failed} Training goes on ({count}).")
+        else:
+            self._num_failures, self._failed = 0, None
+            self._log.saved(directory)
+
+    def _in_our_words(self, step: int, result: Callable[[], Path]) -> Path:
+        try:
+            return result()
+        except RuntimeError as error:  # torch's, for a rank that is lost or late
+            if isinstance(error, FsdpShardError):
+                raise
+            raise SaveError(
+                f"Step {step} could not be saved: the ranks did not meet (checkpoint.timeout_seconds="
+                f"{self._config.timeout_seconds:g}): {error}"
+            ) from error
+
+    def _whole(self, state: TrainerState) -> RunState:
+        shards = self._loaded.model.local_shards()
+        optimizer = optimizer_shards(self._optimizer, shards) if self._config.optimizer else {}
+        return RunState(shards, self._loaded.aliases, optimizer, json.loads(state.to_json()), self._side_files)
+
+    def _write(self, step: int, state: RunState, is_best: bool) -> Path:
+        """Commit the step and delete what `checkpoint.keep_*` no longer keep; no logging, as this may be a thread."""
+        gathered = self._config.layout == "gathered"
+        size = parse_size(self._config.max_shard_size, "checkpoint.max_shard_size") if gathered else None
+        directory = save_step(self._saving, self._store, step, state, layout=self._config.layout, max_shard_bytes=size)
+        self._saving.together(lambda: self._tidy(step, is_best))
+        return directory
+
+    def _tidy(self, step: int, is_best: bool) -> None:
+        if not self._saving.is_main:
+            return
+        if is_best:
+            self._replace_best(step)
+        if self._config.keep_last is not None:
+            self._store.prune(self._config.keep_last, self._config.keep_every)
+
+    def _replace_best(self, step: int) -> None:
+        """Point to a better step, and let the one before go if it was saved for being the best only."""
+        before, every = self._store.best(), self._config.every
+        self._store.set_best(step)
+        if self._config.save_best and before not in (None, step) and not (every and before % every == 0):
+            self._store.delete(before)
+
+    def _settle(self) -> None:
+        """What the weights' next change has to wait for."""
+        if self._flight is not None:
+            self._flight.copy.settle()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.remove()
+        if self._flight is None or isinstance(error, Interrupted) or not isinstance(error, Exception | None):
+            return
+        # An error of ours is one that all ranks have, so all of them are here; with any other, one may be lost.
+        is_shared = error is None or isinstance(error, FsdpShardError)
+        self._flight.join(None if is_shared else _GRACE_SECONDS)
+        if self._flight.is_done and not self._flight.failed:
+            self._log.saved(self._flight.result())
+
+
+def open_saver(
+    run_dir: str,
+    config: CheckpointConfig,
+    context: DistributedContext,
+    loaded: LoadedModel,
+    optimizer: Optimizer,
+    side_files: Mapping[str, bytes],
+    log: SaveLog,
+) -> Saver:
+    """The saver of the run in `run_dir`, after removing what an interrupted save may have left there; a collective."""
+    store = Store(Path(run_dir) / CHECKPOINTS)
+    context.decide(store.clean_leftovers)
+    return Saver(context, store, config, loaded, optimizer, side_files, log)
