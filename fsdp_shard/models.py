@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ModelError
@@ -114,6 +115,51 @@ def check_causal(config: PretrainedConfig) -> None:
         raise ModelError(
             f"The model is a {name}, which does not predict the next token; this needs a causal language model."
         )
+
+
+def check_packing(config: PretrainedConfig) -> None:
+    """Raise ModelError unless the model that `config` names can keep apart several documents in one window.
+
+    It can when it takes positions and makes its masks by transformers' functions, which see from the positions where a
+    document begins, and every layer is attention: a recurrent or convolutional one runs on.
+    """
+    import inspect
+    import sys
+
+    import transformers
+
+    name = next(iter(config.architectures or ()), config.model_type)
+    cls = getattr(transformers, name, None)
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if cls is None:
+        reason = "its code is not part of transformers"
+    elif "position_ids" not in inspect.signature(cls.forward).parameters:
+        reason = "it takes no position_ids"
+    elif getattr(cls, "_is_stateful", False) or others:
+        reason = f"it has layers that are no attention ({', '.join(others) or 'recurrent ones'})"
+    elif not _masks_by_position(sys.modules[cls.__module__]):
+        reason = "its attention mask does not depend on positions"
+    else:
+        return
+    raise ModelError(
+        f"{name} cannot keep documents that share a window apart, as {reason}; set data.packing=false for this model."
+    )
+
+
+def _masks_by_position(module: ModuleType) -> bool:
+    """Whether all calls in `module` that make a causal mask hand on the positions, and there is one."""
+    import ast
+    import inspect
+
+    makers = {"create_causal_mask", "create_sliding_window_causal_mask", "mask_function"}  # the last: one of the two
+    calls = [
+        {keyword.arg for keyword in node.keywords}
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in makers
+    ]
+    return bool(calls) and all(names & {"position_ids", None} for names in calls)  # None: **kwargs
 
 
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -28,7 +28,8 @@ def check(config: FinetuneConfig) -> None:
     config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
     check_data(config.data)
     check_held_out(config.train, config.data)
-    check_model(config.model, config.shard, model_source(config.model, find_step(config.resume, config.run_dir)))
+    source = model_source(config.model, find_step(config.resume, config.run_dir))
+    check_model(config.model, config.shard, config.data, source)
     if config.train.plot:
         check_plots()
 

@@ -9,9 +9,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.settings import REQUIRED, setting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fsdp_shard.data.kinds.base import Kind
+    from fsdp_shard.data.sources import Source
 
 
 @dataclass
@@ -20,7 +27,7 @@ class DataConfig:
 
     path: str = setting(
         REQUIRED,
-        "Text to train on: a .txt, .md, .jsonl, .parquet or .csv file, a directory of such files, or a hub data set.",
+        "What to train on: a .txt, .md, .jsonl, .parquet or .csv file, a directory of such files, or a hub data set.",
     )
     eval_path: str | None = setting(None, "Held-out text, given like data.path. Default: see data.eval_fraction.")
     eval_fraction: float = setting(
@@ -29,14 +36,50 @@ class DataConfig:
         minimum=0.0,
         maximum=0.5,
     )
-    kind: str = setting("text", "What a row is. text: running text, joined and cut into windows.", choices=("text",))
-    sequence_length: int = setting(1024, "Tokens in each window.", minimum=1)
+    kind: str = setting(
+        "text",
+        "What a row is. text: running text, joined and cut into windows. chat: a conversation, of which the words of "
+        "the assistant are learnt. instruction: an instruction and its response. pairs: a source and its target.",
+        choices=("text", "chat", "instruction", "pairs"),
+    )
+    sequence_length: int = setting(
+        1024, "Tokens in each window. Rows that are longer are cut; how many were is reported.", minimum=1
+    )
+    packing: bool = setting(
+        False,
+        "Put several rows (text: documents) into one window by best fit, each with positions and attention of its own; "
+        "otherwise a row has a window to itself (text: documents run on from window to window).",
+    )
+    workers: int = setting(
+        1, "Processes that tokenise; 1: this one, with the tokenizer's own threads. The tokens are the same.", minimum=1
+    )
     text_column: str = setting("text", "The column that holds the text (.jsonl, .parquet, .csv, hub data sets).")
     sample_by: str = setting(
         "document",
         "What counts as one document in a plain text file: the whole file, a paragraph or a line. An end-of-text token "
         "is put between documents.",
         choices=("document", "paragraph", "line"),
+    )
+    messages_column: str | None = setting(
+        None, "kind=chat: the column with the conversation. Default: messages or conversations, whichever there is."
+    )
+    instruction_column: str = setting("instruction", "kind=instruction: the column with the instruction.")
+    input_column: str = setting("input", "kind=instruction: the column with an input to it; rows may lack it.")
+    response_column: str = setting("output", "kind=instruction: the column with the response.")
+    prompt: str = setting(
+        "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n",
+        "kind=instruction: what is put before the response of a row with an input.",
+    )
+    prompt_no_input: str = setting(
+        "### Instruction:\n{instruction}\n\n### Response:\n",
+        "kind=instruction: what is put before the response of a row without an input.",
+    )
+    source_column: str = setting("source", "kind=pairs: the column with the source.")
+    target_column: str = setting("target", "kind=pairs: the column with the target.")
+    source_format: str | None = setting(
+        None,
+        "kind=pairs: what the model is given of a source, such as 'summarize: {source}'. Default: the source alone for "
+        "seq2seq models, the source and a new line for causal ones.",
     )
     subset: str | None = setting(None, "Named configuration of a hub data set, such as wikitext-2-raw-v1.")
     split: str = setting("train", "Split of the hub data set in data.path.")
@@ -52,6 +95,33 @@ class DataConfig:
                 f"{prefix}eval_path={self.eval_path} and {prefix}eval_fraction={self.eval_fraction} both say what to "
                 f"hold out; give one of them."
             )
+        for name, kinds in _ONLY_FOR.items():
+            value = getattr(self, name)
+            if self.kind not in kinds and value != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"{prefix}{name}={value} is for {prefix}kind={' or '.join(kinds)}, not {self.kind}; leave it out."
+                )
+        for name, part in (("prompt", "{instruction}"), ("prompt", "{input}"), ("prompt_no_input", "{instruction}")):
+            if part not in getattr(self, name):
+                raise ConfigError(f"{prefix}{name} has no {part} in it, so what is in that column would be left out.")
+        if self.source_format is not None and "{source}" not in self.source_format:
+            raise ConfigError(f"{prefix}source_format={self.source_format} has no {{source}} in it.")
+
+
+# Settings that do something for some kinds of rows only.
+_ONLY_FOR = {
+    "text_column": ("text",),
+    "sample_by": ("text",),
+    "messages_column": ("chat",),
+    "instruction_column": ("instruction",),
+    "input_column": ("instruction",),
+    "response_column": ("instruction",),
+    "prompt": ("instruction",),
+    "prompt_no_input": ("instruction",),
+    "source_column": ("pairs",),
+    "target_column": ("pairs",),
+    "source_format": ("pairs",),
+}
 
 
 def cache_directory(config: DataConfig) -> Path:
@@ -62,16 +132,44 @@ def cache_directory(config: DataConfig) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "fsdp-shard" / "tokens"
 
 
-def check_data(config: DataConfig) -> None:
-    """Raise DataError or ConfigError when the text cannot be read: no such file, no rows, no such column.
+def check_data(config: DataConfig, seq2seq: bool = False) -> None:
+    """Raise DataError or ConfigError when the rows cannot be read: no such file, no rows, no such column.
 
-    Reads up to the first document that is not empty, and no further. Nothing is written and no torch is imported; a
-    hub data set is downloaded into the `datasets` cache, where the ranks will find it.
+    Reads up to the first row that has something to learn in it, and no further. Nothing is written and no torch is
+    imported; a hub data set is downloaded into the `datasets` cache, where the ranks will find it.
     """
+    check_source(config, held_out=False, seq2seq=seq2seq)
+    if config.eval_path is not None:
+        check_source(config, held_out=True, seq2seq=seq2seq)
+
+
+def check_source(config: DataConfig, held_out: bool, seq2seq: bool = False) -> None:
+    """`check_data` for one of the two sources."""
+    from fsdp_shard.data.kinds.registry import kind_of
     from fsdp_shard.data.sources import open_source
 
-    sources = [open_source(config, held_out=False)]
-    if config.eval_path is not None:
-        sources.append(open_source(config, held_out=True))
-    for source in sources:
+    source = open_source(config, held_out)
+    if config.kind == "text":
         source.check()
+    else:
+        _require_rows(source, kind_of(config, seq2seq))
+
+
+def check_tokenizer(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq2seq: bool = False) -> None:
+    """Raise DataError when the tokenizer lacks what rows of this kind need, such as a chat template."""
+    from fsdp_shard.data.kinds.registry import kind_of
+
+    if config.kind != "text" or config.packing:
+        kind_of(config, seq2seq).check_tokenizer(tokenizer)
+
+
+def _require_rows(source: Source, kind: Kind) -> None:
+    """Raise DataError when no row of `source` has anything to learn."""
+    number = 0
+    for row in source.rows(kind.columns):
+        if kind.check_row(row):
+            return
+        number += 1
+    raise DataError(
+        f"{source.name} is empty: it has {number} rows, and none with anything to learn. Give a file with rows."
+    )

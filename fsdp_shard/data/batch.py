@@ -7,13 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data.order import sample_indices
 from fsdp_shard.data.windows import NO_WINDOW
-
-
-def global_batch(seed: int, num_samples: int, first: int, global_batch_size: int) -> npt.NDArray[np.int64]:
-    """Samples [global_batch_size] of the step that begins after `first` samples were consumed."""
-    return sample_indices(seed, num_samples, first, global_batch_size)
 
 
 def micro_batches(

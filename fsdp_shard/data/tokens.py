@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from fsdp_shard.data.files import cached, write_json
+from fsdp_shard.data.kinds.base import beginning, plain_ids
 from fsdp_shard.data.sources import Source
+from fsdp_shard.data.workers import ordered_map
 from fsdp_shard.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,37 +55,29 @@ class TokenFile:
             ) from error
 
 
-def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, what: str) -> TokenFile:
+def tokenise(
+    source: Source, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, what: str, num_workers: int = 1
+) -> TokenFile:
     """The token file of `source` below `cache_dir`: the one that is there, or a new one. `what` is named in errors.
 
     The end-of-text token is put between documents, and the beginning-of-text token before each one when the tokenizer
     adds it by itself. Raises DataError when there are fewer than two tokens, or when the cache cannot be written.
     """
-    directory = cache_dir / fingerprint(source, tokenizer)
-    if (known := _read_meta(directory)) is not None:
-        return known
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=cache_dir))
-    except OSError as error:
-        raise DataError(f"The token cache {cache_dir} cannot be written ({error}); set data.cache_dir.") from error
-    try:
-        _write(temporary, directory, source, tokenizer, what)
-        _put_in_place(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    written = _read_meta(directory)
-    assert written is not None, directory
-    return written
+    return cached(
+        directory := cache_dir / fingerprint(source, tokenizer),
+        _read_meta,
+        lambda temporary: _write(temporary, directory, source, tokenizer, what, num_workers),
+    )
 
 
 def fingerprint(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
     """Name of the token file of this text under this tokenizer."""
-    parts = [_FORMAT_VERSION, source.fingerprint(), _tokenizer_state(tokenizer)]
+    parts = [_FORMAT_VERSION, source.fingerprint(), tokenizer_state(tokenizer)]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
-def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """All that decides which tokens a text has, as JSON."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         state: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
@@ -91,20 +85,21 @@ def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         state = json.loads(backend.to_str())
         for key in ("truncation", "padding"):  # left over from the last call, and without effect here
             state.pop(key, None)
-    return [state, _beginning(tokenizer), tokenizer.eos_token_id]
+    return [state, beginning(tokenizer), tokenizer.eos_token_id]
 
 
-def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """[beginning-of-text] when this tokenizer puts it before every text by itself, else nothing."""
-    first = tokenizer("a")["input_ids"][:1]
-    return [int(first[0])] if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
-
-
-def _write(temporary: Path, directory: Path, source: Source, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+def _write(
+    temporary: Path,
+    directory: Path,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    what: str,
+    num_workers: int,
+) -> None:
     """Write tokens.bin and meta.json into `temporary`, flushed to the disk."""
     from tqdm import tqdm
 
-    beginning, end = _beginning(tokenizer), tokenizer.eos_token_id
+    begin, end = beginning(tokenizer), tokenizer.eos_token_id
     dtype = "<u2" if len(tokenizer) <= 1 << 16 else "<u4"
     num_tokens = num_documents = num_seen = 0
     digest = xxhash.xxh3_128()
@@ -113,11 +108,10 @@ def _write(temporary: Path, directory: Path, source: Source, tokenizer: PreTrain
         tqdm(desc=f"tokenising {what}", unit=" tokens", unit_scale=True, disable=None) as bar,
     ):
         counted = _Counted(source.documents())
-        for texts in _batches(counted):
-            encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            for ids in encoded["input_ids"]:
+        for encoded in ordered_map(partial(plain_ids, tokenizer=tokenizer), _batches(counted), num_workers):
+            for ids in encoded:
                 separator = [_require_end(end, what)] if num_documents else []
-                piece = np.asarray([*separator, *beginning, *ids], dtype=dtype)
+                piece = np.asarray([*separator, *begin, *ids], dtype=dtype)
                 out.write(piece.data)
                 digest.update(piece.data)
                 num_tokens, num_documents = num_tokens + len(piece), num_documents + 1
@@ -129,10 +123,7 @@ def _write(temporary: Path, directory: Path, source: Source, tokenizer: PreTrain
         raise DataError(f"{what} has {num_tokens} tokens in {num_seen} documents; there must be two to predict one.")
     digest.update(dtype.encode())
     meta = TokenFile(str(directory), dtype, num_tokens, num_documents, num_seen - num_documents, digest.hexdigest())
-    with (temporary / "meta.json").open("w", encoding="utf-8") as stream:
-        json.dump({"format_version": _FORMAT_VERSION, **asdict(meta)}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_json(temporary / "meta.json", {"format_version": _FORMAT_VERSION, **asdict(meta)})
 
 
 class _Counted:
@@ -169,17 +160,6 @@ def _require_end(end: int | None, what: str) -> int:
             f"Set eos_token in its tokenizer_config.json, or join the text into one document."
         )
     return end
-
-
-def _put_in_place(temporary: Path, directory: Path) -> None:
-    """Rename, unless another run was faster; a damaged leftover in the way is removed."""
-    if directory.exists() and _read_meta(directory) is None:
-        shutil.rmtree(directory, ignore_errors=True)
-    try:
-        temporary.rename(directory)
-    except OSError:
-        if _read_meta(directory) is None:
-            raise
 
 
 def _read_meta(directory: Path) -> TokenFile | None:

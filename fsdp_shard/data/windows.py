@@ -6,12 +6,14 @@ last window may be short; it is padded, and padding is masked. Knows neither fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from fsdp_shard.data.order import sample_indices
 
 MASKED = -100  # the label that torch's and transformers' losses leave out
 NO_WINDOW = -1  # the index of a window of which everything is masked
@@ -19,10 +21,20 @@ NO_WINDOW = -1  # the index of a window of which everything is masked
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows stacked: `input_ids` and `labels` [num_windows, sequence_length], int64; labels are already shifted."""
+    """Samples stacked, int64: `input_ids` [num_samples, length], and `labels` with the shape of the model's logits but
+    for their last dimension; those of a next token are already shifted.
+
+    `others` are further inputs of the model, by the names of its arguments.
+    """
 
     input_ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
+    others: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> dict[str, npt.NDArray[np.int64]]:
+        """Everything that the model is given, by the names of its arguments."""
+        return {"input_ids": self.input_ids, **self.others}
 
     @property
     def num_predictions(self) -> int:
@@ -59,6 +71,10 @@ class WindowDataset:
     def identity(self) -> str:
         """Equal for two data sets exactly when every window of them is equal; kept in a checkpoint."""
         return f"{self.name}:{self.num_tokens}/{self.sequence_length}"
+
+    def order(self, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
+        """The windows [count] at places [first, first + count) of the endless order of training."""
+        return sample_indices(seed, len(self), first, count)
 
     def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         """The windows of `indices`, stacked; `NO_WINDOW` gives one that is all padding."""

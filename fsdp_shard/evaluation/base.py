@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data.base import DataConfig, check_source
 from fsdp_shard.inference.base import DispatchConfig
 from fsdp_shard.settings import REQUIRED, setting
 
@@ -24,6 +24,4 @@ class EvaluateSettings:
 
 def check_text(data: DataConfig) -> None:
     """Raise DataError or ConfigError when the text to evaluate (see `evaluation_windows`) cannot be read."""
-    from fsdp_shard.data.sources import open_source
-
-    open_source(data, held_out=data.eval_path is not None).check()
+    check_source(data, held_out=data.eval_path is not None)

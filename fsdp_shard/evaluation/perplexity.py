@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_shard.data.base import DataConfig, cache_directory
+from fsdp_shard.data.base import DataConfig
 from fsdp_shard.errors import ConfigError, LossError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from fsdp_shard.data.windows import WindowDataset
+    from fsdp_shard.data.dataset import HeldOut
 
 _LARGEST_LOSS = 700.0  # exp of more is no double
 
@@ -47,29 +47,19 @@ def check_context(config: PretrainedConfig, sequence_length: int) -> None:
         )
 
 
-def evaluation_windows(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path | None = None
-) -> WindowDataset:
+def evaluation_windows(data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path | None = None) -> HeldOut:
     """What training would hold out, cut into windows; all of data.path when it would hold out nothing.
 
     That is data.eval_path when it is given, or the last part of data.path by data.eval_fraction. Raises DataError.
     """
-    from fsdp_shard.data.prepare import prepare
-    from fsdp_shard.data.sources import open_source
-    from fsdp_shard.data.tokens import tokenise
-    from fsdp_shard.data.windows import WindowDataset
+    from fsdp_shard.data.prepare import prepare_held_out
 
-    if data.eval_path is not None:  # without looking at data.path
-        source, cache = open_source(data, held_out=True), cache_dir or cache_directory(data)
-        file = tokenise(source, tokenizer, cache, f"data.eval_path={data.eval_path}")
-        return WindowDataset(file.open(), data.sequence_length, file.digest)
-    windows = prepare(data, tokenizer, cache_dir)
-    return windows.held_out or windows.train
+    return prepare_held_out(data, tokenizer, cache_dir)
 
 
 def perplexity(
     model: PreTrainedModel,
-    windows: WindowDataset,
+    windows: HeldOut,
     batch_size: int,
     progress: Callable[[int], object] | None = None,
 ) -> Perplexity:
@@ -84,7 +74,7 @@ def perplexity(
         for first in range(0, len(windows), batch_size):
             indices = range(first, min(first + batch_size, len(windows)))
             batch = windows.batch(indices)
-            logits = model(input_ids=torch.from_numpy(batch.input_ids), use_cache=False).logits
+            logits = model(**{k: torch.from_numpy(v) for k, v in batch.inputs.items()}, use_cache=False).logits
             loss = _summed_loss(logits, torch.from_numpy(batch.labels))
             if not math.isfinite(loss):
                 raise LossError(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_shard.data.batch import evaluation_batches, global_batch
-from fsdp_shard.data.windows import WindowDataset
+from fsdp_shard.data.batch import evaluation_batches
+from fsdp_shard.data.dataset import Dataset
 from fsdp_shard.errors import LossError
 from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.schedule import learning_rate
@@ -69,7 +69,7 @@ class EvalReport:
 def train(
     model: ShardedModel,
     optimizer: torch.optim.Optimizer,
-    dataset: WindowDataset,
+    dataset: Dataset,
     config: TrainConfig,
     context: DistributedContext,
     *,
@@ -92,7 +92,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate
         seed_all(step_seed(state.seed, state.step, context.rank))
-        samples = global_batch(state.seed, len(dataset), state.num_samples, config.global_batch_size)
+        samples = dataset.order(state.seed, state.num_samples, config.global_batch_size)
         result = train_step(
             model,
             optimizer,
@@ -137,7 +137,7 @@ def _refusal(fault: str, state: TrainerState, config: TrainConfig) -> str:
 
 
 def evaluate_loss(
-    model: ShardedModel, dataset: WindowDataset, micro_batch_size: int, context: DistributedContext
+    model: ShardedModel, dataset: Dataset, micro_batch_size: int, context: DistributedContext
 ) -> EvalReport:
     """Mean loss over every prediction of `dataset`, each counted once on any number of ranks; a collective.
 

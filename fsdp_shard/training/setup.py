@@ -17,8 +17,17 @@ from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.names import match_names
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.checkpoint.state import load_shards
+from fsdp_shard.data.base import DataConfig, check_tokenizer
 from fsdp_shard.memory import peak_resident_bytes
-from fsdp_shard.models import ModelConfig, ModelSource, build_on_meta, load_config, rebuild_buffers
+from fsdp_shard.models import (
+    ModelConfig,
+    ModelSource,
+    build_on_meta,
+    check_packing,
+    load_config,
+    load_tokenizer,
+    rebuild_buffers,
+)
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
 from fsdp_shard.sizes import format_size
 from fsdp_shard.training.base import OptimConfig
@@ -64,8 +73,14 @@ def model_source(config: ModelConfig, step_directory: Path | None) -> ModelSourc
     return locate(config.path, config.gguf_file, need_weights=True)
 
 
-def check_model(config: ModelConfig, shard: ShardConfig, source: ModelSource) -> None:
-    """Raise ModelError when the model cannot be built, or has none of the blocks that `shard.blocks` names."""
+def check_model(config: ModelConfig, shard: ShardConfig, data: DataConfig, source: ModelSource) -> None:
+    """Raise ModelError or DataError when the model cannot be built, has none of the blocks that `shard.blocks` names,
+    or it or its tokenizer cannot take the data.
+    """
+    if data.packing:
+        check_packing(load_config(source, config.trust_remote_code))
+    if data.kind != "text":
+        check_tokenizer(data, load_tokenizer(source, config.trust_remote_code))
     no_split_blocks(_on_meta(config, source), shard.blocks)
 
 

@@ -20,7 +20,8 @@ import numpy.typing as npt
 import torch
 
 from fsdp_shard.data.batch import micro_batches
-from fsdp_shard.data.windows import Batch, WindowDataset
+from fsdp_shard.data.dataset import Dataset
+from fsdp_shard.data.windows import Batch
 from fsdp_shard.memory import device_peak_bytes
 from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.loss import cross_entropy
@@ -49,7 +50,7 @@ class StepResult:
 def train_step(
     model: ShardedModel,
     optimizer: torch.optim.Optimizer,
-    dataset: WindowDataset,
+    dataset: Dataset,
     samples: npt.NDArray[np.int64],
     config: TrainConfig,
     context: DistributedContext,
@@ -96,11 +97,12 @@ def _accumulate(
 def forward_loss(model: ShardedModel, batch: Batch, divisor: float, device: torch.device) -> torch.Tensor:
     """Summed cross-entropy of a batch over `divisor`, a float32 scalar on `device`.
 
-    No attention mask: documents run on in a window, and padding comes last, where no prediction that counts sees it.
+    A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
+    that share a window are kept apart by their positions (`data/packing.py`).
     """
-    input_ids = torch.from_numpy(batch.input_ids).to(device, non_blocking=True)
+    inputs = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in batch.inputs.items()}
     labels = torch.from_numpy(batch.labels).to(device, non_blocking=True)
-    return cross_entropy(model.module(input_ids=input_ids, use_cache=False).logits, labels, divisor)
+    return cross_entropy(model.module(**inputs, use_cache=False).logits, labels, divisor)
 
 
 def _agree(loss: float, grad_norm: float, num_tokens: int, stop_signal: int, context: DistributedContext) -> StepResult:

@@ -111,7 +111,7 @@ def test_hub_settings_are_refused_for_local_paths(tmp_path: Path, extra: dict[st
         (DataConfig(), "path is not set"),
         (DataConfig(path="x", sequence_length=0), "sequence_length=0"),
         (DataConfig(path="x", eval_fraction=0.6), "eval_fraction=0.6"),
-        (DataConfig(path="x", kind="chat"), "kind=chat is not one of text"),
+        (DataConfig(path="x", kind="chats"), "kind=chats is not one of text"),
         (DataConfig(path="x", sample_by="page"), "sample_by=page"),
         (DataConfig(path="x", eval_path="y", eval_fraction=0.1), "both say what to hold out"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_shard.data.batch import evaluation_batches, global_batch, micro_batches
+from fsdp_shard.data.batch import evaluation_batches, micro_batches
 from fsdp_shard.data.order import epoch_order, sample_indices
 from fsdp_shard.data.windows import NO_WINDOW
 
@@ -63,7 +63,7 @@ def test_a_global_batch_is_the_same_on_any_number_of_ranks(
     seed: int, num_samples: int, step: int, micro: int, ranks: int, repeats: int
 ) -> None:
     size = micro * ranks * repeats
-    samples = global_batch(seed, num_samples, step * size, size)
+    samples = sample_indices(seed, num_samples, step * size, size)
     parts = [micro_batches(samples, micro, rank, ranks) for rank in range(ranks)]
     assert all(part.shape == (repeats, micro) for part in parts)
     together = np.stack(parts, axis=1).reshape(-1)  # micro-batch after micro-batch, rank after rank

@@ -18,7 +18,6 @@ from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.data.base import DataConfig
-from fsdp_shard.data.batch import global_batch
 from fsdp_shard.data.prepare import prepare
 from tests.runs import Ended, Started, run_recipe
 
@@ -57,7 +56,7 @@ def plain_losses(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPat
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _cosine)
     losses = []
     for step in range(STEPS):
-        batch = windows.batch(global_batch(7, len(windows), 8 * step, 8))
+        batch = windows.batch(windows.order(7, 8 * step, 8))
         logits = model(input_ids=torch.from_numpy(batch.input_ids)).logits
         loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten())
         loss.backward()

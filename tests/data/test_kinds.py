@@ -1,0 +1,224 @@
+"""Rows to examples: what is predicted is the answer, the assistant's words, and nothing else, whatever the template."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_shard import settings
+from fsdp_shard.data.base import DataConfig, check_data, check_tokenizer
+from fsdp_shard.data.examples import ExampleFile, encode_source
+from fsdp_shard.data.kinds.registry import kind_of
+from fsdp_shard.data.prepare import prepare
+from fsdp_shard.data.readers import Row
+from fsdp_shard.data.sources import open_source
+from fsdp_shard.data.windows import MASKED, NO_WINDOW
+from fsdp_shard.errors import ConfigError, DataError
+from tests.data.conftest import END, byte_tokenizer
+from tests.data.test_base import write
+
+# ChatML, which marks nothing; the same with marks; Qwen3's way of changing with the last turn; Llama 2's of trimming.
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+)
+THINKS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+)
+TRIMS = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'].strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+SHOUTS = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
+FORGETS = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "a? yes"},
+    {"role": "assistant", "content": " yes "},
+    {"role": "user", "content": "b?"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+def chat_tokenizer(template: str | None) -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def learnt(config: DataConfig, values: dict[str, Any], tokenizer: Any) -> list[str]:
+    """The stretches of text that are predicted, each as it is written."""
+    ((example,),) = kind_of(config).encode([Row("row 0", values)], tokenizer)
+    pieces: list[list[int]] = [[]]
+    for token, predicted in zip(example.ids, example.predicted, strict=True):
+        if predicted:
+            pieces[-1].append(token)
+        elif pieces[-1]:
+            pieces.append([])
+    return [tokenizer.decode(piece) for piece in pieces if piece]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, [" yes <|im_end|>", "no<|im_end|>"]),
+        (MARKED, [" yes <|im_end|>", "no<|im_end|>"]),
+        (THINKS, [" yes <|im_end|>", "no<|im_end|>"]),
+        (TRIMS, ["yes <|end|>", "no <|end|>"]),
+    ],
+    ids=["chatml", "marked", "thinks", "trims"],
+)
+def test_the_assistants_words_alone_are_learnt(template: str, expected: list[str]) -> None:
+    tokenizer = chat_tokenizer(template)
+    chat = CHAT[1:] if template == TRIMS else CHAT
+    assert learnt(DataConfig(kind="chat"), {"messages": chat}, tokenizer) == expected
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    shared = [{"from": names[m["role"]], "value": m["content"]} for m in chat]
+    assert learnt(DataConfig(kind="chat"), {"conversations": shared}, tokenizer) == expected
+    ids = kind_of(DataConfig(kind="chat")).encode([Row("row 0", {"messages": chat})], tokenizer)[0][0].ids
+    assert ids == tokenizer.apply_chat_template(chat, return_dict=False)
+
+
+@pytest.mark.parametrize(("template", "words"), [(SHOUTS, "row 0.*changes"), (FORGETS, "leaves some")])
+def test_templates_that_change_the_words_are_refused(template: str, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        learnt(DataConfig(kind="chat"), {"messages": CHAT}, chat_tokenizer(template))
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    with pytest.raises(DataError, match="the model's tokenizer has none"):
+        check_tokenizer(DataConfig(kind="chat"), chat_tokenizer(None))
+    check_tokenizer(DataConfig(kind="chat"), chat_tokenizer(CHATML))
+    with pytest.raises(DataError, match=r"eos_token"):
+        check_tokenizer(DataConfig(kind="pairs"), byte_tokenizer(end=None))
+
+
+def test_instructions() -> None:
+    config = DataConfig(kind="instruction", prompt="{instruction} ({input}) -> ", prompt_no_input="{instruction}: ")
+    tokenizer = byte_tokenizer()
+    row = {"instruction": "Say {input}", "input": "{instruction}", "output": "it"}
+    ((example,),) = kind_of(config).encode([Row("r", row)], tokenizer)
+    assert bytes(example.ids[:-1]) == b"Say {input} ({instruction}) -> it", "braces in a value stay"
+    assert learnt(config, row, tokenizer) == ["it<|end|>"]
+    ((example,),) = kind_of(config).encode([Row("r", row | {"input": None})], tokenizer)
+    assert bytes(example.ids[:-1]) == b"Say {input}: it"
+
+
+def test_pairs_for_causal_models() -> None:
+    config = DataConfig(kind="pairs", source_column="de", target_column="en")
+    ((example,),) = kind_of(config).encode([Row("r", {"de": "ja", "en": "yes"})], byte_tokenizer())
+    assert example.ids == [*b"ja\nyes", END]
+    assert example.predicted == [False] * 3 + [True] * 4
+
+
+def rows_file(path: Path, num_rows: int = 700) -> str:
+    rows = [{"source": f"number {n}", "target": "" if n % 100 == 7 else "x" * (n % 30)} for n in range(num_rows)]
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def encoded(config: DataConfig, cache: Path) -> ExampleFile:
+    tokenizer = byte_tokenizer()
+    return encode_source(open_source(config, False), kind_of(config), tokenizer, cache, "it", config.workers)
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
+    files = []
+    for workers in (1, 3):
+        config = DataConfig(path=rows_file(tmp_path / "a.jsonl"), kind="pairs", workers=workers)
+        files.append(encoded(config, tmp_path / str(workers)))
+    one, three = (sorted(Path(file.directory).glob("*.bin")) for file in files)
+    assert [file.read_bytes() for file in one] == [file.read_bytes() for file in three]
+    assert files[0].digest == files[1].digest
+    assert files[0].num_dropped == 31, "every 30th and seven others have no target"
+    assert len(files[0].open()) == 700 - 31
+    again = encoded(DataConfig(path=str(tmp_path / "a.jsonl"), kind="pairs"), tmp_path / "1")
+    assert again == files[0]
+    assert len(list((tmp_path / "1").iterdir())) == 1
+
+
+def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
+    rows = [("a" * 9, "b"), ("a" * 3, "bcdefgh"), ("a", "b"), ("aa", "")]
+    path = write(tmp_path / "a.csv", "source,target\n" + "".join(f"{a},{b}\n" for a, b in rows))
+    config = DataConfig(path=path, kind="pairs", sequence_length=8, cache_dir=str(tmp_path / "cache"))
+    samples = prepare(config, byte_tokenizer())
+    assert samples.notes == (
+        "train: 4 rows, 28 tokens, 1 rows dropped that have nothing to learn, 1 dropped as nothing to learn lies in "
+        "their first 8 tokens, 1 cut to 8 tokens, each in a window of up to 8",
+    )
+    batch = samples.train.batch([0, 1, NO_WINDOW])
+    assert batch.input_ids[:2].tolist() == [[*b"aaa\nbcde"], [*b"a\nb", 0, 0, 0, 0, 0]]
+    masked = MASKED
+    assert batch.labels.tolist() == [
+        [masked] * 3 + [*b"bcdef"],
+        [masked, ord("b"), END, *[masked] * 5],
+        [masked] * 8,
+    ]
+    assert samples.train.num_predictions == 7
+    with pytest.raises(DataError, match=r"nothing is left to train on. Give a larger data\.sequence_length"):
+        prepare(dataclasses.replace(config, sequence_length=1), byte_tokenizer())
+
+
+def test_held_out_rows(tmp_path: Path) -> None:
+    config = DataConfig(path=rows_file(tmp_path / "a.jsonl", 50), kind="pairs", sequence_length=64, eval_fraction=0.2)
+    samples = prepare(config, byte_tokenizer(), tmp_path / "cache")
+    assert samples.held_out is not None
+    assert (len(samples.train), len(samples.held_out)) == (38, 9)
+    assert len({samples.train.identity, samples.held_out.identity, samples.held_out.head(3).identity}) == 3
+    whole = prepare(
+        DataConfig(path=config.path, kind="pairs", sequence_length=64), byte_tokenizer(), tmp_path / "cache"
+    )
+    expected = whole.train.batch(np.arange(38, 47))
+    assert samples.held_out.batch(range(9)).labels.tolist() == expected.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "words"),
+    [
+        ("chat", '{"text": "x"}', "no column 'messages'"),
+        ("chat", '{"messages": "x"}', "no list of messages"),
+        ("chat", '{"messages": [{"who": "x"}]}', "a message has who; expected role and content"),
+        ("chat", '{"messages": [{"role": "user", "content": "x"}]}', "1 rows, and none with anything to learn"),
+        ("instruction", '{"instruction": "x"}', "no column 'output'"),
+        ("instruction", '{"instruction": "x", "output": 3}', "holds int, expected text. Set data.response_column"),
+        ("pairs", '{"source": "x", "targe": "y"}', "no column 'target'; it has source, targe (did you mean targe?)"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, kind: str, content: str, words: str) -> None:
+    path = write(tmp_path / "a.jsonl", content + "\n")
+    with pytest.raises(DataError) as caught:
+        check_data(DataConfig(path=path, kind=kind))
+    assert words in str(caught.value)
+
+
+def test_plain_text_has_no_rows(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"plain text, but data\.kind=chat needs rows"):
+        check_data(DataConfig(path=write(tmp_path / "a.txt", "x"), kind="chat"))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kind": "chat", "prompt": "{instruction}{input}"}, "prompt=.* is for kind=instruction, not chat"),
+        ({"source_format": "{source}"}, "source_format=.* is for kind=pairs, not text"),
+        ({"kind": "instruction", "prompt": "{instruction}"}, r"prompt has no \{input\} in it"),
+        ({"kind": "pairs", "source_format": "x"}, r"source_format=x has no \{source\}"),
+        ({"workers": 0}, "workers=0"),
+    ],
+)
+def test_settings_that_would_do_nothing(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings.check(DataConfig(path="x", **values))

@@ -1,0 +1,155 @@
+"""Packing: every token in exactly one window, few windows, and the same logits as without it in every model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data.packing import PackedDataset, best_fit
+from fsdp_shard.data.prepare import prepare
+from fsdp_shard.data.windows import MASKED, NO_WINDOW
+from fsdp_shard.errors import ModelError
+from fsdp_shard.models import check_packing
+from tests.data.conftest import END, byte_tokenizer
+from tests.data.test_base import write
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "some", "more", "of", "it"]
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=60))
+def test_best_fit(lengths: list[int]) -> None:
+    windows = best_fit(np.asarray(lengths, np.int64), 20)
+    assert sorted(place for window in windows for place in window) == list(range(len(lengths)))
+    sums = [sum(lengths[place] for place in window) for window in windows]
+    assert all(0 < total <= 20 for total in sums)
+    assert len(windows) <= 11 / 9 * max(1, -(-sum(lengths) // 20)) + 6 / 9 or not lengths or max(lengths) > 6
+
+
+def test_best_fit_takes_the_tightest_window() -> None:
+    windows = best_fit(np.asarray([6, 7, 3, 4, 10, 9]), 10)
+    assert sorted(sorted(window) for window in windows) == [[0, 3], [1, 2], [4], [5]]
+
+
+def documents(path: Path, num_documents: int = 40) -> str:
+    lines = [" ".join(WORDS[: 1 + n % 14]) + f" {n}" for n in range(num_documents)]
+    return write(path, "\n".join(lines) + "\n")
+
+
+def config_of(tmp_path: Path, packing: bool, length: int = 64) -> DataConfig:
+    path = documents(tmp_path / "a.txt")
+    return DataConfig(path=path, sample_by="line", packing=packing, sequence_length=length)
+
+
+def test_every_token_is_predicted_once_and_documents_are_apart(tmp_path: Path) -> None:
+    samples = prepare(config_of(tmp_path, True, 32), byte_tokenizer(), tmp_path / "cache")
+    packed = samples.train
+    assert isinstance(packed, PackedDataset)
+    batch = packed.batch(range(len(packed)))
+    seen = []
+    for ids, labels, positions in zip(batch.input_ids, batch.labels, batch.others["position_ids"], strict=True):
+        for piece in np.split(np.arange(32), np.flatnonzero(positions == 0)[1:]):
+            if (labels[piece] != MASKED).any():
+                assert positions[piece].tolist() == list(range(len(piece)))
+                assert labels[piece][:-1].tolist() == ids[piece][1:].tolist()
+                seen.append(bytes(ids[piece].tolist()) + bytes([labels[piece][-1] % 256]))
+    text = (tmp_path / "a.txt").read_bytes().splitlines()
+    pieces = [(line + b"\0")[at : at + 33] for line in text for at in range(0, len(line), 32)]  # END is 256
+    assert sorted(seen) == sorted(pieces)
+    assert "packed into" in samples.notes[0]
+    assert packed.num_padded == int((batch.labels == MASKED).sum())
+    assert len(packed) * 32 < packed.num_predictions / 0.8
+    (empty,) = packed.batch([NO_WINDOW]).labels
+    assert (empty == MASKED).all()
+    assert END in batch.labels
+
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 259,
+    "intermediate_size": 48,
+}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 259, "n_positions": 64, "rotary_dim": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"num_key_value_heads": 2},
+    "mistral": SMALL | {"num_key_value_heads": 2, "sliding_window": 9},
+    "qwen3": SMALL | {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma3_text": SMALL | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9, "layer_types": None},
+    "gpt2": GPT,
+    "gptj": GPT,
+    "gpt_neox": SMALL,
+    "mixtral": SMALL | {"num_key_value_heads": 2, "num_local_experts": 4},
+}
+
+
+def tiny(family: str, attention: str) -> Any:
+    values = {key: value for key, value in FAMILIES[family].items() if value is not None}
+    config = AutoConfig.for_model(family, **values)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        *((family, "sdpa") for family in FAMILIES if family != "gptj"),  # which has no sdpa
+        *((family, "eager") for family in ("llama", "gemma3_text", "gpt2", "gptj")),
+    ],
+)
+def test_logits_are_those_of_each_document_alone(tmp_path: Path, family: str, attention: str) -> None:
+    model = tiny(family, attention)
+    config = model.config
+    config.architectures = [type(model).__name__]
+    check_packing(config)
+    packed = prepare(config_of(tmp_path, True), byte_tokenizer(), tmp_path / "cache").train
+    apart = packed.rows  # type: ignore[attr-defined]
+    windows = sorted(range(len(packed)), key=lambda window: -len(packed._places(window)))[:3]  # type: ignore[attr-defined]
+    batch = packed.batch(windows)
+    inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
+    with torch.no_grad():
+        together = model(**inputs, use_cache=False).logits
+        compared = 0
+        for row, window in enumerate(windows):
+            at = 0
+            for place in packed._places(window):  # type: ignore[attr-defined]
+                alone = apart.batch([int(place)])
+                length = int((alone.labels != MASKED).sum())
+                ids = torch.from_numpy(alone.input_ids[:, :length])
+                torch.testing.assert_close(
+                    together[row : row + 1, at : at + length], model(input_ids=ids, use_cache=False).logits,
+                    rtol=2e-5, atol=2e-6,
+                )  # fmt: skip
+                at += length
+                compared += 1
+        assert compared > 5
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (transformers.BloomConfig(architectures=["BloomForCausalLM"]), "BloomForCausalLM.*takes no position_ids"),
+        (transformers.OPTConfig(architectures=["OPTForCausalLM"]), "OPTForCausalLM.*does not depend on positions"),
+        (transformers.MambaConfig(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*position_ids|no attention"),
+        (transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), "no attention"),
+        (
+            transformers.Lfm2Config(
+                architectures=["Lfm2ForCausalLM"], num_hidden_layers=2, layer_types=["conv", "full_attention"]
+            ),
+            r"no attention \(conv\)",
+        ),
+    ],
+    ids=["bloom", "opt", "mamba", "qwen3_next", "lfm2"],
+)
+def test_models_that_cannot_are_refused_by_name(config: Any, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        check_packing(config)
