@@ -27,6 +27,12 @@ from fsdp_shard.shipped import shipped
 
 C = TypeVar("C", bound=RunConfig)
 
+# A composed config, its number in a sweep, and the overrides that make it.
+_Composed = tuple[Any, int | None, tuple[str, ...]]
+
+# Overrides of Hydra itself, which only its own program heeds.
+_HYDRAS_OWN = ("hydra.", "hydra/", "+hydra", "~hydra")
+
 
 @dataclass(frozen=True)
 class Job(Generic[C]):
@@ -60,26 +66,41 @@ def compose(schema: type[C], arguments: Sequence[str], program: str) -> list[Job
     return jobs
 
 
-def _through_hydra(schema: type, arguments: list[str], program: str) -> list[tuple[Any, int | None, tuple[str, ...]]]:
+def _through_hydra(schema: type, arguments: list[str], program: str) -> list[_Composed]:
+    with tempfile.TemporaryDirectory() as scratch:
+        register(schema)
+        _register_hydra(scratch)
+        if any(argument.startswith(("-", *_HYDRAS_OWN)) for argument in arguments):
+            return _as_hydras_program(schema, arguments, program)
+        return [_once(schema, arguments)]
+
+
+def _once(schema: type, overrides: list[str]) -> _Composed:
+    """One config of overrides alone. hydra.main would compose it twice, first of all to see whether it is a sweep."""
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        return compose(command_of(schema), overrides), None, tuple(overrides)
+
+
+def _as_hydras_program(schema: type, arguments: list[str], program: str) -> list[_Composed]:
+    """What Hydra's flags ask for: a sweep, a config that is shown and not run, presets from another directory."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    composed: list[tuple[Any, int | None, tuple[str, ...]]] = []
+    composed: list[_Composed] = []
 
     def take(config: Any) -> None:
         mine = HydraConfig.get()
         number = int(mine.job.num) if mine.mode == RunMode.MULTIRUN else None
         composed.append((config, number, tuple(mine.overrides.task)))
 
-    command = command_of(schema)
     conf, arguments = _with_own_presets(arguments)
     # argparse takes what is positional in one stretch only, and users put -m anywhere.
     arguments = sorted(arguments, key=lambda argument: "=" in argument and not argument.startswith("-"))
-    with tempfile.TemporaryDirectory() as scratch, _own_errors(), _as_program(program, arguments):
-        register(schema)
-        _register_hydra(scratch)
-        hydra.main(version_base="1.3", config_path=str(conf), config_name=command)(take)()
+    with _own_errors(), _as_program(program, arguments):
+        hydra.main(version_base="1.3", config_path=str(conf), config_name=command_of(schema))(take)()
     return composed
 
 

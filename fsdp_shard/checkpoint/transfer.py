@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
@@ -75,7 +76,7 @@ def move_tensors(
             progress((job.stop - job.start) * itemsize(job.move.target.dtype))
 
     try:
-        in_threads(work, list(_jobs(moves)))
+        in_threads(work, _apart(list(_jobs(moves))))
     finally:
         handles.close()
     if sync:
@@ -155,6 +156,13 @@ def _jobs(moves: Sequence[Move]) -> Iterator[_Job]:
         many = max(_JOB_BYTES // (step * itemsize(move.target.dtype)), 1) * step
         for start in range(0, total, many):
             yield _Job(move, start, min(start + many, total))
+
+
+def _apart(jobs: Sequence[_Job]) -> list[_Job]:
+    """The jobs of the first and of the second half by turns: two threads at one file wait for each other's writes."""
+    half = -(-len(jobs) // NUM_THREADS)
+    turns = zip_longest(*(jobs[start : start + half] for start in range(0, len(jobs), half)))
+    return [job for turn in turns for job in turn if job is not None]
 
 
 def _step_elements(move: Move) -> int:
