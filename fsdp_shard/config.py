@@ -39,6 +39,8 @@ class RunConfig:
     # planned for, or one, as the command works in a single process.
     command: ClassVar[str] = ""
     ranks_are: ClassVar[Literal["started", "planned", "one"]] = "one"
+    # Settings and sections that the command does not use: `--help` leaves them out, and giving one is an error.
+    unused: ClassVar[tuple[str, ...]] = ("launch",)
 
     run_dir: str = _run_dir("run")
     seed: int = setting(0, "Seed of everything random.", minimum=0)
@@ -53,6 +55,7 @@ class FinetuneConfig(RunConfig):
     # `shard` and `optim` have the type that all options of their group share; conf/finetune.yaml chooses one.
     command: ClassVar[str] = "finetune"
     ranks_are: ClassVar[Literal["started", "planned", "one"]] = "started"
+    unused: ClassVar[tuple[str, ...]] = ()
 
     run_dir: str = _run_dir("finetune")
     resume: str = setting(
@@ -73,6 +76,8 @@ class ConvertConfig(RunConfig, ConvertSettings):
     """Write the weights of any checkpoint in another layout, file size or dtype."""
 
     command: ClassVar[str] = "convert"
+    unused: ClassVar[tuple[str, ...]] = ("seed", "launch")
+
     run_dir: str = _run_dir("convert")
 
 
@@ -81,6 +86,8 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
     """Measure how well a checkpoint predicts a text."""
 
     command: ClassVar[str] = "evaluate"
+    unused: ClassVar[tuple[str, ...]] = ("seed", "launch")
+
     run_dir: str = _run_dir("evaluate")
 
 
@@ -98,6 +105,7 @@ class PlanConfig(RunConfig, PlanSettings):
 
     command: ClassVar[str] = "plan"
     ranks_are: ClassVar[Literal["started", "planned", "one"]] = "planned"
+    unused: ClassVar[tuple[str, ...]] = ("seed",)
 
     run_dir: str = _run_dir("plan")
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -120,6 +128,11 @@ OPTIONS: dict[str, dict[str, type]] = {
     "dispatch": {"default": DispatchConfig},
     "generation": {"default": GenerationSettings},
 }
+
+
+def is_used(schema: type[RunConfig], name: str) -> bool:
+    """Whether the command reads the setting of this dotted name."""
+    return not any(name == unused or name.startswith(f"{unused}.") for unused in schema.unused)
 
 
 def command_of(schema: type) -> str:

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from fsdp_shard.config import RunConfig, command_of
+from fsdp_shard.config import RunConfig, command_of, is_used
 from fsdp_shard.errors import ConfigError, InputError, RunError
-from fsdp_shard.launch import LaunchConfig, check_machine, joined_rank, launch
+from fsdp_shard.launch import check_machine, joined_rank, launch
 from fsdp_shard.settings import walk
 from fsdp_shard.shell import run_as_program, tell, wants_debug
 
@@ -121,21 +121,19 @@ def _check(recipe: Recipe[C], config: C) -> None:
     """What can be found wrong before any rank starts."""
     if config.ranks_are == "started":
         check_machine(config.launch)
-    elif config.ranks_are == "one":
-        _refuse_launch_settings(config)
+    _refuse_unused(config)
     if recipe.check is not None:
         recipe.check(config)
 
 
-def _refuse_launch_settings(config: RunConfig) -> None:
-    """A command that starts no ranks would ignore how they are to be started."""
-    default = LaunchConfig()
-    changed = [name for name, _, value in walk(config.launch) if value != getattr(default, name)]
-    if changed:
-        named = ", ".join(f"launch.{name}={getattr(config.launch, name)}" for name in changed)
-        raise ConfigError(
-            f"{named} would do nothing: {config.command} works in one process on one machine. Leave it out."
-        )
+def _refuse_unused(config: RunConfig) -> None:
+    """Nothing that is given is ignored."""
+    schema = type(config)
+    defaults = {name: value for name, _, value in walk(schema())}
+    unused = [(name, value) for name, _, value in walk(config) if not is_used(schema, name)]
+    given = [f"{name}={value}" for name, value in unused if value != defaults[name]]
+    if given:
+        raise ConfigError(f"{', '.join(given)} would do nothing: {config.command} does not use it. Leave it out.")
 
 
 def _carry_out(recipe: Recipe[C], config: C) -> None:

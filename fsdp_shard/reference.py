@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_shard.config import COMMANDS, OPTIONS, command_of
+from fsdp_shard.config import COMMANDS, OPTIONS, RunConfig, command_of, is_used
 from fsdp_shard.settings import REQUIRED
 from fsdp_shard.shipped import configs
 
@@ -35,9 +35,9 @@ class Setting:
         return f"{self.help} ({extra})" if extra else self.help
 
 
-def settings_of(schema: type) -> list[Setting]:
-    """Every setting of `schema`, those of all options of a group included, in the order of their declaration."""
-    return list(_walk(schema(), ""))
+def settings_of(schema: type[RunConfig]) -> list[Setting]:
+    """Every setting that the command reads, those of all options of a group too, in the order declared."""
+    return [setting for setting in _walk(schema(), "") if is_used(schema, setting.name)]
 
 
 def _walk(config: Any, prefix: str) -> Iterator[Setting]:
@@ -109,15 +109,18 @@ def help_text(schema: type, command: str) -> str:
         "name=value changes a setting, group=option takes a set of them. -m with name=a,b runs once for each value.",
         "--cfg job shows the config and runs none, --config-dir DIR adds presets of yours, --debug shows tracebacks.",
         "",
-        "Groups",
-        *(f"  {group:<12} {', '.join(options)}" for group, options in groups_of(schema).items()),
-        "",
+        *_group_lines(groups_of(schema)),
         "Settings and their defaults (??? must be given)",
     ]
     for setting in settings_of(schema):
         lines.append(f"  {setting.name}={setting.default}")
         lines += textwrap.wrap(setting.sentence, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
+
+
+def _group_lines(groups: dict[str, list[str]]) -> list[str]:
+    lines = [f"  {group:<12} {', '.join(options)}" for group, options in groups.items()]
+    return ["Groups", *lines, ""] if lines else []
 
 
 def markdown() -> str:

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
 from fsdp_shard.launch import is_joined_rank, joined_rank
@@ -70,14 +70,21 @@ def message(error: BaseException) -> str:
     """What went wrong, in one line; for a mistake of our own, where it happened too."""
     if isinstance(error, FsdpShardError):
         return str(error)
+    if _names_a_file(error):
+        return f"{error.filename}: {error.strerror}."
     last = traceback.extract_tb(error.__traceback__)[-1:]
     place = f" at {last[0].filename}:{last[0].lineno}" if last else ""
     return f"{type(error).__name__}: {error}{place}."
 
 
+def _names_a_file(error: BaseException) -> TypeGuard[OSError]:
+    """Whether the system says all there is to say: which file, and what is wrong with it."""
+    return isinstance(error, OSError) and error.filename is not None and bool(error.strerror)
+
+
 def _is_unexpected(error: BaseException) -> bool:
     """Whether nobody foresaw it, so that only its traceback can explain it."""
-    return not isinstance(error, FsdpShardError) or bool(getattr(error, "traceback", ""))
+    return not (isinstance(error, FsdpShardError) or _names_a_file(error)) or bool(getattr(error, "traceback", ""))
 
 
 def paragraph(text: str, error: BaseException) -> str:

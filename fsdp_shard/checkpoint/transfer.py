@@ -160,7 +160,7 @@ def _jobs(moves: Sequence[Move]) -> Iterator[_Job]:
 
 def _apart(jobs: Sequence[_Job]) -> list[_Job]:
     """The jobs of the first and of the second half by turns: two threads at one file wait for each other's writes."""
-    half = -(-len(jobs) // NUM_THREADS)
+    half = max(-(-len(jobs) // NUM_THREADS), 1)
     turns = zip_longest(*(jobs[start : start + half] for start in range(0, len(jobs), half)))
     return [job for turn in turns for job in turn if job is not None]
 
