@@ -20,8 +20,12 @@ from fsdp_shard.planning.base import PlanSettings
 from fsdp_shard.settings import setting
 from fsdp_shard.sharding.base import ShardConfig
 from fsdp_shard.sharding.wrappers import WRAPPERS
+from fsdp_shard.training.adafactor import AdafactorConfig
 from fsdp_shard.training.adamw import AdamWConfig
+from fsdp_shard.training.adamw8bit import AdamW8bitConfig
 from fsdp_shard.training.base import OptimConfig, TrainConfig
+from fsdp_shard.training.muon import MuonConfig
+from fsdp_shard.training.sgd import SgdConfig
 
 _RUN_DIR_HELP = "Directory of everything that the run leaves; it is made if it is not there."
 
@@ -123,7 +127,13 @@ COMMANDS: dict[str, type[RunConfig]] = {
 # `checkpoint`: Hydra would take generate's `checkpoint=PATH` for a choice of it.
 OPTIONS: dict[str, dict[str, type]] = {
     "shard": dict(WRAPPERS),
-    "optim": {"adamw": AdamWConfig},
+    "optim": {
+        "adamw": AdamWConfig,
+        "adamw8bit": AdamW8bitConfig,
+        "adafactor": AdafactorConfig,
+        "muon": MuonConfig,
+        "sgd": SgdConfig,
+    },
     "train": {"default": TrainConfig},
     "dispatch": {"default": DispatchConfig},
     "generation": {"default": GenerationSettings},

@@ -26,6 +26,7 @@ def check(config: FinetuneConfig) -> None:
     num_ranks = world_size(config.launch)
     check_batch(config.train, num_ranks)
     config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
+    config.optim.check_installed()
     check_data(config.data)
     check_held_out(config.train, config.data)
     source = model_source(config.model, find_step(config.resume, config.run_dir))
@@ -50,7 +51,7 @@ def main(config: FinetuneConfig) -> None:
         data = prepare_on_ranks(config.data, lambda: load_tokenizer(source), context)
         held_out = data.held_out.head(settings.eval_windows) if data.held_out else None
         loaded = load_sharded(config.model, shard, source, context)
-        optimizer = build_optimizer(config.optim, loaded)
+        optimizer = build_optimizer(config.optim, loaded.model, context)
         state = context.decide(lambda: open_trainer(resumed, config.seed, data.train.identity))
         if resumed is not None:
             restore_optimizer(optimizer, loaded, resumed, context)

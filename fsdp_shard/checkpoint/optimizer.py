@@ -7,7 +7,7 @@ Knows no wrapper and no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import CheckpointError
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 
 def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
-    """This rank's part of each state, as `PARAMETER.SLOT`; every rank lists every slot that any rank may hold."""
+    """This rank's part of each state, as `PARAMETER.SLOT`; every rank lists every slot that any rank may hold.
+
+    An optimizer whose state lies elsewhere than its parameters says so itself, by a method `state_shards`.
+    """
+    own: Callable[[], dict[str, LocalShard]] | None = getattr(optimizer, "state_shards", None)
+    if own is not None:
+        return own()
     found = {}
     for name, shard in shards.items():
         for slot, value in _slots(optimizer, shard):

@@ -77,7 +77,9 @@ def save_step(
     root, save = context.broadcast_object((str(store.root), uuid.uuid4().hex))
     store = Store(Path(root))
     target = Target(context.rank, context.world_size, step, save, max_shard_bytes, state.aliases)
-    plans = _Plans(LAYOUTS[layout](state.weights, target), _plan_optimizer(state, target), _small_files(state, target))
+    keeps_states = any(context.all_gather_object(bool(state.optimizer)))  # one rank may have nothing of it
+    states = _plan_optimizer(state, target) if keeps_states else WritePlan([], {})
+    plans = _Plans(LAYOUTS[layout](state.weights, target), states, _small_files(state, target))
     num_bytes = sum(context.all_gather_object(plans.num_bytes))
     directory = Path(context.broadcast_object(context.together(lambda: _begin(context, store, step, num_bytes))))
     try:
@@ -127,8 +129,6 @@ class _Plans:
 
 
 def _plan_optimizer(state: RunState, target: Target) -> WritePlan:
-    if not state.optimizer:
-        return WritePlan([], {})
     return plan_sharded_writes(state.optimizer, replace(target, aliases={}))
 
 

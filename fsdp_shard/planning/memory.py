@@ -25,6 +25,7 @@ from fsdp_shard.sharding.base import ShardConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.units import plan_units
 from fsdp_shard.training.base import OptimConfig, TrainConfig
+from fsdp_shard.training.whole import assign_owners
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -151,14 +152,16 @@ def _state_bytes(
     shares: Sequence[Mapping[str, Shape]], shapes: Mapping[str, Shape], run: PlannedRun
 ) -> list[tuple[int, int]]:
     """(bytes of parameters, bytes of optimizer state) of each shard; equal shards are looked at once."""
-    known: dict[tuple[Shape, ...], tuple[int, int]] = {}
+    known: dict[tuple[object, ...], tuple[int, int]] = {}
     dtype = getattr(torch, run.model.dtype)
     sizes = []
-    for share in shares:
-        if (key := tuple(share.values())) not in known:
-            local = {name: shape for name, shape in share.items() if name in shapes}
+    sizes_by_name = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    for share, owned in zip(shares, assign_owners(sizes_by_name, len(shares)), strict=True):
+        local = {name: shape for name, shape in share.items() if name in shapes}
+        updated = {name: shapes[name] for name in owned} if run.optim.needs_whole else local
+        if (key := (tuple(share.values()), tuple(updated))) not in known:
             num_elements = sum(torch.Size(shape).numel() for shape in share.values())
-            known[key] = num_elements * dtype.itemsize, optimizer_bytes(run.optim, local, shapes, dtype)
+            known[key] = num_elements * dtype.itemsize, optimizer_bytes(run.optim, updated, shapes, dtype)
         sizes.append(known[key])
     return sizes
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fsdp_shard.training.base import OptimConfig
 
@@ -14,12 +15,24 @@ from fsdp_shard.training.base import OptimConfig
 def optimizer_bytes(
     optim: OptimConfig, local: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> int:
-    """State of `optim` for parameters of shape `local` on this rank, whose logical shapes are `shapes`."""
+    """State of `optim` for what this rank updates: parameters of shape `local`, whose logical shapes are `shapes`."""
     with FakeTensorMode():
         params = {name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, shape in local.items()}
-        for param in params.values():
-            param.grad = torch.empty_like(param)
         optimizer = optim.build(params, shapes)
-        optimizer.step()
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        return sum(value.numel() * value.element_size() for value in states if isinstance(value, torch.Tensor))
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.empty_like(param)
+            # Adafactor looks at values, which there are none of, once it has made the state of a group.
+            with suppress(DataDependentOutputException):
+                optimizer.step()
+            optimizer.zero_grad()
+        return sum(_num_bytes(value) for state in optimizer.state.values() for value in state.values())
+
+
+def _num_bytes(value: object) -> int:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.numel() * value.element_size()
+    parts, _ = value.__tensor_flatten__()  # a quantised state
+    return sum(_num_bytes(getattr(value, part)) for part in parts)

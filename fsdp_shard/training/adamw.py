@@ -1,14 +1,15 @@
-"""AdamW, with weight decay on matrices only. Imports torch only when it builds the optimizer."""
+"""`optim=adamw`: AdamW, with weight decay on matrices only. Imports torch only when it builds the optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.settings import setting
 from fsdp_shard.training.base import OptimConfig
+from fsdp_shard.training.groups import decay_groups
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +29,7 @@ class AdamWConfig(OptimConfig):
 
     def check(self, prefix: str) -> None:
         """Refuse betas that are not two numbers in [0, 1)."""
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"{prefix}betas={list(self.betas)} must be two numbers from 0 up to, not including, 1.")
+        check_betas(self.betas, prefix)
 
     def build(
         self, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]]
@@ -41,18 +41,7 @@ class AdamWConfig(OptimConfig):
         return AdamW(groups, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, fused=self.fused)
 
 
-def decay_groups(
-    parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]], weight_decay: float
-) -> list[dict[str, Any]]:
-    """Parameter groups for any torch optimizer: what is decayed and what is not; frozen parameters are in neither."""
-    groups: dict[float, list[torch.nn.Parameter]] = {weight_decay: [], 0.0: []}
-    for name, parameter in parameters.items():
-        if parameter.requires_grad:
-            groups[weight_decay if is_decayed(name, shapes[name]) else 0.0].append(parameter)
-    return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]
-
-
-def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay makes sense for a parameter of this name and logical shape: not for norms and biases."""
-    *modules, last = name.lower().split(".")
-    return len(shape) >= 2 and last != "bias" and not any("norm" in module for module in modules[-1:])
+def check_betas(betas: list[float], prefix: str) -> None:
+    """Raise ConfigError unless `betas` are two numbers in [0, 1)."""
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ConfigError(f"{prefix}betas={list(betas)} must be two numbers from 0 up to, not including, 1.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.errors import ConfigError
@@ -15,6 +15,23 @@ from fsdp_shard.settings import setting
 
 if TYPE_CHECKING:
     import torch
+
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+    "constant",
+)
+# Setting -> its default, and the schedules that look at it.
+_OF_SCHEDULES: dict[str, tuple[float | None, tuple[str, ...]]] = {
+    "power": (1.0, ("polynomial",)),
+    "num_cycles": (1, ("cosine_with_restarts",)),
+    "decay_steps": (None, ("warmup_stable_decay",)),
+    "final_lr_fraction": (0.0, tuple(name for name in SCHEDULES if name not in ("inverse_sqrt", "constant"))),
+}
 
 
 @dataclass
@@ -27,12 +44,15 @@ class TrainConfig:
     max_grad_norm: float | None = setting(
         1.0, "Gradients with a larger norm are scaled down to it; null only measures the norm.", above=0.0
     )
-    schedule: str = setting(
-        "cosine", "How the learning rate falls after warm-up.", choices=("linear", "cosine", "constant")
+    schedule: str = setting("cosine", "How the learning rate falls after warm-up.", choices=SCHEDULES)
+    power: float = setting(1.0, "Exponent of the fall, for schedule=polynomial.", above=0.0)
+    num_cycles: int = setting(1, "Times that the learning rate falls, for schedule=cosine_with_restarts.", minimum=1)
+    decay_steps: int | None = setting(
+        None, "Steps of the fall at the end, for schedule=warmup_stable_decay; null: a tenth of all.", minimum=0
     )
     warmup_steps: int = setting(0, "Steps over which the learning rate rises from zero to optim.lr.", minimum=0)
     final_lr_fraction: float = setting(
-        0.0, "Part of optim.lr that is left after the last step (linear, cosine).", minimum=0.0, maximum=1.0
+        0.0, "Part of optim.lr that is left after the last step.", minimum=0.0, maximum=1.0
     )
     eval_every: int = setting(
         0,
@@ -80,6 +100,29 @@ class TrainConfig:
                 f"{prefix}warmup_steps={self.warmup_steps} is more than {prefix}steps={self.steps}; the learning rate "
                 f"would never reach optim.lr. Give at most {self.steps}."
             )
+        self._check_schedule(prefix)
+
+    def _check_schedule(self, prefix: str) -> None:
+        """Refuse what the chosen schedule would not look at, and a fall that does not fit."""
+        for name, (default, schedules) in _OF_SCHEDULES.items():
+            if getattr(self, name) != default and self.schedule not in schedules:
+                raise ConfigError(
+                    f"{prefix}{name}={getattr(self, name)} has no effect with {prefix}schedule={self.schedule}; it is "
+                    f"for {prefix}schedule={' or '.join(schedules)}."
+                )
+        if num_decay_steps(self) > self.steps - self.warmup_steps:
+            raise ConfigError(
+                f"{prefix}decay_steps={num_decay_steps(self)} is more than the {self.steps - self.warmup_steps} steps "
+                f"that {prefix}warmup_steps={self.warmup_steps} leaves of {prefix}steps={self.steps}."
+            )
+
+
+def num_decay_steps(config: TrainConfig) -> int:
+    """Steps of the fall at the end of schedule=warmup_stable_decay; 0 with others."""
+    if config.schedule != "warmup_stable_decay":
+        return 0
+    tenth = min(-(-config.steps // 10), config.steps - config.warmup_steps)
+    return tenth if config.decay_steps is None else config.decay_steps
 
 
 def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> None:
@@ -111,7 +154,14 @@ def _what_fits(size: int, unit: int, prefix: str) -> str:
 class OptimConfig:
     """What every optimizer has. Subclasses add their own settings and build torch's object."""
 
+    # Whether an update of a parameter needs all of it: then each is updated by one rank, which has it whole for that
+    # moment and keeps its state (`whole.py`). Otherwise each rank updates the elements that it holds.
+    needs_whole: ClassVar[bool] = False
+
     lr: float = setting(2e-5, "Highest learning rate, reached after warm-up.", above=0.0)
+
+    def check_installed(self) -> None:
+        """Raise ConfigError when a package that this optimizer comes from is not installed."""
 
     def build(
         self, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]]

@@ -1,7 +1,7 @@
 """The learning rate as a function of the step alone, so that nothing of it has to be saved. Pure, without torch.
 
-The curves are those of transformers' `get_scheduler` for linear, cosine_with_min_lr and constant_with_warmup, the
-cosine after Loshchilov & Hutter, SGDR (2017); the tests compare them.
+The curves are those of transformers' `get_scheduler`, by its names, each with a floor (`train.final_lr_fraction`); the
+cosine and its restarts after Loshchilov & Hutter, SGDR (2017). The tests compare them. A curve is one line below.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.training.base import SCHEDULES, TrainConfig, num_decay_steps
 
 
 def learning_rate(config: TrainConfig, peak: float, step: int) -> float:
     """The learning rate of the update that follows `step` finished ones, with `peak` reached after warm-up."""
     if step < config.warmup_steps:
         return peak * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
-    fall = _FALLS[config.schedule](min(1.0, progress))
+    fall = _FALLS[config.schedule](config, step - config.warmup_steps)
     return peak * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * fall)
 
 
@@ -26,9 +25,40 @@ def is_due(step: int, every: int, num_steps: int) -> bool:
     return step == num_steps or (every > 0 and step % every == 0)
 
 
-# From 1 to 0 as progress goes from 0 to 1.
-_FALLS: dict[str, Callable[[float], float]] = {
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    "constant": lambda progress: 1.0,
+def _progress(config: TrainConfig, since_warmup: int) -> float:
+    """From 0 at the end of warm-up to 1 after the last step."""
+    return min(1.0, since_warmup / max(1, config.steps - config.warmup_steps))
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _with_restarts(config: TrainConfig, since_warmup: int) -> float:
+    progress = _progress(config, since_warmup)
+    return 0.0 if progress >= 1.0 else _cosine(config.num_cycles * progress % 1.0)
+
+
+def _inverse_sqrt(config: TrainConfig, since_warmup: int) -> float:
+    timescale = config.warmup_steps or 10_000
+    return 1.0 / math.sqrt((since_warmup + timescale) / timescale)
+
+
+def _stable_then_decay(config: TrainConfig, since_warmup: int) -> float:
+    """Hu et al., MiniCPM (2024)."""
+    num_decay = num_decay_steps(config)
+    num_stable = config.steps - config.warmup_steps - num_decay
+    return _cosine(min(1.0, max(0, since_warmup - num_stable) / max(1, num_decay)))
+
+
+# What is left of the learning rate above the floor, a number of steps after warm-up: 1 at first.
+_FALLS: dict[str, Callable[[TrainConfig, int], float]] = {
+    "linear": lambda config, since: 1.0 - _progress(config, since),
+    "cosine": lambda config, since: _cosine(_progress(config, since)),
+    "cosine_with_restarts": _with_restarts,
+    "polynomial": lambda config, since: (1.0 - _progress(config, since)) ** config.power,
+    "inverse_sqrt": _inverse_sqrt,
+    "warmup_stable_decay": _stable_then_decay,
+    "constant": lambda config, since: 1.0,
 }
+assert _FALLS.keys() == set(SCHEDULES)

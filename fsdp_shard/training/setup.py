@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from fsdp_shard.blocks import no_split_blocks, tied_names
 from fsdp_shard.checkpoint.carry import carry
@@ -113,13 +113,17 @@ def side_files(source: ModelSource, dtype: str) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
 
 
-def build_optimizer(config: OptimConfig, loaded: LoadedModel) -> Optimizer:
-    """The optimizer of the model's parameters, which decides about decay by their logical shapes."""
+def build_optimizer(config: OptimConfig, model: ShardedModel, context: DistributedContext) -> Optimizer:
+    """The optimizer of the model's parameters, which decides about decay by their logical shapes; a collective."""
     from torch import nn
 
-    shards = loaded.model.local_shards()
-    parameters = {name: shard.tensor for name, shard in shards.items() if isinstance(shard.tensor, nn.Parameter)}
-    return config.build(parameters, {name: shard.shape for name, shard in shards.items()})
+    from fsdp_shard.training.whole import WholeOptimizer
+
+    shards = {name: shard for name, shard in model.local_shards().items() if isinstance(shard.tensor, nn.Parameter)}
+    shapes = {name: shard.shape for name, shard in shards.items()}
+    if config.needs_whole:
+        return WholeOptimizer(shards, context.mesh["shard"].get_group(), lambda params: config.build(params, shapes))
+    return config.build({name: cast("nn.Parameter", shard.tensor) for name, shard in shards.items()}, shapes)
 
 
 def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, context: DistributedContext) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig, T5Config, ViTConfig
 
 from fsdp_shard.blocks import no_split_blocks
+from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning.activations import measure_activations
@@ -19,6 +20,7 @@ from fsdp_shard.sharding.activations import checkpoint_blocks
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from fsdp_shard.training.adamw import AdamWConfig
+from fsdp_shard.training.adamw8bit import AdamW8bitConfig
 from fsdp_shard.training.base import TrainConfig
 from tests.tiny import llama, llama_config
 
@@ -67,8 +69,11 @@ def test_the_ranks_together_hold_the_model_once(t5_3b: MemoryPlan) -> None:
     assert 2 * first.parameters_bytes < first.optimizer_bytes < 2 * first.parameters_bytes + 4 * 1000
 
 
-def test_the_optimizer_has_what_the_real_one_has() -> None:
-    model, config = llama(), AdamWConfig()
+@pytest.mark.parametrize("option", OPTIONS["optim"])
+def test_the_optimizer_has_what_the_real_one_has(option: str) -> None:
+    if option == "adamw8bit":
+        pytest.importorskip("torchao")
+    model, config = llama(), OPTIONS["optim"][option]()
     params = dict(model.named_parameters())
     shapes = {name: tuple(param.shape) for name, param in params.items()}
     for param in params.values():
@@ -77,7 +82,18 @@ def test_the_optimizer_has_what_the_real_one_has() -> None:
     optimizer.step()
     real = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
     assert optimizer_bytes(config, shapes, shapes, torch.float32) == real
-    assert plan().per_rank[0].optimizer_bytes == real
+    assert plan(optim=config).per_rank[0].optimizer_bytes == real
+    ranks = plan(optim=config, num_ranks=2).per_rank
+    assert sum(rank.optimizer_bytes for rank in ranks) == pytest.approx(real, abs=4 * len(params))  # steps are twice
+
+
+def test_8_bit_state_counts_in_8_bits() -> None:
+    pytest.importorskip("torchao")
+    shapes = {"weight": (64, 128)}
+    in_full, quantised = (optimizer_bytes(c, shapes, shapes, torch.float32) for c in (AdamWConfig(), AdamW8bitConfig()))
+    assert in_full == 2 * 4 * 64 * 128 + 4
+    tables = 2 * 256 * 4
+    assert quantised == 2 * (64 * 128 + 4 * 64 * 128 // 256) + tables + 4
 
 
 def saved_bytes(rows: int, length: int, dtype: torch.dtype, *, checkpointing: bool) -> int:

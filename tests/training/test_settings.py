@@ -10,8 +10,9 @@ from transformers import get_scheduler
 
 from fsdp_shard import settings
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.training.adamw import AdamWConfig, is_decayed
+from fsdp_shard.training.adamw import AdamWConfig
 from fsdp_shard.training.base import TrainConfig, check_batch
+from fsdp_shard.training.groups import is_decayed
 from fsdp_shard.training.schedule import learning_rate
 from tests.tiny import llama
 
@@ -23,6 +24,12 @@ from tests.tiny import llama
         (TrainConfig(global_batch_size=6, micro_batch_size=4), "global_batch_size=4 or 8 would fit"),
         (TrainConfig(global_batch_size=2, micro_batch_size=4), "the least that fits is 4"),
         (TrainConfig(steps=3, warmup_steps=4), "warmup_steps=4 is more than steps=3"),
+        (TrainConfig(power=2.0), "power=2.0 has no effect with schedule=cosine; it is for schedule=polynomial"),
+        (TrainConfig(final_lr_fraction=0.1, schedule="constant"), "final_lr_fraction=0.1 has no effect"),
+        (
+            TrainConfig(schedule="warmup_stable_decay", steps=10, warmup_steps=4, decay_steps=7),
+            "decay_steps=7 is more than the 6 steps",
+        ),
         (TrainConfig(max_grad_norm=0.0), "max_grad_norm=0.0"),
         (TrainConfig(schedule="cosin"), "did you mean cosine"),
         (AdamWConfig(lr=0.0), "lr=0.0"),
@@ -56,21 +63,36 @@ def test_the_batch_must_fit_the_ranks() -> None:
 
 @pytest.mark.parametrize("warmup", [0, 5, 20])
 @pytest.mark.parametrize(
-    ("schedule", "floor", "theirs", "extra"),
+    ("ours", "theirs", "extra"),
     [
-        ("linear", 0.0, "linear", {}),
-        ("cosine", 0.0, "cosine", {}),
-        ("cosine", 0.1, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
-        ("constant", 0.0, "constant_with_warmup", {}),
+        ({"schedule": "linear"}, "linear", {}),
+        ({"schedule": "cosine"}, "cosine", {}),
+        ({"schedule": "cosine", "final_lr_fraction": 0.1}, "cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ({"schedule": "cosine_with_restarts", "num_cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
+        ({"schedule": "polynomial", "power": 2.5}, "polynomial", {"power": 2.5, "lr_end": 0.0}),
+        (
+            {"schedule": "polynomial", "power": 2.0, "final_lr_fraction": 0.1},
+            "polynomial",
+            {"power": 2.0, "lr_end": 0.03},
+        ),
+        ({"schedule": "inverse_sqrt"}, "inverse_sqrt", {}),
+        ({"schedule": "warmup_stable_decay"}, "warmup_stable_decay", {"num_decay_steps": 2}),
+        ({"schedule": "warmup_stable_decay", "decay_steps": 0}, "warmup_stable_decay", {"num_decay_steps": 0}),
+        ({"schedule": "constant"}, "constant_with_warmup", {}),
     ],
 )
 def test_the_learning_rate_is_that_of_transformers(
-    warmup: int, schedule: str, floor: float, theirs: str, extra: dict[str, float]
+    warmup: int, ours: dict[str, Any], theirs: str, extra: dict[str, float]
 ) -> None:
-    config = TrainConfig(steps=20, warmup_steps=warmup, schedule=schedule, final_lr_fraction=floor)
+    if warmup == 20 and theirs == "warmup_stable_decay":
+        extra = {"num_decay_steps": 0}  # warm-up leaves no step for it
+    config = TrainConfig(steps=20, warmup_steps=warmup, **ours)
+    settings.check(config)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     scheduler = get_scheduler(theirs, optimizer, warmup, 20, scheduler_specific_kwargs=extra)
     for step in range(20):
+        if theirs == "polynomial" and warmup == 20 and step == 19:
+            break  # theirs then looks at step 20 and divides by zero
         assert learning_rate(config, 0.3, step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         scheduler.step()
