@@ -11,14 +11,18 @@ from fsdp_shard.launch import uses_gpus, world_size
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.base import check_batch, check_held_out
 from fsdp_shard.training.checkpointing import find_step, is_finished, open_trainer, restore_optimizer
+from fsdp_shard.training.flops import utilisation
 from fsdp_shard.training.lock import run_lock
 from fsdp_shard.training.loop import evaluate_loss, train
 from fsdp_shard.training.plot import check_plots
+from fsdp_shard.training.profile import StepProfiler
 from fsdp_shard.training.runlog import RunLog, stopped
 from fsdp_shard.training.saving import open_saver
 from fsdp_shard.training.schedule import is_due
+from fsdp_shard.training.seeding import deterministic_algorithms
 from fsdp_shard.training.setup import build_optimizer, check_model, describe, load_sharded, model_source, side_files
 from fsdp_shard.training.signals import StopSignal
+from fsdp_shard.training.trackers import check_trackers, public_settings
 
 
 def check(config: FinetuneConfig) -> None:
@@ -31,6 +35,7 @@ def check(config: FinetuneConfig) -> None:
     check_held_out(config.train, config.data)
     source = model_source(config.model, find_step(config.resume, config.run_dir))
     check_model(config.model, config.shard, config.data, source)
+    check_trackers(config.train.trackers)
     if config.train.plot:
         check_plots()
 
@@ -40,6 +45,7 @@ def main(config: FinetuneConfig) -> None:
     """Fine-tune `model` on `data`, on every rank alike."""
     launch, shard, settings = config.launch, config.shard, config.train
     with (
+        deterministic_algorithms(settings.deterministic),
         distributed(launch.device, shard.replicas, launch.timeout_seconds) as context,
         run_lock(config.run_dir, context),
         StopSignal() as stop,
@@ -56,8 +62,10 @@ def main(config: FinetuneConfig) -> None:
         if resumed is not None:
             restore_optimizer(optimizer, loaded, resumed, context)
         beside = context.decide(lambda: side_files(source, config.model.dtype))
+        mfu = utilisation(loaded, shard.param_dtype, config.data.sequence_length, context)
+        shown = public_settings(config)
         with (
-            RunLog(config.run_dir, settings, context, state.step, resumed) as log,
+            RunLog(config.run_dir, settings, context, state.step, resumed, shown, mfu) as log,
             open_saver(config.run_dir, config.checkpoint, context, loaded, optimizer, beside, log) as saver,
         ):
             log.note([*describe(loaded, config.model, shard, context), *data.notes])
@@ -73,6 +81,7 @@ def main(config: FinetuneConfig) -> None:
                 peak_lr=config.optim.lr,
                 stop=stop,
                 sync_every_micro_batch=shard.sync_every_micro_batch,
+                around=StepProfiler(settings.profile, config.run_dir, context).around,
             ):
                 log.step(report)
                 saver.poll()

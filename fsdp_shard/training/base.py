@@ -6,7 +6,7 @@ Imports no torch. An optimizer is one more file with one more subclass of `Optim
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_shard.data.base import DataConfig
@@ -75,6 +75,21 @@ class TrainConfig:
     max_skips: int = setting(10, "With non_finite=skip: end the run when more steps in a row are skipped.", minimum=1)
     log_every: int = setting(1, "Steps between progress lines; metrics.jsonl always has every step.", minimum=1)
     plot: bool = setting(False, "Draw the loss curves to loss.png at the end (needs matplotlib).")
+    trackers: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Where else figures go: tensorboard (into run_dir), wandb, mlflow, trackio. Each must be "
+            "installed; they read their own environment variables, such as WANDB_MODE=offline."
+        },
+    )
+    tracker_project: str = setting("fsdp-shard", "What trackers file the run under; its name is that of run_dir.")
+    profile: list[int] = field(
+        default_factory=list,
+        metadata={"help": "Steps to profile, such as [10,12]: a trace and the use of memory of each rank in profile/."},
+    )
+    deterministic: bool = setting(
+        False, "Use only operations that give the same bits each time; an error where torch has none. Slower on a GPU."
+    )
 
     def check(self, prefix: str) -> None:
         """Refuse what can work on no number of ranks."""
@@ -92,6 +107,11 @@ class TrainConfig:
         if self.min_delta and self.patience is None:
             raise ConfigError(
                 f"{prefix}min_delta={self.min_delta} would do nothing without {prefix}patience; give both or neither."
+            )
+        if outside := [step for step in self.profile if not 1 <= step <= self.steps]:
+            raise ConfigError(
+                f"{prefix}profile={list(self.profile)} names step {outside[0]}, but steps go from 1 to {prefix}steps="
+                f"{self.steps}."
             )
         if self.max_skips != 10 and self.non_finite != "skip":
             raise ConfigError(f"{prefix}max_skips={self.max_skips} would do nothing without {prefix}non_finite=skip.")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,13 +78,14 @@ def train(
     peak_lr: float,
     stop: StopSignal,
     sync_every_micro_batch: bool = True,
+    around: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
 ) -> Iterator[StepReport]:
     """Train from where `state` stands to `config.steps`, one report a step; on all ranks alike.
 
     `state` is brought up to date before each report, so that it can be saved when it is received. After a report with a
     `stop_signal`, or an evaluation after which `state.stops_early`, there is no further one. With nothing left to do
     there is none at all. Raises LossError on all ranks, with the weights as they were, when the loss or gradients are
-    not finite and `config.non_finite` does not let that step be skipped.
+    not finite and `config.non_finite` does not let that step be skipped. Each step is made inside `around(its number)`.
     """
     model.module.train()
     while state.step < config.steps and not state.stops_early(config.patience):
@@ -93,20 +95,21 @@ def train(
             group["lr"] = rate
         seed_all(step_seed(state.seed, state.step, context.rank))
         samples = dataset.order(state.seed, state.num_samples, config.global_batch_size)
-        result = train_step(
-            model,
-            optimizer,
-            dataset,
-            samples,
-            config,
-            context,
-            stop=stop,
-            sync_every_micro_batch=sync_every_micro_batch,
-        )
+        with around(state.step + 1):
+            result = train_step(
+                model,
+                optimizer,
+                dataset,
+                samples,
+                config,
+                context,
+                stop=stop,
+                sync_every_micro_batch=sync_every_micro_batch,
+            )
+            seconds = time.perf_counter() - began
         if result.fault and (config.non_finite == "stop" or state.num_skipped_in_row == config.max_skips):
             raise LossError(_refusal(result.fault, state, config))
         state.advance(len(samples), result.num_tokens, skipped=bool(result.fault))
-        seconds = time.perf_counter() - began
         yield StepReport(
             step=state.step,
             loss=result.loss,

@@ -32,14 +32,14 @@ class Progress:
         self._seconds = 0.0
         self._bar = self._open_bar() if enabled and self._stream.isatty() else None
 
-    def show(self, report: StepReport) -> None:
-        """Tell of one step."""
+    def show(self, report: StepReport, mfu: float | None = None) -> None:
+        """Tell of one step, and what part of the GPUs' arithmetic it used, if that is known."""
         self._seconds += report.step_seconds
         if self._bar is not None:
-            self._bar.set_postfix_str(_figures(report), refresh=False)
+            self._bar.set_postfix_str(_figures(report, mfu), refresh=False)
             self._bar.update(report.step - self._bar.n)
         elif report.step % self._log_every == 0 or report.step == self._num_steps:
-            self.note(f"step {report.step}/{self._num_steps}  {_figures(report)}  {self._remaining(report.step)}")
+            self.note(f"step {report.step}/{self._num_steps}  {_figures(report, mfu)}  {self._remaining(report.step)}")
 
     def note(self, text: str) -> None:
         """One line that is not about a step, above the bar if there is one."""
@@ -77,8 +77,9 @@ class Progress:
         return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
 
 
-def _figures(report: StepReport) -> str:
+def _figures(report: StepReport, mfu: float | None) -> str:
     return (
         f"loss {report.loss:.4f}  lr {report.learning_rate:.2e}  grad norm {report.grad_norm:.3g}  "
         f"{report.tokens_per_second:,.0f} tokens/s  {format_size(report.memory_bytes)}"
+        + ("" if mfu is None else f"  MFU {mfu:.1%}")
     )

@@ -5,7 +5,7 @@ Every rank makes one; only rank 0's shows and writes anything, so that recipes n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
@@ -20,6 +20,7 @@ from fsdp_shard.training.metrics import MetricsLog, read_rows
 from fsdp_shard.training.plot import plot_losses
 from fsdp_shard.training.progress import Progress
 from fsdp_shard.training.state import TrainerState
+from fsdp_shard.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
@@ -37,7 +38,10 @@ def stopped(report: StepReport, run_dir: str) -> Interrupted:
 
 
 class RunLog:
-    """The log of a run in `run_dir` that starts after `first_step` = 0, or goes on after that of `checkpoint`."""
+    """The log of a run in `run_dir` that starts after `first_step` = 0, or goes on after that of `checkpoint`.
+
+    `public_settings` go to the trackers; `utilisation` tells the MFU from tokens a second, where it is known.
+    """
 
     def __init__(
         self,
@@ -46,9 +50,13 @@ class RunLog:
         context: DistributedContext,
         first_step: int,
         checkpoint: Path | None = None,
+        public_settings: Mapping[str, Any] | None = None,
+        utilisation: Callable[[float], float] | None = None,
     ) -> None:
         self._run_dir, self._config, self._is_main = Path(run_dir), config, context.is_main
-        self._first_step = first_step
+        self._first_step, self._utilisation = first_step, utilisation
+        names = config.trackers if context.is_main else []
+        self._trackers = Trackers(names, config.tracker_project, self._run_dir, public_settings or {})
         self._exit = ExitStack()
         self._seconds, self._tokens = 0.0, 0
         self._memory: int | None = None
@@ -58,6 +66,7 @@ class RunLog:
         self._progress = self._exit.enter_context(
             Progress(self._config.steps, self._first_step, self._config.log_every, enabled=self._is_main)
         )
+        self._exit.enter_context(self._trackers)
         if self._is_main:
             resumed = self._first_step or None
             self._metrics = self._exit.enter_context(MetricsLog(self._run_dir / METRICS, resumed))
@@ -85,11 +94,14 @@ class RunLog:
         self._seconds += report.step_seconds
         self._tokens += report.tokens
         self._memory = report.memory_bytes
-        self._progress.show(report)
+        mfu = self._utilisation(report.tokens_per_second) if self._utilisation else None
+        self._progress.show(report, mfu)
         if report.fault:
             self.note(f"step {report.step} changed no weights: {report.fault} ({report.skipped} skipped so far)")
         if self._is_main:
-            self._metrics.write(report.row())
+            row = report.row() if mfu is None else {**report.row(), "mfu": mfu}
+            self._metrics.write(row)
+            self._trackers.log("train", row)
 
     def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
         """Tell of an evaluation, which `state` has taken note of unless it was before the first step."""
@@ -98,7 +110,9 @@ class RunLog:
             + _standing(state, self._config.patience)
         )
         if self._is_main:
-            self._evaluations.write({"step": step, **vars(report)})
+            row = {"step": step, **vars(report)}
+            self._evaluations.write(row)
+            self._trackers.log("held_out", row)
 
     def saved(self, checkpoint: Path) -> None:
         self._checkpoint = checkpoint

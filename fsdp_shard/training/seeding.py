@@ -8,6 +8,9 @@ seed and the step in trainer.json are all of it. On another number of ranks the 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
@@ -26,3 +29,33 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """With `enabled`, let torch use only operations that give the same bits each time, and refuse those that cannot.
+
+    To be entered before anything is computed: cuBLAS reads its setting once. As it was before, on leaving.
+    """
+    if not enabled:
+        yield
+        return
+    import torch
+
+    cudnn, variable = torch.backends.cudnn, "CUBLAS_WORKSPACE_CONFIG"
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        cudnn.deterministic,
+        cudnn.benchmark,
+        os.environ.get(variable),
+    )
+    os.environ.setdefault(variable, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        cudnn.deterministic, cudnn.benchmark = before[1], before[2]
+        if before[3] is None:
+            del os.environ[variable]

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_shard.checkpoint.index import open_checkpoint
 from tests.runs import run_recipe
+from tests.training.test_watch_settings import scalars
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +71,35 @@ def test_a_loss_that_is_not_finite(settings: list[str], tmp_path: Path) -> None:
     assert not (ended.run_dir / "result.json").exists()
 
 
+def test_what_else_is_written(settings: list[str], tmp_path: Path) -> None:
+    """Figures in TensorBoard as in metrics.jsonl, a trace of each rank, and the same bits in a second run."""
+    watch = ["train.trackers=[tensorboard]", "train.profile=[2]", "train.deterministic=true"]
+    arguments = [*settings, "train.steps=3", "train.eval_every=2", "launch.ranks=2", *watch]
+    ended, again = (run_recipe("finetune", tmp_path / name, *arguments) for name in ("one", "two"))
+    assert ended.status == again.status == 0, ended.err
+    assert ended.losses == again.losses
+    with open_checkpoint(ended.checkpoint) as one, open_checkpoint(again.checkpoint) as two:
+        assert {name: one.digest(name) for name in one.names} == {name: two.digest(name) for name in two.names}
+
+    found = scalars(tmp_path / "one" / "tensorboard")
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3], "once, by rank 0"
+    assert [value for _, value in found["train/loss"]] == pytest.approx(ended.losses, rel=1e-6)
+    assert [step for step, _ in found["held_out/perplexity"]] == [0, 2, 3]
+    (hparams,) = (tmp_path / "one" / "tensorboard").glob("*/hparams.yml")
+    assert "data.sequence_length: 32" in hparams.read_text()
+    assert sorted(path.name for path in (tmp_path / "one" / "profile").glob("*.json.gz")) == [
+        f"step-00000002-rank-{rank}.json.gz" for rank in (0, 1)
+    ]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["train.patience=2"], "train.patience=2 waits for evaluations, but train.eval_every=0"),
         (["train.min_delta=0.1"], "train.min_delta=0.1 would do nothing"),
         (["train.max_skips=3"], "train.max_skips=3 would do nothing"),
+        (["train.profile=[0]"], "train.profile=[0] names step 0"),
+        (["train.trackers=[tensorbord]"], "did you mean tensorboard?"),
         (["train.patience=2", "train.eval_every=5", "data.eval_path=null"], "needs held-out text"),
     ],
 )

@@ -1,0 +1,141 @@
+"""The figures of a run in the trackers that people look at: TensorBoard, Weights & Biases, MLflow, trackio.
+
+They are accelerate's tracker classes; a new one is one more line in `TRACKERS`. Only rank 0 has any. Where a tracker
+sends things to, and who is logged in there, is that tracker's own (WANDB_MODE=offline, MLFLOW_TRACKING_URI, ...). Knows
+nothing of the run but its figures and its settings, of which what looks like a secret is never passed on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import is_dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.settings import nearest, walk
+
+_SECRET_NAME = re.compile(
+    r"(^|_)(tokens?|passwords?|passwd|secrets?|credentials?|api_?key|access_?key)$", re.IGNORECASE
+)
+_LOGIN_IN_URL = re.compile(r"(?<=://)[^/\s@]+@")
+_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}\b")
+_HIDDEN = "(not shown)"
+
+# Made from (project, name of the run, its directory).
+_Make = Callable[[str, str, Path], Any]
+
+
+def _tensorboard(project: str, run: str, run_dir: Path) -> Any:
+    from accelerate.tracking import TensorBoardTracker
+
+    return TensorBoardTracker("tensorboard", logging_dir=str(run_dir))
+
+
+def _wandb(project: str, run: str, run_dir: Path) -> Any:
+    from accelerate.tracking import WandBTracker
+
+    return WandBTracker(project, name=run, dir=str(run_dir))
+
+
+def _mlflow(project: str, run: str, run_dir: Path) -> Any:
+    from accelerate.tracking import MLflowTracker
+
+    return MLflowTracker(experiment_name=project, run_name=run)
+
+
+def _trackio(project: str, run: str, run_dir: Path) -> Any:
+    from accelerate.tracking import TrackioTracker
+
+    return TrackioTracker(project, name=run)
+
+
+# Name, which is also the module that it needs -> how it is made.
+TRACKERS: Mapping[str, _Make] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "trackio": _trackio,
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError when one of `names` is no tracker that we know, or is not installed."""
+    for name in names:
+        if name not in TRACKERS:
+            close = nearest(name, list(TRACKERS))
+            raise ConfigError(f"train.trackers={list(names)}: {name} is not one of {', '.join(TRACKERS)}{close}.")
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"train.trackers={list(names)} needs {name}, which is not installed. Install it with pip install "
+                f"'fsdp-shard[{name}]', or leave it out."
+            )
+
+
+def public_settings(config: Any) -> dict[str, bool | int | float | str | None]:
+    """Every setting of a config by its dotted name, as trackers take them: without secrets, lists as text."""
+    assert is_dataclass(config)
+    return {name: _public(name, value) for name, _, value in walk(config)}
+
+
+def _public(name: str, value: Any) -> bool | int | float | str | None:
+    if value is not None and _SECRET_NAME.search(name.rpartition(".")[2]):
+        return _HIDDEN
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return _HUB_TOKEN.sub(_HIDDEN, _LOGIN_IN_URL.sub("", str(value)))
+
+
+class Trackers:
+    """The trackers `names` of the run in `run_dir`, open from `__enter__` to `__exit__`; with no names, nothing."""
+
+    def __init__(self, names: Sequence[str], project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        self._names, self._project, self._run_dir, self._settings = names, project, run_dir, settings
+        self._open: list[Any] = []
+        self._exit = ExitStack()
+
+    def __enter__(self) -> Trackers:
+        if self._names:
+            self._exit.enter_context(_accelerate_state())
+        for name in self._names:
+            tracker = TRACKERS[name](self._project, self._run_dir.name, self._run_dir)
+            tracker.main_process_only = False  # we are on rank 0; accelerate would look for itself
+            tracker.start()
+            self._exit.callback(tracker.finish)
+            tracker.store_init_configuration(dict(self._settings))
+            self._open.append(tracker)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    def log(self, group: str, row: Mapping[str, Any]) -> None:
+        """The figures of a row as GROUP/NAME at its step; what has no finite value in it is left out."""
+        figures = {f"{group}/{name}": value for name, value in row.items() if name != "step" and value is not None}
+        for tracker in self._open:
+            tracker.log(figures, step=row["step"])
+
+
+@contextmanager
+def _accelerate_state() -> Iterator[None]:
+    """accelerate's trackers write debug messages, for which its state must be there; here it must change nothing.
+
+    Told that it is on the CPU, it neither chooses a GPU nor starts a process group, but may change the threads.
+    """
+    import torch
+    from accelerate import PartialState
+
+    num_threads, was_there = torch.get_num_threads(), PartialState._shared_state != {}
+    PartialState(cpu=True)
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        if not was_there:
+            PartialState._reset_state()

@@ -1,0 +1,154 @@
+"""Trackers, profiles, MFU and determinism by themselves; what the recipe does with them is in tests/multi_rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.data.base import DataConfig
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.settings import check
+from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.training.flops import flops_per_token, num_matmul_params, peak_flops
+from fsdp_shard.training.profile import StepProfiler
+from fsdp_shard.training.seeding import deterministic_algorithms
+from fsdp_shard.training.trackers import Trackers, check_trackers, public_settings
+from tests.tiny import llama_config
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard itself reads of the event files below a directory."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_figures_reach_tensorboard(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    with Trackers(
+        ["tensorboard"], "project", tmp_path, {"optim.lr": 0.5, "resume": "auto", "model.path": None}
+    ) as found:
+        found.log("train", {"step": 1, "loss": 2.5, "grad_norm": None})
+        found.log("train", {"step": 2, "loss": 2.25, "grad_norm": 1.0})
+    assert scalars(tmp_path / "tensorboard") == {"train/loss": [(1, 2.5), (2, 2.25)], "train/grad_norm": [(2, 1.0)]}
+    (settings,) = (tmp_path / "tensorboard").glob("*/hparams.yml")
+    assert "optim.lr: 0.5" in settings.read_text()
+    assert torch.get_num_threads() == threads
+
+
+def test_without_trackers_nothing_is_written(tmp_path: Path) -> None:
+    with Trackers([], "project", tmp_path, {}) as found:
+        found.log("train", {"step": 1, "loss": 2.5})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trackers_that_cannot_be() -> None:
+    check_trackers(["tensorboard"])
+    with pytest.raises(ConfigError, match=r"tensorbord is not one of tensorboard, wandb.*did you mean tensorboard"):
+        check_trackers(["tensorbord"])
+    missing = next(name for name in ("trackio", "mlflow", "wandb") if not _installed(name))
+    with pytest.raises(ConfigError, match=rf"needs {missing}, which is not installed.*fsdp-shard\[{missing}\]"):
+        check_trackers(["tensorboard", missing])
+
+
+def _installed(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+def test_no_secret_is_passed_on() -> None:
+    config = FinetuneConfig()
+    config.model.path = "https://someone:pass@host/model"
+    config.data = DataConfig(path="hf_" + "a1" * 17)
+    found = public_settings(config)
+    assert found["model.path"] == "https://host/model"
+    assert found["data.path"] == "(not shown)"
+    assert found["train.steps"] == 100
+    assert found["train.profile"] == "[]"
+    assert all(value is None or isinstance(value, (bool, int, float, str)) for value in found.values())
+
+    from dataclasses import make_dataclass
+
+    names = ["hub_token", "token", "api_key", "password", "num_tokens_seen", "tokenizer", "key_value"]
+    secrets = make_dataclass("Secrets", [(name, str) for name in names])("a", "b", "c", "d", "e", "f", "g")
+    assert [name for name, value in public_settings(secrets).items() if value == "(not shown)"] == names[:4]
+
+
+def test_only_the_named_steps_are_profiled(alone: DistributedContext, tmp_path: Path) -> None:
+    import gzip
+
+    profiler = StepProfiler([2], str(tmp_path), alone)
+    weight = torch.randn(64, 64, requires_grad=True)
+    for step in (1, 2, 3):
+        with profiler.around(step):
+            (weight @ weight).sum().backward()
+        assert (tmp_path / "profile").exists() == (step >= 2)
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
+        "step-00000002-rank-0.json.gz",
+        "step-00000002-rank-0.txt",
+    ]
+    trace = json.loads(gzip.decompress((tmp_path / "profile" / "step-00000002-rank-0.json.gz").read_bytes()))
+    names = [event.get("name") for event in trace["traceEvents"]]
+    assert names.count("aten::matmul") == 1, "of one step"
+    assert "[memory]" in names
+    assert "By memory" in (tmp_path / "profile" / "step-00000002-rank-0.txt").read_text()
+
+
+def test_steps_to_profile_are_steps_of_the_run() -> None:
+    check(TrainConfig(steps=12, profile=[1, 12]))
+    with pytest.raises(ConfigError, match="names step 13, but steps go from 1 to steps=12"):
+        check(TrainConfig(steps=12, profile=[10, 13]))
+
+
+def test_operations_of_a_token() -> None:
+    """Counted by torch itself in a forward and a backward pass, of which the first layer's input needs no gradient."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    config = llama_config(tied=False, layers=3)
+    config.num_key_value_heads = 3
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    ids = torch.zeros(1, 64, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    num_params = num_matmul_params(config, sum(p.numel() for p in model.parameters()))
+    expected = flops_per_token(config, num_params, 64)
+    assert expected is not None
+    assert counter.get_total_flops() / 64 == pytest.approx(expected, rel=0.02)
+    config.num_local_experts = 8
+    assert flops_per_token(config, num_params, 64) is None
+    assert flops_per_token(object(), 1, 64) is None
+
+
+def test_peaks_of_devices() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("NVIDIA GeForce GTX 1080") is None
+
+
+def test_deterministic_algorithms_and_back() -> None:
+    def state() -> tuple[Any, ...]:
+        cudnn = torch.backends.cudnn
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return deterministic, cudnn.deterministic, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+    before = state()
+    with deterministic_algorithms(True):
+        assert state() == (True, True, ":4096:8")
+        assert math.isnan(torch.empty(7).sum().item()), "what would be left over from before is marked"
+    assert state() == before
+    with deterministic_algorithms(False):
+        assert state() == before
