@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,11 +17,15 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous as meet
 
 from fsdp_shard.errors import FsdpShardError, StorageError
 
 T = TypeVar("T")
+
+ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
 
 
 @dataclass(frozen=True)
@@ -120,10 +125,8 @@ def distributed(
     timeout = timedelta(seconds=timeout_seconds)
     # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=_memory_store(), rank=0, world_size=1, timeout=timeout)
+    store = join_store(rendezvous, timeout_seconds) if "RANK" in os.environ else HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         shape = (replicas, world_size // replicas)
         mesh = init_device_mesh(where.type, shape, mesh_dim_names=("replicate", "shard"))
@@ -132,10 +135,38 @@ def distributed(
         dist.destroy_process_group()
 
 
-def _memory_store() -> Any:
-    from torch._C._distributed_c10d import HashStore
+def join_store(rendezvous: str = "env://", timeout_seconds: float = 300.0) -> Store:
+    """The store through which the ranks find each other; a restarted attempt never meets the keys of a dead one."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    where = {} if rendezvous == "env://" else {"rank": rank, "world_size": world_size}
+    store, _, _ = next(meet(rendezvous, timeout=timedelta(seconds=timeout_seconds), **where))
+    return PrefixStore(f"fsdp-shard/attempt-{attempt()}", store)
 
-    return HashStore()
+
+def attempt() -> str:
+    """Which attempt of the run this is, the same on all its ranks: 1, 2, ... under our own launcher.
+
+    torchrun counts restarts on each machine for itself, so on several machines its number cannot be relied on.
+    """
+    if ATTEMPT in os.environ:
+        return os.environ[ATTEMPT]
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
+
+
+def leave_store(store: Store, num_members: int, *, serves: bool, seconds: float) -> None:
+    """Say that this member will not use `store` again; the one that `serves` it waits for the others, up to `seconds`.
+
+    A store that is gone already is no error: there is nobody left to wait for.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        num_left = store.add("fsdp-shard/left", 1)
+        while serves and num_left < num_members and time.monotonic() < deadline:
+            time.sleep(0.02)
+            num_left = store.add("fsdp-shard/left", 0)
+    except (RuntimeError, ValueError):
+        return
 
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

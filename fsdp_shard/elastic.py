@@ -14,26 +14,29 @@ import signal
 import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
-from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from fsdp_shard import errors
-from fsdp_shard.errors import FsdpShardError, Interrupted, RankError
+from fsdp_shard.agent import Agent, give_signs_of_life
+from fsdp_shard.distributed import ATTEMPT, attempt
+from fsdp_shard.errors import FsdpShardError, InputError, Interrupted, RankError, RunError
+from fsdp_shard.meeting import Meeting
 from fsdp_shard.signals import STOP_SIGNALS, Stopped, interrupt_on_signals, stop_signals
 
 C = TypeVar("C")
+Share = Callable[[str, str], str]
 
 # What gloo and NCCL say on the other ranks when one is gone.
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "connection refused")
+_WAITED_IN_VAIN = ("timed out waiting", "wait timeout", "watchdog caught collective operation timeout")
 
 
 def run_ranks(
@@ -41,56 +44,80 @@ def run_ranks(
     config: C,
     *,
     ranks: int,
-    nodes: int,
+    nodes: tuple[int, int],
     rendezvous: str | None,
     max_restarts: int,
     grace_seconds: int,
+    timeout_seconds: float,
     start_method: str,
     num_threads: int,
     log: bool,
+    prepare: Callable[[Share], None] | None = None,
 ) -> None:
-    """Call `work(config)` on `ranks` processes here, together with those of `nodes - 1` other machines.
+    """Call `work(config)` on `ranks` processes here, together with those of other machines: `nodes` of them in all.
 
-    Returns when all ranks have returned. Signals that ask to stop are passed to the ranks, which have `grace_seconds`
-    to save and end. Raises the first cause: an error of ours as the rank raised it, RankError for
+    `nodes` is the fewest and the most machines; with rendezvous None it is this one. `prepare(share)` is called before
+    any rank starts: `share(name, value)` is what the first machine gave under that name.
+
+    Returns when all ranks have returned. After a failure all ranks of all machines are started again, up to
+    `max_restarts` times, unless it would come again: what is wrong with the input, or a signal. A rank that gives no
+    sign of life for `timeout_seconds` has failed. Signals that ask to stop are passed to the ranks, which have
+    `grace_seconds` to save and end. Raises the first cause: an error of ours as the rank raised it, RankError for
     anything else, Interrupted after a signal.
     """
     _quieten_torch(log)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in stop_signals())
     before = {number: signal.getsignal(number) for number in stop_signals()}
+    alone = rendezvous is None
     with tempfile.TemporaryDirectory(prefix="fsdp-shard-") as reports:
-        elastic = ElasticConfig(
-            min_nodes=nodes,
-            max_nodes=nodes,
-            nproc_per_node=ranks,
-            # Machines of one run meet at one endpoint, so the name only has to be the same there.
-            run_id="fsdp-shard" if nodes > 1 else uuid.uuid4().hex,
-            role="rank",
-            rdzv_backend="c10d",
-            rdzv_endpoint=rendezvous or "127.0.0.1:0",
-            local_addr=None if nodes > 1 else "127.0.0.1",
-            # torch makes a directory for logs even when it writes none.
-            logs_specs=DefaultLogsSpecs(log_dir=reports),
-            max_restarts=max_restarts,
-            monitor_interval=0.05,
-            start_method=start_method,
-            signals_to_handle=",".join(number.name for number in stop_signals()),
-            shutdown_timeout=grace_seconds,
-        )
+        here = Path(reports)
         error: FsdpShardError | None = None
+        meeting: Meeting | None = None
+        agent: Agent | None = None
         try:
-            elastic_launch(elastic, _rank_main)(work, config, reports, num_threads)
-        except ChildFailedError as failed:
-            # Which global ranks are here is known only when there is one machine.
-            last = _last_attempt(Path(reports))
-            unfinished = set(range(ranks if nodes == 1 else 0)) - _finished(last)
-            error = first_cause(read_reports(last), _how_it_died(failed), unfinished)
+            meeting = Meeting(*nodes, rendezvous)
+            if prepare is not None:
+                prepare(meeting.first_value)
+            agent = Agent(
+                WorkerSpec(
+                    role="rank",
+                    local_world_size=ranks,
+                    entrypoint=_rank_main,
+                    args=(work, config, reports, num_threads),
+                    rdzv_handler=meeting,
+                    max_restarts=max_restarts,
+                    monitor_interval=0.05,
+                    local_addr=meeting.local_addr,
+                ),
+                # torch makes a directory for logs even when it writes none.
+                DefaultLogsSpecs(log_dir=reports),
+                start_method=start_method,
+                grace_seconds=grace_seconds,
+                timeout_seconds=timeout_seconds,
+                sign_of_life=lambda rank: _sign_of_life(here, rank),
+                # A fixed number of machines that one of them was told to leave cannot go on.
+                restarts=lambda status: not (status == InputError.exit_status or (status > 128 and len({*nodes}) == 1)),
+            )
+            result = agent.run()
+            meeting.shutdown()
+            if result is None or result.is_failed():
+                # Which global ranks are here is known only when there is one machine.
+                last = _last_attempt(here)
+                unfinished = set(range(ranks if alone else 0)) - _finished(last)
+                error = first_cause(read_reports(last), _how_it_died(agent, timeout_seconds), unfinished)
         except SignalException as stopped:
             _kill_ranks()
-            error = _interrupted(read_reports(_last_attempt(Path(reports))), int(stopped.sigval))
+            error = _interrupted(read_reports(_last_attempt(here)), int(stopped.sigval))
+        except RendezvousError as failed:
+            _kill_ranks()
+            error = RunError(f"The machines of the run could not meet at launch.rendezvous={rendezvous}: {failed}")
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            if meeting is not None:
+                meeting.leave()
+            os.environ.pop(ATTEMPT, None)
         if error is not None:
             raise error
 
@@ -113,8 +140,9 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
     os.setpgid(0, 0)
     interrupt_on_signals(ctrl_c=True)
     torch.set_num_threads(num_threads)
-    place = Path(reports) / f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    place = Path(reports) / f"attempt-{attempt()}"
     place.mkdir(exist_ok=True)
+    give_signs_of_life(place / f"rank-{os.environ['RANK']}.alive")
     try:
         try:
             work(config)
@@ -164,13 +192,24 @@ def _finished(directory: Path) -> set[int]:
     return {int(file.stem.removeprefix("rank-")) for file in directory.glob("rank-*.done")}
 
 
-def _how_it_died(failed: ChildFailedError) -> tuple[int, str]:
-    """The rank that torch found dead, and in what way."""
-    rank, failure = failed.get_first_failure()
-    if failure.exitcode < 0:
-        hint = "; the machine may have run out of memory" if -failure.exitcode == signal.SIGKILL else ""
-        return rank, f"was killed by {failure.signal_name()}{hint}"
-    return rank, f"ended with exit status {failure.exitcode}"
+def _sign_of_life(reports: Path, rank: int) -> Path | None:
+    """What a rank touches while it is at work; None when its work is done, and torch ends it."""
+    place = reports / f"attempt-{attempt()}"
+    return None if (place / f"rank-{rank}.done").exists() else place / f"rank-{rank}.alive"
+
+
+def _how_it_died(agent: Agent, timeout_seconds: float) -> tuple[int, str]:
+    """The rank that was found dead first, and in what way."""
+    rank, status = agent.first_death or (0, 1)
+    if rank in agent.frozen:
+        return rank, (
+            f"gave no sign of life for launch.timeout_seconds={timeout_seconds:g} and was killed; it was stopped, or "
+            f"hung in a call to the system"
+        )
+    if status < 0:
+        hint = "; the machine may have run out of memory" if -status == signal.SIGKILL else ""
+        return rank, f"was killed by {signal.Signals(-status).name}{hint}"
+    return rank, f"ended with exit status {status}"
 
 
 def first_cause(reports: list[Report], died: tuple[int, str], unfinished: set[int]) -> FsdpShardError:
@@ -186,13 +225,22 @@ def first_cause(reports: list[Report], died: tuple[int, str], unfinished: set[in
         return _as_error(told[0])
     if silent:
         rank = died[0] if died[0] in silent else min(silent)
-        how = died[1] if rank == died[0] else "died without a word; it may have been killed for its memory"
+        if rank == died[0]:
+            how = died[1]
+        elif told and _says(told[0], _WAITED_IN_VAIN):
+            how = "kept the others waiting for longer than launch.timeout_seconds"
+        else:
+            how = "died without a word; it may have been killed for its memory"
         return RankError(f"Rank {rank} {how}. The other ranks were stopped.")
     return _as_error(reports[0])
 
 
 def _lost_a_peer(report: Report) -> bool:
-    return any(words in report.message.lower() for words in _LOST_PEER)
+    return _says(report, _LOST_PEER + _WAITED_IN_VAIN)
+
+
+def _says(report: Report, phrases: tuple[str, ...]) -> bool:
+    return any(phrase in report.message.lower() for phrase in phrases)
 
 
 def _as_error(report: Report) -> FsdpShardError:

@@ -16,13 +16,19 @@ from typing import Protocol, TypeVar
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.settings import setting
 
+_SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
+
 
 @dataclass
 class LaunchConfig:
     """How many processes a run has, and where. Inside torchrun or srun, their numbers count instead."""
 
     ranks: int = setting(1, "Processes on this machine; each drives one GPU, or its part of the cores.", minimum=1)
-    nodes: int = setting(1, "Machines; start the same command on each, with the same launch.rendezvous.", minimum=1)
+    nodes: str = setting(
+        "1",
+        "Machines; start the same command on each, with the same launch.rendezvous. 2:4 goes on with any number from "
+        "2 to 4 as they come and go.",
+    )
     rendezvous: str | None = setting(None, "host:port where the machines meet, on one of them; for launch.nodes > 1.")
     device: str = setting("auto", "auto takes GPUs when there are any.", choices=("auto", "cpu", "cuda"))
     timeout_seconds: float = setting(600.0, "A rank that waits longer than this for the others fails.", above=0.0)
@@ -31,7 +37,9 @@ class LaunchConfig:
 
     def check(self, prefix: str) -> None:
         """Refuse machines that cannot find each other."""
-        if self.nodes > 1 and self.rendezvous is None:
+        if not re.fullmatch(r"[1-9]\d{0,4}(:[1-9]\d{0,4})?", str(self.nodes)) or self.min_nodes > self.max_nodes:
+            raise ConfigError(f"{prefix}nodes={self.nodes} is neither a number of machines nor a range such as 2:4.")
+        if self.max_nodes > 1 and self.rendezvous is None:
             raise ConfigError(
                 f"{prefix}nodes={self.nodes} needs {prefix}rendezvous=host:port, where the machines meet; "
                 f"take the name of one of them and a free port, such as node1:29400."
@@ -40,8 +48,17 @@ class LaunchConfig:
             raise ConfigError(f"{prefix}rendezvous={self.rendezvous} is not host:port, such as node1:29400.")
 
     @property
+    def min_nodes(self) -> int:
+        return int(str(self.nodes).partition(":")[0])
+
+    @property
+    def max_nodes(self) -> int:
+        return int(str(self.nodes).rpartition(":")[2])
+
+    @property
     def num_ranks(self) -> int:
-        return self.ranks * self.nodes
+        """The fewest ranks that the run may have: most of it falls to each then."""
+        return self.ranks * self.min_nodes
 
 
 class Launchable(Protocol):
@@ -69,11 +86,11 @@ def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] |
     if joins(settings, os.environ):
         os.environ.update(slurm_variables(os.environ))
         work_together(work, config, begin)
-    elif settings.num_ranks == 1:
+    elif settings.ranks == settings.max_nodes == 1 and not settings.max_restarts:
         begin(config)
         work(config)
     else:
-        alone = settings.nodes == 1
+        alone = settings.max_nodes == 1
         if alone:
             begin(config)
         _start_ranks(work if alone else _Together(work, begin), config)
@@ -83,14 +100,21 @@ def _start_ranks(work: Callable[[C], None], config: C) -> None:
     from fsdp_shard.elastic import run_ranks
 
     settings = config.launch
+
+    def prepare(share: Callable[[str, str], str]) -> None:
+        # Named by the time, it would be another one on each machine, and after a restart.
+        config.run_dir = share("run_dir", config.run_dir)
+
     run_ranks(
         work,
         config,
         ranks=settings.ranks,
-        nodes=settings.nodes,
-        rendezvous=settings.rendezvous,
+        nodes=(settings.min_nodes, settings.max_nodes),
+        rendezvous=settings.rendezvous if settings.max_nodes > 1 else None,
         max_restarts=settings.max_restarts,
         grace_seconds=settings.grace_seconds,
+        timeout_seconds=settings.timeout_seconds,
+        prepare=prepare,
         # A CUDA context does not survive a fork; without one, forked ranks share what is imported already and are
         # there in a tenth of the time.
         start_method="spawn" if uses_gpus(settings) else "fork",
@@ -116,23 +140,26 @@ class _Together:
 
 def work_together(work: Callable[[C], None], config: C, begin: Callable[[C], None]) -> None:
     """As one of several ranks described by the environment: take rank 0's run_dir, begin once, and work."""
-    from torch.distributed.rendezvous import rendezvous
+    from fsdp_shard.distributed import join_store, leave_store
 
-    # The store is kept until the work is done: rank 0 may be serving it, and the process group reuses it.
-    store, rank, _ = next(rendezvous("env://"))
-    key = "fsdp-shard/run_dir"
-    if rank == 0:
-        try:
-            begin(config)
-        except BaseException:
-            store.set(key, b"")
-            raise
-        store.set(key, config.run_dir)
-    elif not (received := store.get(key)):
-        sys.exit(1)  # rank 0 says why
-    else:
-        config.run_dir = received.decode()
-    work(config)
+    # The store is kept until the work is done on all ranks: rank 0 may be serving it.
+    store, rank, world_size = join_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    key = "run_dir"
+    try:
+        if rank == 0:
+            try:
+                begin(config)
+            except BaseException:
+                store.set(key, b"")
+                raise
+            store.set(key, config.run_dir)
+        elif not (received := store.get(key)):
+            sys.exit(1)  # rank 0 says why
+        else:
+            config.run_dir = received.decode()
+        work(config)
+    finally:
+        leave_store(store, world_size, serves=rank == 0, seconds=_SECONDS_TO_LEAVE)
 
 
 def joins(settings: LaunchConfig, environment: Mapping[str, str]) -> bool:
@@ -189,11 +216,11 @@ def joined_rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) if is_joined_rank() else 0
 
 
-def world_size(settings: LaunchConfig) -> int:
-    """How many ranks the run has in all: what torchrun or srun says, else launch.ranks on each of launch.nodes."""
+def world_sizes(settings: LaunchConfig) -> list[int]:
+    """How many ranks the run may have in all: what torchrun or srun says, else launch.ranks on each of launch.nodes."""
     if not joins(settings, os.environ):
-        return settings.num_ranks
-    return int((dict(os.environ) | slurm_variables(os.environ))["WORLD_SIZE"])
+        return [settings.ranks * nodes for nodes in range(settings.min_nodes, settings.max_nodes + 1)]
+    return [int((dict(os.environ) | slurm_variables(os.environ))["WORLD_SIZE"])]
 
 
 def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:

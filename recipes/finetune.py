@@ -7,7 +7,7 @@ from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data.base import check_data
 from fsdp_shard.data.prepare import prepare_on_ranks
 from fsdp_shard.distributed import distributed
-from fsdp_shard.launch import uses_gpus, world_size
+from fsdp_shard.launch import uses_gpus, world_sizes
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.base import check_batch, check_held_out
 from fsdp_shard.training.checkpointing import find_step, is_finished, open_trainer, restore_optimizer
@@ -27,9 +27,9 @@ from fsdp_shard.training.trackers import check_trackers, public_settings
 
 def check(config: FinetuneConfig) -> None:
     """What can be found wrong before any rank starts."""
-    num_ranks = world_size(config.launch)
-    check_batch(config.train, num_ranks)
-    config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
+    for num_ranks in world_sizes(config.launch):
+        check_batch(config.train, num_ranks)
+        config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
     config.optim.check_installed()
     check_data(config.data)
     check_held_out(config.train, config.data)

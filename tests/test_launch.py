@@ -74,10 +74,10 @@ def test_the_first_of_a_node_list(nodes: str, first: str) -> None:
 
 
 def test_the_world_is_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch.world_size(LaunchConfig(ranks=3, nodes=2)) == 6
+    assert launch.world_sizes(LaunchConfig(ranks=3, nodes="2")) == [6]
     for name, value in _TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert launch.world_size(LaunchConfig(ranks=3, nodes=2)) == 2
+    assert launch.world_sizes(LaunchConfig(ranks=3, nodes="2")) == [2]
     assert launch.joined_rank() == 1
 
 
@@ -93,7 +93,7 @@ def test_the_world_is_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
         (0, LaunchConfig(ranks=64), ""),
         (2, LaunchConfig(ranks=64, device="cpu"), ""),
         (2, LaunchConfig(ranks=2), ""),
-        (2, LaunchConfig(ranks=2, nodes=2, rendezvous="a:1"), ""),
+        (2, LaunchConfig(ranks=2, nodes="2", rendezvous="a:1"), ""),
     ],
 )
 def test_more_ranks_than_gpus(
@@ -169,8 +169,8 @@ def work(here):
     {body}
 
 if __name__ == "__main__":
-    settings = dict(ranks=2, nodes=1, rendezvous=None, max_restarts=0, grace_seconds=60, start_method="fork",
-                    num_threads=1, log=False)
+    settings = dict(ranks=2, nodes=(1, 1), rendezvous=None, max_restarts=0, grace_seconds=60, timeout_seconds=60,
+                    start_method="fork", num_threads=1, log=False)
     try:
         run_ranks(work, sys.argv[1], **(settings | dict({settings})))
     except FsdpShardError as error:

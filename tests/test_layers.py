@@ -22,6 +22,7 @@ _LAYERS = (
     ("sharding", "checkpoint", "data"),
     ("training", "inference"),
     ("evaluation", "planning"),
+    ("meeting", "agent"),
     ("elastic",),
     ("launch", "shipped"),
     ("shell", "config"),

@@ -1,0 +1,127 @@
+"""Where the launchers of a run's machines meet: torch's c10d rendezvous, and how they take leave of each other.
+
+Two things are added to torch's. Each round has a number that all machines know, under which its ranks keep their keys
+apart from those of a dead attempt: torch lets both use one store. And the machine that serves the store waits at the
+end until the others have left it: where it goes first, they find a broken connection instead of an end. Knows no rank.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+
+from torch._C._distributed_c10d import Store
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from fsdp_shard.distributed import ATTEMPT, leave_store
+
+_KEYS = "fsdp-shard/"
+_SECONDS_TO_LEAVE = 15.0
+# Machines beyond the fewest that are needed are waited for this long, in each round.
+_LAST_CALL_SECONDS = 10
+
+
+class Meeting(RendezvousHandler):
+    """The rendezvous of the machines of one run; with `endpoint` None, of this machine alone."""
+
+    def __init__(self, min_nodes: int, max_nodes: int, endpoint: str | None) -> None:
+        alone = endpoint is None
+        # Machines of one run meet at one endpoint, so the name only has to be the same there.
+        name = uuid.uuid4().hex if alone else "fsdp-shard"
+        self._is_host = alone or _is_here(str(endpoint))
+        where: dict[str, Any] = {
+            "backend": "c10d",
+            "endpoint": endpoint or "127.0.0.1:0",
+            "run_id": name,
+            "min_nodes": min_nodes,
+            "max_nodes": max_nodes,
+            "local_addr": "127.0.0.1" if alone else None,
+            "last_call_timeout": _LAST_CALL_SECONDS,
+        }
+        try:
+            parameters = RendezvousParameters(**where, is_host=self._is_host)
+            backend, store = create_backend(parameters)
+        except RendezvousConnectionError:
+            if not self._is_host:
+                raise
+            # Another machine of this run is a process here, and was first.
+            self._is_host = False
+            parameters = RendezvousParameters(**where, is_host=False)
+            backend, store = create_backend(parameters)
+        self.local_addr: str | None = parameters.local_addr
+        self._store: Store = store
+        self._torch: RendezvousHandler = create_handler(store, backend, parameters)
+        self._round: RendezvousInfo | None = None
+
+    def first_value(self, name: str, value: str) -> str:
+        """`value` as the first machine that asked gave it: the same on all machines, in every round."""
+        return bytes(self._store.compare_set(f"{_KEYS}{name}", "", value)).decode()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._round = self._torch.next_rendezvous()
+        # Keys in the round's store are this round's own; the counter is the run's.
+        if self._round.rank == 0:
+            self._round.store.set(f"{_KEYS}attempt", str(self._store.add(f"{_KEYS}attempts", 1)))
+        os.environ[ATTEMPT] = bytes(self._round.store.get(f"{_KEYS}attempt")).decode()  # the ranks inherit it
+        return self._round
+
+    def leave(self) -> None:
+        """Count this machine out of its last round; the one that serves the store waits for the others, not for ever.
+
+        After this, nothing here may touch the store.
+        """
+        if self._round is not None:
+            leave_store(self._round.store, self._round.world_size, serves=self._is_host, seconds=_SECONDS_TO_LEAVE)
+
+    # The rest is torch's.
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._torch.use_agent_store
+
+    def get_backend(self) -> str:
+        return self._torch.get_backend()
+
+    def is_closed(self) -> bool:
+        return self._torch.is_closed()
+
+    def set_closed(self) -> None:
+        self._torch.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._torch.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._torch.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._torch.shutdown()
+
+
+def _is_here(endpoint: str) -> bool:
+    """Whether the host of host:port is this machine: one of its names, or an address that a socket here can have."""
+    host = endpoint.rpartition(":")[0].strip("[]")
+    if host in ("localhost", socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, address) for family, _, _, _, address in found)
+
+
+def _can_bind(family: socket.AddressFamily, address: tuple[object, ...]) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        try:
+            trial.bind(address)
+        except OSError:
+            return False
+    return True
