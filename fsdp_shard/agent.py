@@ -1,8 +1,8 @@
 """torch's elastic agent of one machine, quicker to end ranks that cannot go on, and with an eye for frozen ones.
 
 When a rank dies, torch gives the others 30 s, most of which ranks that wait for the dead one would sit out; here it is
-a few seconds. A rank that is stopped or hangs in the kernel never dies: each rank has a thread that gives a sign of life,
-and one that gives none for too long is killed. Knows ranks as processes only.
+a few seconds. A rank that is stopped or hangs in the kernel never dies: so each rank has a thread that gives a sign of
+life, and one that gives none for too long is killed. Knows ranks as processes only.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def work_together(work: Callable[[C], None], config: C, begin: Callable[[C], Non
             try:
                 begin(config)
             except BaseException:
-                store.set(key, b"")
+                store.set(key, "")
                 raise
             store.set(key, config.run_dir)
         elif not (received := store.get(key)):

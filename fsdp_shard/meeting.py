@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import (

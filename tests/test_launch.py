@@ -230,6 +230,55 @@ def test_ranks_that_do_not_stop_are_killed_after_their_grace(tmp_path: Path) -> 
     assert out == "Interrupted: Stopped by SIGTERM.\n"
 
 
+def test_a_frozen_rank_is_found_and_the_next_attempt_meets_none_of_its_keys(tmp_path: Path) -> None:
+    body = """
+    from fsdp_shard.distributed import distributed
+    with distributed("cpu", timeout_seconds=60) as context:
+        if attempt == "0" and rank == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        (Path(here) / f"met-{attempt}-{rank}").write_text(str(context.all_gather_object(rank)))
+    """
+    start = time.monotonic()
+    done = run(_program(tmp_path, body, "max_restarts=1, timeout_seconds=2"), tmp_path)
+    assert (done.out, done.err) == ("", "")
+    assert time.monotonic() - start < 50  # not the 60 s of the collective
+    assert sorted(file.name for file in tmp_path.glob("met-*")) == ["met-1-0", "met-1-1"]
+    done = run(_program(tmp_path, body, "timeout_seconds=2"), tmp_path)
+    assert done.out.startswith("RankError: Rank 1 gave no sign of life for launch.timeout_seconds=2 and was killed")
+
+
+def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
+    body = "from fsdp_shard.errors import DataError\n    raise DataError('no rows')"
+    done = run(_program(tmp_path, body, "max_restarts=3"), tmp_path)
+    assert done.out == "DataError: no rows\n"
+    assert not list(tmp_path.glob("attempt-1-*"))
+
+
+def test_ranks_that_hang_when_another_has_died_are_killed(tmp_path: Path) -> None:
+    body = """
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(100)
+    """
+    start = time.monotonic()
+    done = run(_program(tmp_path, body), tmp_path)
+    assert done.out.startswith("RankError: Rank 1 was killed by SIGKILL")
+    assert time.monotonic() - start < 25
+
+
+@pytest.mark.parametrize("nodes", ["0", "3:2", "2:", "a", "1:4:5", "-1"])
+def test_what_is_no_number_of_machines(nodes: str) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.nodes=.* is neither"):
+        LaunchConfig(nodes=nodes, rendezvous="a:1").check("launch.")
+
+
+def test_a_range_of_machines_has_several_worlds() -> None:
+    settings = LaunchConfig(nodes="2:4", ranks=2, rendezvous="a:1")
+    settings.check("launch.")
+    assert (launch.world_sizes(settings), settings.num_ranks) == ([4, 6, 8], 4)
+
+
 def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     done = run(_program(tmp_path, "raise ValueError('x')"), tmp_path, TMPDIR=str(tmp_path / "temporary"))
