@@ -233,15 +233,13 @@ def test_ranks_that_do_not_stop_are_killed_after_their_grace(tmp_path: Path) -> 
 def test_a_frozen_rank_is_found_and_the_next_attempt_meets_none_of_its_keys(tmp_path: Path) -> None:
     body = """
     from fsdp_shard.distributed import distributed
-    with distributed("cpu", timeout_seconds=60) as context:
+    with distributed("cpu", timeout_seconds=1000) as context:  # the others would wait for longer than this test
         if attempt == "0" and rank == "1":
             os.kill(os.getpid(), signal.SIGSTOP)
         (Path(here) / f"met-{attempt}-{rank}").write_text(str(context.all_gather_object(rank)))
     """
-    start = time.monotonic()
     done = run(_program(tmp_path, body, "max_restarts=1, timeout_seconds=2"), tmp_path)
     assert (done.out, done.err) == ("", "")
-    assert time.monotonic() - start < 50  # not the 60 s of the collective
     assert sorted(file.name for file in tmp_path.glob("met-*")) == ["met-1-0", "met-1-1"]
     done = run(_program(tmp_path, body, "timeout_seconds=2"), tmp_path)
     assert done.out.startswith("RankError: Rank 1 gave no sign of life for launch.timeout_seconds=2 and was killed")
@@ -256,15 +254,15 @@ def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
 
 def test_ranks_that_hang_when_another_has_died_are_killed(tmp_path: Path) -> None:
     body = """
-    if rank == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank == "1":
+        (Path(here) / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(100)
     """
-    start = time.monotonic()
     done = run(_program(tmp_path, body), tmp_path)
     assert done.out.startswith("RankError: Rank 1 was killed by SIGKILL")
-    assert time.monotonic() - start < 25
+    assert time.time() - (tmp_path / "died").stat().st_mtime < 29  # torch would wait for 30 s
 
 
 @pytest.mark.parametrize("nodes", ["0", "3:2", "2:", "a", "1:4:5", "-1"])
