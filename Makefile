@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test check lint docs coverage bench-convert clean
+.PHONY: help install demo test faults check lint docs coverage bench-convert clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
 	@echo "make demo      fine-tune, convert, evaluate and generate with a real model, in a few minutes"
 	@echo "make test      what CI runs: lint, types, tests"
+	@echo "make faults    kills, power cuts, failing disks, hostile files: many more than in make test (25 minutes)"
 	@echo "make lint      repair formatting, and what ruff can"
 	@echo "make docs      write docs/config.md anew from the settings in the code"
 	@echo "make coverage  the tests again, with the lines that none of them runs"
@@ -26,6 +27,9 @@ demo: $(STAMP)
 
 test check: $(STAMP)
 	@scripts/check
+
+faults: $(STAMP)
+	@FAULTS=long $(VENV)/bin/python -m pytest -q -s --timeout 1500 tests/faults
 
 lint: $(STAMP)
 	@scripts/lint

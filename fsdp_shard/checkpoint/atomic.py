@@ -66,6 +66,14 @@ def _sync_file_range() -> Any:
     return getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform.startswith("linux") else None
 
 
+def make_directories(path: Path) -> None:
+    """Make `path`, which must not be there, and the directories above it; the names of those are on the disk then."""
+    missing = [above for above in path.parents if not above.exists()]
+    path.mkdir(parents=True)
+    for made in missing:
+        fsync_directory(made.parent)
+
+
 def fsync_tree(path: Path) -> None:
     """Force the names in a directory and in all below it to the disk; their files are synced by who wrote them."""
     for directory, _, _ in os.walk(path):

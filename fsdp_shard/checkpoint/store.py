@@ -81,7 +81,7 @@ class Store:
             raise SaveError(f"{target} is there already, and a finished checkpoint is never written over.")
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            atomic.make_directories(temporary)
             free = shutil.disk_usage(temporary).free
         except OSError as error:
             raise StorageError(f"{temporary} cannot be created: {describe(error)}; nothing was saved.") from error
@@ -154,6 +154,7 @@ class Store:
         hidden = self.root / f".{step_name(step)}.deleted"
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(self.path(step), hidden)
+        fsync_directory(self.root)  # before its files go: the name must not come back without them
         reach("hidden")
         shutil.rmtree(hidden)
         reach("deleted")

@@ -1,0 +1,159 @@
+"""Two real ranks that save small steps whose every value is the step's number, so that a mixture of steps shows.
+
+The ranks are forked and meet over gloo. With `asynchronous`, a step is copied and written behind the back of the main
+thread, which changes the state as soon as it may, as training does.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fsdp_shard.checkpoint.checks.verify import verify
+from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.staging import Staging
+from fsdp_shard.checkpoint.state import OPTIMIZER, RunState, save_step, step_trainer
+from fsdp_shard.checkpoint.store import Store
+from fsdp_shard.distributed import DistributedContext, distributed
+from fsdp_shard.shards import LocalShard
+from fsdp_shard.training.saving import Flight
+
+WORLD_SIZE = 2
+# Whether `make faults` runs the suite: the same faults, more often.
+LONG = os.environ.get("FAULTS") == "long"
+_FORK = multiprocessing.get_context("fork")
+_SHAPES = {"embed.weight": (3, 100_001), "norm.weight": (7,), "head.weight": (5, 11)}  # one crosses chunks of 1 MiB
+_SMALL = {"embed.weight": (3, 101), "norm.weight": (7,), "head.weight": (5, 11)}
+_CONFIG = b'{"model_type": "llama"}'
+
+
+class State:
+    """A rank's half of every tensor."""
+
+    def __init__(self, rank: int, *, small: bool = False) -> None:
+        shapes = _SMALL if small else _SHAPES
+        self.weights = {name: _half(shape, rank) for name, shape in shapes.items()}
+        self.optimizer = {f"{name}.exp_avg": _half(shape, rank) for name, shape in shapes.items()}
+
+    def set(self, step: int) -> RunState:
+        """The whole state after `step`."""
+        for shard in (*self.weights.values(), *self.optimizer.values()):
+            shard.data.fill_(float(step))
+        return RunState(self.weights, {}, self.optimizer, {"step": step}, {"config.json": _CONFIG})
+
+
+def _half(shape: tuple[int, ...], rank: int) -> LocalShard:
+    total = int(np.prod(shape))
+    start, end = total * rank // WORLD_SIZE, total * (rank + 1) // WORLD_SIZE
+    data = torch.zeros(end - start)
+    return LocalShard(torch.nn.Parameter(data), data, start, shape, True)
+
+
+def save_on(
+    context: DistributedContext,
+    root: Path,
+    steps: range,
+    *,
+    layout: str,
+    asynchronous: bool = False,
+    keep_last: int = 2,
+    small: bool = False,
+    saved: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Save `steps` one after the other, and delete old ones; `saved(step)` is called when one is said to be safe."""
+    store, state, staging = Store(root), State(context.rank, small=small), Staging()
+    beside = context.beside(60)
+    context.decide(store.clean_leftovers)
+
+    def write(step: int, whole: RunState) -> Path:
+        size = 400_000 if layout == "gathered" else None
+        directory = save_step(beside, store, step, whole, layout=layout, max_shard_bytes=size)
+        beside.together(lambda: store.prune(keep_last) if context.is_main else None)
+        return directory
+
+    for step in steps:
+        whole = state.set(step)
+        if asynchronous:
+            staged, copy = staging.stage(whole)
+            flight = Flight(step, copy, lambda step=step, staged=staged: write(step, staged))  # type: ignore[misc]
+            copy.settle()
+            state.set(-step)  # what the next optimizer step does to the weights
+            flight.result()
+        else:
+            write(step, whole)
+        saved(step)
+
+
+class Ranks:
+    """`function(context, *args)` on forked ranks that may die; nothing is expected of how they end."""
+
+    def __init__(self, place: Path, function: Callable[..., None], *args: Any) -> None:
+        meeting = place / f"meeting-{time.monotonic_ns()}"
+        self._processes = [
+            _FORK.Process(target=_rank_main, args=(rank, meeting, function, args)) for rank in range(WORLD_SIZE)
+        ]
+        for process in self._processes:
+            process.start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    def wait(self, seconds: float) -> list[int]:
+        """Exit statuses, negative for signals; a rank that is still there after `seconds` fails the test."""
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        late = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
+        for process in self._processes:
+            process.kill()
+            process.join()
+        assert not late, f"rank(s) {late} were still there after {seconds} s"
+        return [process.exitcode or 0 for process in self._processes]
+
+
+def _rank_main(rank: int, meeting: Path, function: Callable[..., None], args: Any) -> None:
+    gc.freeze()  # as in tests/ranks.py
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_RANK=str(rank))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a rank that loses the other says so, at length
+    status = 1
+    try:
+        with distributed("cpu", timeout_seconds=60, rendezvous=f"file://{meeting}") as context:
+            function(context, *args)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def problems(root: Path, at_least: int = 0) -> list[str]:
+    """What breaks the promise: a committed step that is not whole or not of one save, or a step that was lost."""
+    store, found = Store(root), []
+    steps = store.steps()
+    if max(steps, default=0) < at_least:
+        found.append(f"step {at_least} was said to be safe, but of it only {steps} are there")
+    for step in steps:
+        directory = store.path(step)
+        try:
+            report = verify(directory)
+            found += [f"step {step}: {problem}" for problem in report.problems]
+            if step_trainer(directory) != {"step": step}:
+                found.append(f"step {step}: trainer.json is of another step")
+            for part in (directory, directory / OPTIMIZER):
+                with open_checkpoint(part) as index:
+                    for name in index.names:
+                        values = np.empty(int(np.prod(index.entry(name).shape)), dtype=np.float32)
+                        index.read_into(name, 0, memoryview(values).cast("B"))
+                        if not (values == step).all():
+                            found.append(f"step {step}: {name} in {part.name} has values of other steps")
+        except Exception as error:
+            found.append(f"step {step}: {type(error).__name__}: {error}")
+    return found
