@@ -119,6 +119,8 @@ def _preset_in(message: str) -> str:
 
 _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
 
+_NAMES = {"int": "Integer", "float": "Float", "bool": "Boolean", "str": "String"}
+
 
 def _expected(name: str, message: str) -> str:
     """`Value 'abc' of type 'str' could not be converted to Integer` in a user's words."""
@@ -129,6 +131,9 @@ def _expected(name: str, message: str) -> str:
         kind = {"bool": "Boolean"}.get(match[2], match[2]) if match else ""
     else:
         kind = match[2]
+    if match is None and (several := re.match(r"Value '(.*)' of type .* type hint '.*Union\[(.*)\]+'", message)):
+        kinds = [_TYPES[_NAMES[kind]] for kind in several[2].rstrip("]").split(", ") if kind in _NAMES]
+        return f"{name}={several[1]} is not {' or '.join(kinds)}"
     if match is None:
         return f"{name}: {message.rstrip('.')}"
     return f"{name}={match[1]} is not {_TYPES.get(kind, kind)}"

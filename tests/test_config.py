@@ -15,6 +15,7 @@ from fsdp_shard.config import COMMANDS, OPTIONS, FinetuneConfig, GenerateConfig,
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.reference import groups_of, help_text, markdown, settings_of
 from fsdp_shard.settings import setting
+from fsdp_shard.sharding.ddp import DdpConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from fsdp_shard.shipped import configs, shipped
@@ -84,6 +85,7 @@ def test_every_file_under_conf_is_reached() -> None:
     [
         ("finetune", "shard", "fsdp2", Fsdp2Config),
         ("finetune", "shard", "fsdp1", Fsdp1Config),
+        ("finetune", "shard", "ddp", DdpConfig),
         ("plan", "shard", "fsdp1", Fsdp1Config),
         ("finetune", "optim", "adamw", AdamWConfig),
     ],
@@ -130,7 +132,7 @@ def test_mappings_can_be_given_whole() -> None:
         ("shards=fsdp1", "shards is no setting of finetune (did you mean shard?)"),
         (
             "shard=fsdp3",
-            "shard=fsdp3: there is no such option; shard has fsdp2, fsdp1, float32, low_memory (did you mean fsdp",
+            "shard=fsdp3: there is no such option; shard has fsdp2, fsdp1, ddp, float32, low_memory (did you mean fsdp",
         ),
         ("train=null", "train=null: there is no such option; train has default"),
         ("experiment=nothing", "experiment=nothing: there is no such option; experiment has billions_gpu, "),
@@ -141,6 +143,24 @@ def test_mappings_can_be_given_whole() -> None:
         ("train.steps=null", "train.steps"),
         ("train.steps=0", "train.steps=0 is out of range: it must be at least 1."),
         ("optim.lr=0", "optim.lr=0.0 is out of range: it must be more than 0.0."),
+        (
+            "shard.activation_checkpointing=some",
+            "checkpointing=some is not true, false, none, all",
+        ),
+        ("shard.activation_checkpointing=0", "activation_checkpointing=0 is not true, false"),
+        ("shard.reshard_after_forward=1", "reshard_after_forward=1 is not true, false or a number of ranks from 2 on"),
+        (
+            "shard.reshard_after_forward=maybe",
+            "shard.reshard_after_forward=maybe is not true or false or a whole number",
+        ),
+        ("shard=fsdp1 shard.reshard_after_forward=2", "use shard=fsdp2 for a number of ranks"),
+        ("shard=fsdp1 shard.prefetch_forward=2", "shard=fsdp1 gathers at most one unit ahead"),
+        ("shard.prefetch_backward=0", "shard=fsdp2 gathers at least one unit ahead in the backward pass"),
+        ("shard.prefetch_backward=2 shard.reshard_after_forward=false", "would do nothing with shard.reshard_after"),
+        ("shard.blocks=[A] shard.min_params=10", "two ways to choose the units"),
+        ("shard.norms_in_float32=true shard.param_dtype=float32", "shard.norms_in_float32=true would do nothing"),
+        ("shard=ddp shard.replicas=2", "shard.replicas=2 would do nothing with shard=ddp"),
+        ("shard=ddp shard.cpu_offload=true", "shard.cpu_offload=true would do nothing with shard=ddp"),
         ("shard.param_dtype=bf16", "shard.param_dtype=bf16 is not one of float32, bfloat16"),
         ("train.global_batch_size=7 train.micro_batch_size=2", "train.global_batch_size=7 is not divisible"),
         ("launch.nodes=2", "launch.nodes=2 needs launch.rendezvous=host:port"),

@@ -1,14 +1,15 @@
 """Bytes that the forward pass of one micro-batch keeps for the backward pass, measured without computing anything.
 
 The model runs on fake tensors, which have shapes, dtypes and storages but no memory (FakeTensorMode), under autograd's
-hooks for saved tensors; each storage counts once, parameters do not. Kernels are those of the CPU, which for attention
-keep what a GPU's flash attention keeps.
+hooks for saved tensors; each storage counts once, parameters do not. What recomputed blocks do not keep is told from
+which block saved it, and what selective recomputation keeps from the operator that made it. Kernels are those of the
+CPU, which for attention keep what a GPU's flash attention keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_shard.blocks import Block
+from fsdp_shard.sharding.activations import keeps_results
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,12 +40,17 @@ class Activations:
 
 @dataclass
 class _Saved:
-    """Storages by their address (kept, so that none is used twice), in total and for each block that made them."""
+    """Storages by their address (kept, so that none is used twice) with the block that saved them.
+
+    Of `recomputed` blocks their `inputs` too, and `results`: what selective recomputation keeps.
+    """
 
     skipped: set[int]
+    recomputed: Collection[str]
     storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     maker: dict[int, str | None] = field(default_factory=dict)
     inputs: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    results: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     block: str | None = None
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -53,50 +61,82 @@ class _Saved:
 
     def enter(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.block = fqn
-        for value in _tensors((args, kwargs)):
-            storage = value.untyped_storage()
-            self.inputs[storage._cdata] = storage
+        if fqn in self.recomputed:
+            self.inputs |= {
+                value.untyped_storage()._cdata: value.untyped_storage() for value in _tensors((args, kwargs))
+            }
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.block = None
 
-    def total_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self.storages.values())
+    def made(self, output: Any) -> None:
+        """Note what an operator that selective recomputation keeps has made."""
+        if self.block in self.recomputed:
+            self.results |= {value.untyped_storage()._cdata: value.untyped_storage() for value in _tensors(output)}
 
-    def recomputed_bytes(self) -> int:
-        """What is kept when each block keeps its inputs only, and one at a time is computed again."""
-        kept = dict(self.inputs)
-        inside: dict[str, int] = {}
+    def device_bytes(self, offload: bool) -> int:
+        """What is kept on the device while one block runs backward, which has all that it needs there.
+
+        With `offload`, what blocks save (inputs of recomputed ones too, but not results) is elsewhere until then.
+        """
+        kept, of_block = dict(self.results), dict[str, int]()
+        if not offload:
+            kept |= self.inputs
         for key, storage in self.storages.items():
             maker = self.maker[key]
-            if maker is None:
+            if maker is None or not (offload or maker in self.recomputed):
                 kept[key] = storage
-            elif key not in self.inputs:
-                inside[maker] = inside.get(maker, 0) + storage.nbytes()
-        return sum(storage.nbytes() for storage in kept.values()) + max(inside.values(), default=0)
+            elif key not in kept:
+                of_block[maker] = of_block.get(maker, 0) + storage.nbytes()
+        return sum(storage.nbytes() for storage in kept.values()) + max(of_block.values(), default=0)
+
+
+class _Results(TorchDispatchMode):
+    """Tells `saved` what each operator makes whose results selective recomputation keeps."""
+
+    def __init__(self, saved: _Saved) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._saved = saved
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if keeps_results(func):
+            self._saved.made(output)
+        return output
 
 
 def measure_activations(
-    model: PreTrainedModel, blocks: Sequence[Block], batch_size: int, sequence_length: int, *, checkpointing: bool
+    model: PreTrainedModel,
+    blocks: Sequence[Block],
+    batch_size: int,
+    sequence_length: int,
+    *,
+    recomputed: Collection[str] = (),
+    selective: bool = False,
+    offload: bool = False,
 ) -> Activations:
     """Run `model` (on meta, in the dtype that it computes in) on `batch_size` windows of `sequence_length` tokens.
 
-    With `checkpointing`, repeated blocks keep only their inputs. `model` is changed: it ends with fake parameters.
+    Blocks that are `recomputed` (FQNs) keep their inputs only, if `selective` their dear results too; with `offload`
+    what blocks keep is not on the device. `model` is changed: it ends with fake parameters.
     """
     model.train()
     with _causal_without_mask(model), FakeTensorMode():
         _replace(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         params = {param.untyped_storage()._cdata for param in model.parameters()}
-        saved = _Saved(params | {buffer.untyped_storage()._cdata for buffer in model.buffers()})
+        saved = _Saved(params | {buffer.untyped_storage()._cdata for buffer in model.buffers()}, recomputed)
         for block in blocks:
             if block.repeated:
                 module = model.get_submodule(block.fqn)
                 module.register_forward_pre_hook(partial(saved.enter, block.fqn), with_kwargs=True)
                 module.register_forward_hook(saved.leave)
-        with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor),
+            _Results(saved) if selective else nullcontext(),
+        ):
             output = model(**_inputs(model, batch_size, sequence_length), use_cache=False)
         logits = output.logits.untyped_storage().nbytes()
-        return Activations(saved.recomputed_bytes() if checkpointing else saved.total_bytes(), logits)
+        return Activations(saved.device_bytes(offload), logits)
 
 
 def _inputs(model: PreTrainedModel, batch_size: int, sequence_length: int) -> dict[str, torch.Tensor]:

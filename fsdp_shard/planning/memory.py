@@ -16,13 +16,13 @@ import torch
 
 from fsdp_shard import models
 from fsdp_shard.blocks import Block, no_split_blocks
-from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning.activations import Activations, measure_activations
 from fsdp_shard.planning.optimizer import optimizer_bytes
-from fsdp_shard.planning.shares import Shape, flat_shares, row_shares
+from fsdp_shard.sharding.activations import recomputed_fqns
 from fsdp_shard.sharding.base import ShardConfig
-from fsdp_shard.sharding.fsdp1 import Fsdp1Config
+from fsdp_shard.sharding.explain import explain
+from fsdp_shard.sharding.shares import Shape
 from fsdp_shard.sharding.units import plan_units
 from fsdp_shard.training.base import OptimConfig, TrainConfig
 from fsdp_shard.training.whole import assign_owners
@@ -46,7 +46,7 @@ class PlannedRun:
 
     @property
     def num_shards(self) -> int:
-        return self.num_ranks // self.shard.replicas
+        return self.shard.num_shards(self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,14 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`problem` says why activations could not be measured, if so."""
+    """`problem` says why activations could not be measured, if so; `tree` is what `shard.explain` asks for."""
 
     model_class: str
     num_params: int
     blocks: tuple[Block, ...]
     per_rank: tuple[RankMemory, ...]
     problem: str | None = None
+    tree: tuple[str, ...] = ()
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -107,45 +108,30 @@ class MemoryPlan:
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     """The plan of `run` for the model that `config` describes. Raises ConfigError or ModelError."""
-    if run.num_ranks % run.shard.replicas:
-        raise ConfigError(f"shard.replicas={run.shard.replicas} does not divide the {run.num_ranks} ranks of this run.")
+    run.shard.check_mesh(run.num_ranks)
     model = _build(config, run, run.model.dtype)
+    run.shard.check_model(model)
     blocks = no_split_blocks(model, run.shard.blocks)
-    params = dict(model.named_parameters())
-    units = _unit_parameters(model, run.shard)
+    units = plan_units(model, run.shard)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     activations, problem = _activations(config, run)
-    unsharded = _unsharded_bytes([sum(params[name].numel() for name in names) for names in units], run)
-    shares = _shares({name: tuple(param.shape) for name, param in params.items()}, units, run)
+    unsharded = run.shard.unsharded_bytes(units, run.num_shards, accumulates=_num_micro_batches(run) > 1)
     kept = None if activations is None else activations.saved_bytes + 2 * activations.logits_bytes
-    states = _state_bytes(shares, {name: tuple(param.shape) for name, param in params.items()}, run)
+    states = _state_bytes(run.shard.shares(shapes, units, run.num_shards), shapes, run)
     per_rank = []
     for rank in range(run.num_ranks):
         parameters, optimizer = states[rank % run.num_shards]
         host = 2 * parameters + optimizer if run.shard.cpu_offload else 0
         per_rank.append(RankMemory(rank, parameters, parameters, optimizer, unsharded, kept, host))
-    num_params = sum(param.numel() for param in params.values())
-    return MemoryPlan(type(model).__name__, num_params, tuple(blocks), tuple(per_rank), problem)
+    num_params = sum(unit.num_params for unit in units)
+    tree = tuple(explain(units, shapes, run.shard, run.num_ranks)) if run.shard.explain else ()
+    return MemoryPlan(type(model).__name__, num_params, tuple(blocks), tuple(per_rank), problem, tree)
 
 
 def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedModel:
     # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
     attention = "eager" if run.model.attention == "eager" else "sdpa"
     return models.build_on_meta(config, dtype, trust_remote_code=run.model.trust_remote_code, attention=attention)
-
-
-def _unit_parameters(model: PreTrainedModel, shard: ShardConfig) -> list[list[str]]:
-    """Names of the parameters of each unit, the root's last."""
-    units = plan_units(model, shard.blocks)
-    members: dict[str, list[str]] = {fqn: [] for fqn in [*units, ""]}
-    for name, _ in model.named_parameters():
-        members[next((fqn for fqn in units if name.startswith(fqn + ".")), "")].append(name)
-    return list(members.values())
-
-
-def _shares(shapes: Mapping[str, Shape], units: Sequence[Sequence[str]], run: PlannedRun) -> list[dict[str, Shape]]:
-    if isinstance(run.shard, Fsdp1Config):
-        return flat_shares(shapes, units, run.num_shards, _itemsize(run.shard.param_dtype))
-    return row_shares(shapes, run.num_shards)
 
 
 def _state_bytes(
@@ -166,23 +152,6 @@ def _state_bytes(
     return sizes
 
 
-def _unsharded_bytes(sizes: Sequence[int], run: PlannedRun) -> int:
-    """What is whole for a while, for units of `sizes` elements (the root last).
-
-    Gathered: the root, the unit that computes and the next one, in the compute dtype; or all, if they are not freed
-    after the forward pass. Gradients: those of the root and of one unit before they are reduced, and the copy of one
-    of the two that is reduced; of all units, if they are reduced once a step only.
-    """
-    *units, root = sizes
-    compute, reduce = _itemsize(run.shard.param_dtype), _itemsize(run.shard.reduce_dtype)
-    largest = sorted(units, reverse=True)[:2]
-    gathered = root + (sum(largest) if run.shard.reshard_after_forward else sum(units))
-    gradients = (root + sum(largest[:1])) * compute + max([root, *largest]) * reduce
-    if not run.shard.sync_every_micro_batch and _num_micro_batches(run) > 1:
-        gradients += sum(sizes) * (compute if isinstance(run.shard, Fsdp1Config) else reduce)
-    return gathered * compute + gradients
-
-
 def _num_micro_batches(run: PlannedRun) -> int:
     return -(-run.train.global_batch_size // (run.train.micro_batch_size * run.num_ranks))
 
@@ -197,13 +166,10 @@ def _activations(config: PretrainedConfig, run: PlannedRun) -> tuple[Activations
             blocks,
             run.train.micro_batch_size,
             run.sequence_length,
-            checkpointing=run.shard.activation_checkpointing,
+            recomputed=recomputed_fqns([b.fqn for b in blocks if b.repeated], run.shard.activation_checkpointing),
+            selective=run.shard.activation_checkpointing == "selective",
+            offload=run.shard.activation_offload,
         )
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         return None, (str(error).strip() or type(error).__name__).splitlines()[0]
     return activations, None
-
-
-def _itemsize(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size

@@ -38,6 +38,7 @@ def report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             "",
             *_table(_block_rows(plan.blocks)),
             "",
+            *([*plan.tree, ""] if plan.tree else ()),
             *_table(_rank_rows(plan.per_rank)),
             "",
             _verdict(plan, memory_bytes),

@@ -1,17 +1,19 @@
 """What every wrapper takes and gives: the shard settings, and a sharded model as training sees it.
 
-A wrapper is one file with a config dataclass whose `shard(model, context, explain)` returns a `ShardedModel`; the
-rest of the package calls only what is written here. Imports no torch, so that a config can be checked without it.
+A wrapper is one file with a config dataclass whose `shard(model, context)` returns a `ShardedModel`; the rest of the
+package calls only what is written here. Imports no torch, so that a config can be checked without it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.settings import setting
+from fsdp_shard.sharding.shares import Shape, itemsize
 from fsdp_shard.shards import LocalShard
 
 if TYPE_CHECKING:
@@ -19,9 +21,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdp_shard.distributed import DistributedContext
+    from fsdp_shard.sharding.units import Unit
 
 # float16 needs loss scaling, which bfloat16 made unnecessary.
-_DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
+
+# What can be said of `activation_checkpointing` beside true, false and a number.
+RECOMPUTED = ("none", "all", "selective")
 
 
 @dataclass
@@ -29,18 +35,37 @@ class ShardConfig:
     """Settings that all wrappers share."""
 
     param_dtype: str = setting(
-        "bfloat16", "The dtype that blocks compute in; gathered parameters have it.", choices=_DTYPES
+        "bfloat16", "The dtype that blocks compute in; gathered parameters have it.", choices=DTYPES
     )
-    reduce_dtype: str = setting("float32", "The dtype that gradients are summed over the ranks in.", choices=_DTYPES)
+    reduce_dtype: str = setting("float32", "The dtype that gradients are summed over the ranks in.", choices=DTYPES)
+    norms_in_float32: bool = setting(
+        False, "Compute norm layers in float32, each gathered on its own, where param_dtype is narrower."
+    )
     replicas: int = setting(
         1, "Groups of ranks that hold a copy of the model each, sharded inside a group (HSDP).", minimum=1
     )
-    reshard_after_forward: bool = setting(
-        True, "Free a block's gathered parameters after its forward pass and gather them again for the backward pass."
+    reshard_after_forward: bool | int = setting(
+        True,
+        "true frees a unit's gathered parameters after its forward pass and gathers them again for the backward pass; "
+        "false keeps them; a number N keeps 1/N of them on each of N neighbouring ranks.",
+    )
+    prefetch_forward: int | None = setting(
+        None, "Units to gather ahead of the one that computes, in the forward pass; null: as torch does.", minimum=0
+    )
+    prefetch_backward: int | None = setting(
+        None, "The same in the backward pass; null: as torch does, which is one.", minimum=0
     )
     cpu_offload: bool = setting(False, "Keep parameters, gradients and optimizer state in CPU memory. GPU only.")
-    activation_checkpointing: bool = setting(
-        False, "Recompute each block in the backward pass instead of keeping its activations."
+    activation_checkpointing: bool | int | str = setting(
+        False,
+        "What to recompute in the backward pass instead of keeping its activations: true or all, every block; a number "
+        "N, each N-th block; selective, all but the results of matrix products and attention; false or none, nothing.",
+    )
+    activation_offload: bool = setting(
+        False, "Keep what blocks need in the backward pass in CPU memory until then. GPU only."
+    )
+    compile: bool | str = setting(
+        False, "Compile each block with torch.compile: true for its default backend (inductor), or a backend's name."
     )
     sync_every_micro_batch: bool = setting(
         True,
@@ -51,13 +76,100 @@ class ShardConfig:
         default_factory=list,
         metadata={"help": "Class names of the blocks to shard along; empty: the model's own no-split blocks."},
     )
+    min_params: int | None = setting(
+        None,
+        "Shard along any module instead that has at least so many parameters in no smaller such module; null: along "
+        "the blocks.",
+        minimum=1,
+    )
+    explain: bool = setting(False, "Print the tree of units with their parameters and bytes before the run.")
+
+    def check(self, prefix: str) -> None:
+        """Refuse what can work for no model and no number of ranks, or would do nothing."""
+        kind, every = self.activation_checkpointing, self.reshard_after_forward
+        if (isinstance(kind, str) and kind not in RECOMPUTED) or (type(kind) is int and kind < 1):
+            raise ConfigError(
+                f"{prefix}activation_checkpointing={kind} is not true, false, {', '.join(RECOMPUTED)} or a number N "
+                f"from 1 on, for each N-th block."
+            )
+        if type(every) is int and every < 2:
+            raise ConfigError(
+                f"{prefix}reshard_after_forward={every} is not true, false or a number of ranks from 2 on; "
+                f"to keep parameters whole after the forward pass, give false."
+            )
+        if self.blocks and self.min_params is not None:
+            raise ConfigError(
+                f"{prefix}blocks={self.blocks} and {prefix}min_params={self.min_params} are two ways to choose the "
+                f"units; give one of them."
+            )
+        if self.norms_in_float32 and self.param_dtype == "float32":
+            raise ConfigError(
+                f"{prefix}norms_in_float32=true would do nothing, as {prefix}param_dtype=float32 holds for all layers."
+            )
+        if self.prefetch_backward is not None and self.reshard_after_forward is False:
+            raise ConfigError(
+                f"{prefix}prefetch_backward={self.prefetch_backward} would do nothing with {prefix}"
+                f"reshard_after_forward=false, which keeps parameters gathered for the backward pass."
+            )
 
     def check_ranks(self, num_ranks: int, on_gpu: bool) -> None:
         """Raise ConfigError when these settings cannot work, or would do nothing, on `num_ranks` ranks."""
+        self.check_mesh(num_ranks)
+        for name in ("cpu_offload", "activation_offload"):
+            if getattr(self, name) and not on_gpu:
+                raise ConfigError(f"shard.{name}=true needs a GPU to offload from; this run is on the CPU already.")
+
+    def check_mesh(self, num_ranks: int) -> None:
+        """Raise ConfigError when `num_ranks` ranks cannot be arranged as these settings say, whatever drives them."""
         if num_ranks % self.replicas:
             raise ConfigError(f"shard.replicas={self.replicas} does not divide the {num_ranks} ranks of this run.")
-        if self.cpu_offload and not on_gpu:
-            raise ConfigError("shard.cpu_offload=true needs a GPU to offload from; this run is on the CPU already.")
+        every, num_shards = self.reshard_after_forward, self.num_shards(num_ranks)
+        if type(every) is int and (num_shards % every or every >= num_shards):
+            raise ConfigError(
+                f"shard.reshard_after_forward={every} must divide the {num_shards} ranks that share the model, and be "
+                f"less; true reshards over all of them."
+            )
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ModelError or ConfigError when these settings cannot work for `model`, which may be on meta."""
+        from fsdp_shard.sharding.compiling import check_backend
+        from fsdp_shard.sharding.units import plan_units
+
+        check_backend(self.compile)
+        plan_units(model, self)
+
+    def num_shards(self, num_ranks: int) -> int:
+        """Ranks that a copy of the model is divided over."""
+        return num_ranks // self.replicas
+
+    def shares(self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
+        """For each shard, the local shape of every parameter (`shapes` has the whole ones), and of any padding."""
+        raise AssertionError("a wrapper's config class implements this")
+
+    def unsharded_bytes(self, units: Sequence[Unit], num_shards: int, *, accumulates: bool) -> int:
+        """What is whole on a rank for a while, at most; `accumulates` says that a step has several micro-batches.
+
+        Gathered: the root, the unit that computes and those gathered ahead, in the dtype that they compute in; what is
+        kept after the forward pass of all of them. Gradients: those of the root and of one unit before they are
+        reduced, and the copy of one of the two that is reduced; of all units, if they are reduced once a step only.
+        """
+        *inner, root = (unit.num_params * itemsize(unit.dtype) for unit in units)
+        reduce = itemsize(self.reduce_dtype)
+        largest = sorted(inner, reverse=True)
+        ahead = max(1, self.prefetch_forward or 0, self.prefetch_backward or 0)
+        every = self.reshard_after_forward
+        gathered = root + (sum(inner) if every is False else sum(largest[: 1 + ahead]))
+        if type(every) is int:
+            gathered += sum(inner) // every
+        gradients = root + sum(largest[:1]) + reduce * max(unit.num_params for unit in units)
+        if accumulates and not self.sync_every_micro_batch:
+            gradients += sum(unit.num_params for unit in units) * itemsize(self.accumulate_dtype)
+        return gathered + gradients
+
+    @property
+    def accumulate_dtype(self) -> str:
+        """The dtype of whole gradients that are added up before they are reduced."""
+        return self.reduce_dtype
 
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
         """Wrap `model` (on meta, buffers on the device) over the ranks of `context`; parameters are left unfilled."""

@@ -8,7 +8,6 @@ from fsdp_shard.sharding.activations import clean_fqn
 from fsdp_shard.shards import LocalShard
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from fsdp_shard.distributed import DistributedContext
@@ -24,13 +23,3 @@ def buffer_shards(module: nn.Module, context: DistributedContext) -> dict[str, L
         for name, buffer in owner._buffers.items()
         if buffer is not None and name not in owner._non_persistent_buffers_set
     }
-
-
-def materialise_buffers(module: nn.Module, device: torch.device) -> None:
-    """Give persistent buffers that are still on meta memory on `device`, unfilled."""
-    import torch
-
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.is_meta and name not in owner._non_persistent_buffers_set:
-                owner._buffers[name] = torch.empty_like(buffer, device=device)

@@ -8,69 +8,107 @@ names are private to torch; they have been the same since 2.0, and `test_local_s
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.memory import give_back_free_memory
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
+from fsdp_shard.sharding.shares import Shape, flat_shares, itemsize
 from fsdp_shard.shards import LocalShard
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
     from fsdp_shard.distributed import DistributedContext
-
-
-_LARGE_BYTES = 1 << 20
+    from fsdp_shard.sharding.units import Unit
 
 
 @dataclass
 class Fsdp1Config(ShardConfig):
-    """`FullyShardedDataParallel` with an auto-wrap policy made of the units."""
+    """`FullyShardedDataParallel` with an auto-wrap policy made of the units.
+
+    For comparison: torch calls it deprecated, and of a unit that is frozen in part it keeps gradients of the whole.
+    """
 
     def check(self, prefix: str) -> None:
+        super().check(prefix)
+        if type(self.reshard_after_forward) is int:
+            raise ConfigError(
+                f"{prefix}reshard_after_forward={self.reshard_after_forward}: shard=fsdp1 reshards over all ranks "
+                f"(true) or not at all (false); use shard=fsdp2 for a number of ranks."
+            )
+        for name in ("prefetch_forward", "prefetch_backward"):
+            if (getattr(self, name) or 0) > 1:
+                raise ConfigError(
+                    f"{prefix}{name}={getattr(self, name)}: shard=fsdp1 gathers at most one unit ahead; give 0 or 1, "
+                    f"or use shard=fsdp2."
+                )
         if not self.sync_every_micro_batch and self.param_dtype != self.reduce_dtype:
             raise ConfigError(
                 f"{prefix}sync_every_micro_batch=false with shard=fsdp1 would add up gradients in {self.param_dtype}, "
                 f"not in {prefix}reduce_dtype={self.reduce_dtype}; use shard=fsdp2, or the same dtype for both."
             )
 
+    def shares(self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
+        names = [unit.parameters for unit in units]
+        return flat_shares(shapes, names, num_shards, [itemsize(unit.dtype) for unit in units])
+
+    @property
+    def accumulate_dtype(self) -> str:
+        return self.param_dtype
+
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
-        import torch
-        from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+        from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import CustomPolicy
 
-        from fsdp_shard.sharding.activations import checkpoint_blocks
-        from fsdp_shard.sharding.buffers import materialise_buffers
+        from fsdp_shard.sharding.activations import recompute_blocks
+        from fsdp_shard.sharding.compiling import compile_blocks
+        from fsdp_shard.sharding.materialise import empty_parameters, materialise_buffers
         from fsdp_shard.sharding.units import plan_units
 
-        fqns = plan_units(model, self.blocks)
-        if self.activation_checkpointing:
-            checkpoint_blocks(model, self.blocks)
-        units = {model.get_submodule(fqn) for fqn in fqns}
+        self.check_model(model)
+        *inner, root = plan_units(model, self)
+        blocks = recompute_blocks(model, self)
+        compile_blocks(blocks, self.compile)
+        if self.compile:
+            # The tracer looks whether each parameter has a gradient; here they are views of a flat one, which have not.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+        settings = {model.get_submodule(unit.fqn): {"mixed_precision": self._precision(unit)} for unit in inner}
+        for unit in inner:
+            if unit.dtype != self.param_dtype:
+                _cast_output(model.get_submodule(unit.fqn), self.param_dtype)
         materialise_buffers(model, context.device)
-        with _without_deprecations():
+        with _without_warnings():
             wrapped = FullyShardedDataParallel(
                 model,
                 device_mesh=context.mesh if self.replicas > 1 else context.mesh["shard"],
                 sharding_strategy=self._strategy(context),
-                auto_wrap_policy=CustomPolicy(lambda module: module in units),
-                mixed_precision=MixedPrecision(
-                    param_dtype=getattr(torch, self.param_dtype), reduce_dtype=getattr(torch, self.reduce_dtype)
-                ),
+                auto_wrap_policy=CustomPolicy(lambda module: settings.get(module, False)),
+                mixed_precision=self._precision(root),
                 cpu_offload=CPUOffload(offload_params=True) if self.cpu_offload else None,
+                backward_prefetch=None if self.prefetch_backward == 0 else BackwardPrefetch.BACKWARD_PRE,
+                forward_prefetch=self.prefetch_forward == 1,
                 device_id=context.device,
-                param_init_fn=_empty_parameters(context.device),
+                param_init_fn=empty_parameters(context.device),
                 use_orig_params=True,
             )
         return Fsdp1Model(wrapped, context)
+
+    def _precision(self, unit: Unit) -> MixedPrecision:
+        import torch
+        from torch.distributed.fsdp import MixedPrecision
+
+        return MixedPrecision(
+            param_dtype=getattr(torch, unit.dtype),
+            reduce_dtype=getattr(torch, self.reduce_dtype),
+            # Inputs come in the dtype of what is around; a unit with one of its own casts them.
+            cast_forward_inputs=unit.dtype != self.param_dtype,
+        )
 
     def _strategy(self, context: DistributedContext) -> ShardingStrategy:
         from torch.distributed.fsdp import ShardingStrategy
@@ -133,32 +171,18 @@ def _flat_ranges(
                 yield param, (flat.detach()[:0], prod(shape), tuple(shape))
 
 
-def _empty_parameters(device: torch.device) -> Callable[[nn.Module], None]:
-    """A `param_init_fn` that gives one module's own parameters memory, unfilled; tied ones stay tied."""
+def _cast_output(module: nn.Module, dtype: str) -> None:
+    """Have `module` give back tensors of `dtype`, which FullyShardedDataParallel leaves to its user."""
     import torch
 
-    # The meta parameter is kept, so that ids stay unique; the real one is not, so that a sharded unit is free.
-    made: dict[int, tuple[nn.Parameter, weakref.ref[nn.Parameter]]] = {}
-
-    def init(module: nn.Module) -> None:
-        for name, param in module._parameters.items():
-            if param is None or not param.is_meta:
-                continue
-            known = made[id(param)][1]() if id(param) in made else None
-            if known is None:
-                if device.type == "cpu" and param.numel() * param.element_size() >= _LARGE_BYTES:
-                    give_back_free_memory()  # what the unit before left when it was sharded
-                empty = torch.empty_like(param, device=device)
-                known = torch.nn.Parameter(empty, requires_grad=param.requires_grad)
-                made[id(param)] = param, weakref.ref(known)
-            module._parameters[name] = known
-
-    return init
+    module.register_forward_hook(lambda module, args, output: output.to(getattr(torch, dtype)))
 
 
 @contextmanager
-def _without_deprecations() -> Iterator[None]:
-    """torch says that this wrapper and its NO_SHARD are deprecated; whoever chose shard=fsdp1 knows from our docs."""
+def _without_warnings() -> Iterator[None]:
+    """torch says that this wrapper is deprecated, and that frozen parameters in a unit take as much gradient memory as
+    trainable ones; whoever chose shard=fsdp1 knows both from our docs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.fsdp")
+        warnings.filterwarnings("ignore", r"[\s\S]*has both parameters with requires_grad=True and False", UserWarning)
         yield

@@ -2,62 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
+from fsdp_shard.sharding.shares import Shape, row_shares
 from fsdp_shard.shards import LocalShard, row_major_range
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
     from fsdp_shard.distributed import DistributedContext
+    from fsdp_shard.sharding.units import Unit
 
 
 @dataclass
 class Fsdp2Config(ShardConfig):
     """`fully_shard` on each unit and on the root."""
 
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        if self.prefetch_backward == 0:
+            raise ConfigError(
+                f"{prefix}prefetch_backward=0: shard=fsdp2 gathers at least one unit ahead in the backward pass; give "
+                f"a number from 1 on, or use shard=fsdp1."
+            )
+
+    def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
+        for name, param in model.named_parameters():
+            if param.ndim == 0:
+                raise ConfigError(
+                    f"shard=fsdp2 cannot shard the scalar parameter {name}, which torch refuses; use shard=fsdp1."
+                )
+
+    def shares(self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
+        return row_shares(shapes, num_shards)
+
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
         import torch
-        from torch.distributed.fsdp import (
-            CPUOffloadPolicy,
-            FSDPModule,
-            MixedPrecisionPolicy,
-            OffloadPolicy,
-            fully_shard,
-        )
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-        from fsdp_shard.sharding.activations import checkpoint_blocks
-        from fsdp_shard.sharding.buffers import materialise_buffers
+        from fsdp_shard.sharding.activations import recompute_blocks
+        from fsdp_shard.sharding.compiling import compile_blocks
+        from fsdp_shard.sharding.materialise import materialise_buffers
         from fsdp_shard.sharding.units import plan_units
 
-        units = [model.get_submodule(fqn) for fqn in plan_units(model, self.blocks)]
-        if self.activation_checkpointing:
-            checkpoint_blocks(model, self.blocks)
-        on_gpu = context.device.type == "cuda"
+        self.check_model(model)
+        units = plan_units(model, self)
+        blocks = recompute_blocks(model, self)
+        compile_blocks(blocks, self.compile)
         settings: dict[str, Any] = {
             "mesh": context.mesh if self.replicas > 1 else context.mesh["shard"],
             "reshard_after_forward": self.reshard_after_forward,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=getattr(torch, self.param_dtype), reduce_dtype=getattr(torch, self.reduce_dtype)
-            ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if self.cpu_offload else OffloadPolicy(),
+            "offload_policy": OffloadPolicy(),
         }
-        _refuse_scalars(model)
+        if self.cpu_offload:
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
         materialise_buffers(model, context.device)
-        for unit in units:
-            fully_shard(unit, **settings)
+        *inner, root = units
+        for unit in inner:
+            fully_shard(model.get_submodule(unit.fqn), mp_policy=self._precision(unit), **settings)
         # The root's parameters are used last in the forward pass and first in the backward pass: freeing them between
         # would only gather them twice.
-        fully_shard(model, **(settings | {"reshard_after_forward": False}))
+        fully_shard(model, mp_policy=self._precision(root), **(settings | {"reshard_after_forward": False}))
+        self._prefetch([module for module in model.modules() if isinstance(module, FSDPModule) and module is not model])
         _materialise(model, torch.device("cpu") if self.cpu_offload else context.device)
         assert isinstance(model, FSDPModule)
         return Fsdp2Model(model, context)
+
+    def _precision(self, unit: Unit) -> MixedPrecisionPolicy:
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        # What computes in another dtype than those around it gives back theirs.
+        output = None if unit.dtype == self.param_dtype else getattr(torch, self.param_dtype)
+        return MixedPrecisionPolicy(
+            param_dtype=getattr(torch, unit.dtype), reduce_dtype=getattr(torch, self.reduce_dtype), output_dtype=output
+        )
+
+    def _prefetch(self, units: list[FSDPModule]) -> None:
+        """Tell each of `units`, in the order in which they run, which to gather ahead."""
+        backwards = units[::-1]
+        for number in range(len(units)):
+            if ahead := units[number + 1 : number + 1 + (self.prefetch_forward or 0)]:
+                units[number].set_modules_to_forward_prefetch(ahead)
+            if ahead := backwards[number + 1 : number + 1 + (self.prefetch_backward or 0)]:
+                backwards[number].set_modules_to_backward_prefetch(ahead)
 
 
 class Fsdp2Model:
@@ -122,11 +158,3 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
         return torch.empty_like(tensor, device=device)
 
     model._apply(empty)
-
-
-def _refuse_scalars(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        if param.ndim == 0:
-            raise ConfigError(
-                f"shard=fsdp2 cannot shard the scalar parameter {name}, which torch refuses; use shard=fsdp1."
-            )

@@ -1,4 +1,4 @@
-"""Which modules are sharded as a unit of their own: a plan, computed from the blocks alone.
+"""Which modules are sharded as a unit of their own: a plan, computed from the model's structure alone.
 
 The parameters of a unit are gathered together, so a unit is what a rank holds whole at one time. What is in no unit
 belongs to the root. Knows no wrapper; the wrappers apply the plan.
@@ -6,38 +6,133 @@ belongs to the root. Knows no wrapper; the wrappers apply the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from fsdp_shard.blocks import Block, no_split_blocks, tied_names
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.sharding.base import ShardConfig
 
 # A block beside the layers (an embedding, a head) gets a unit of its own from this size on; a final norm with its few
 # kilobytes is not worth a collective and stays in the root.
 _OWN_UNIT_BYTES = 4 * 2**20
 
+# Modules that are used without being called: their hooks would never gather anything.
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_USES_ITS_CHILDREN = (nn.MultiheadAttention,)
 
-def plan_units(model: nn.Module, names: Sequence[str] | None = None) -> list[str]:
-    """FQNs of the modules that become units, in module order; see `no_split_blocks` for `names`.
 
-    Parameters that are tied across blocks must be gathered at one time, so such blocks stay in the root, whichever
-    they are: the input embedding of a model with a tied head is there when the head runs.
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module and the `parameters` that are gathered with it: all in it but those of units inside it, tied ones once.
+
+    `dtype` is what it computes in. The root's FQN is empty.
     """
-    shared = _tied_across_blocks(model, blocks := no_split_blocks(model, names))
-    return [block.fqn for block in blocks if block.fqn not in shared and _stands_alone(block)]
+
+    fqn: str
+    cls: str
+    parameters: tuple[str, ...]
+    num_params: int
+    num_bytes: int
+    dtype: str
+
+
+def plan_units(model: nn.Module, shard: ShardConfig) -> tuple[Unit, ...]:
+    """The units of `model`: inner ones before those around them, else in module order, the root last.
+
+    They are the blocks (see `no_split_blocks` for `shard.blocks`), or with `shard.min_params` whatever is large enough;
+    and each norm, where `shard.norms_in_float32` asks for it. Raises ModelError or ConfigError.
+
+    Parameters that are tied across units must be gathered at one time, so such modules are no units, whichever they
+    are: the input embedding of a model with a tied head is in the root, which is there when the head runs.
+    """
+    if shard.min_params is None:
+        chosen = {block.fqn for block in no_split_blocks(model, shard.blocks) if _stands_alone(block)}
+    else:
+        chosen = set(_large_enough(model, shard.min_params))
+    norms = set(_norms(model)) if shard.norms_in_float32 else set()
+    if shard.norms_in_float32 and not norms:
+        raise ConfigError(f"shard.norms_in_float32=true: {type(model).__name__} has no norm layer with parameters.")
+    fqns = _without_ties(model, chosen | norms)
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {fqn: [] for fqn in [*_inner_first(model, fqns), ""]}
+    for name, param in model.named_parameters():
+        members[_home(name, fqns)].append((name, param))
+    return tuple(
+        Unit(
+            fqn,
+            type(model.get_submodule(fqn)).__name__,
+            tuple(name for name, _ in held),
+            sum(param.numel() for _, param in held),
+            sum(param.numel() * param.element_size() for _, param in held),
+            "float32" if fqn in norms else shard.param_dtype,
+        )
+        for fqn, held in members.items()
+    )
 
 
 def _stands_alone(block: Block) -> bool:
     return not block.direct and bool(block.fqn) and (block.repeated or block.num_bytes >= _OWN_UNIT_BYTES)
 
 
-def _tied_across_blocks(model: nn.Module, blocks: Sequence[Block]) -> set[str]:
-    """FQNs of the blocks that share a parameter with another block."""
-    pairs = [(_home(a, blocks), _home(b, blocks)) for a, b in tied_names(model).items()]
-    return {fqn for pair in pairs if pair[0] != pair[1] for fqn in pair}
+def _large_enough(model: nn.Module, min_params: int) -> Iterator[str]:
+    """FQNs of the modules that hold at least `min_params` parameters beside those of such modules inside them."""
+    counted: set[int] = set()
+    found = []
+
+    def left(module: nn.Module, fqn: str) -> int:
+        if id(module) in counted:  # one module under two names
+            return 0
+        counted.add(id(module))
+        params = list(module.parameters(recurse=isinstance(module, _USES_ITS_CHILDREN)))
+        own = sum(param.numel() for param in params if id(param) not in counted)
+        counted.update(map(id, params))
+        children = [] if isinstance(module, _USES_ITS_CHILDREN) else list(module.named_children())
+        own += sum(left(child, f"{fqn}.{name}" if fqn else name) for name, child in children)
+        if not fqn or own < min_params or isinstance(module, _NEVER_CALLED):
+            return own
+        found.append(fqn)
+        return 0
+
+    left(model, "")
+    yield from found
 
 
-def _home(parameter: str, blocks: Sequence[Block]) -> str:
-    """The FQN of the innermost block that holds `parameter`."""
-    holders = [block.fqn for block in blocks if not block.fqn or parameter.startswith(block.fqn + ".")]
-    return max(holders, key=len)
+def _norms(model: nn.Module) -> Iterator[str]:
+    """FQNs of the norm layers with parameters of their own."""
+    for fqn, module in model.named_modules():
+        is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+        if fqn and is_norm and next(module.parameters(), None) is not None:
+            yield fqn
+
+
+def _inner_first(model: nn.Module, fqns: set[str]) -> list[str]:
+    """`fqns` in module order, but each after those inside it."""
+    order = [fqn for fqn, _ in model.named_modules(remove_duplicate=False) if fqn in fqns]
+    done: list[str] = []
+    around: list[str] = []
+    for fqn in order:
+        while around and not fqn.startswith(around[-1] + "."):
+            done.append(around.pop())
+        around.append(fqn)
+    return done + around[::-1]
+
+
+def _without_ties(model: nn.Module, fqns: set[str]) -> set[str]:
+    """`fqns` without those that hold one name of a tied parameter while its other name is elsewhere."""
+    left, ties = set(fqns), tied_names(model)
+    while split := {(_home(a, left), _home(b, left)) for a, b in ties.items() if _home(a, left) != _home(b, left)}:
+        for one, two in split:
+            # What is around both may stay; the root always does.
+            left -= {fqn for fqn, other in ((one, two), (two, one)) if fqn and not other.startswith(fqn + ".")}
+    return left
+
+
+def _home(parameter: str, fqns: Sequence[str] | set[str]) -> str:
+    """The innermost of `fqns` that holds `parameter`, or the root."""
+    while parameter:
+        parameter = parameter.rpartition(".")[0]
+        if parameter in fqns:
+            return parameter
+    return ""

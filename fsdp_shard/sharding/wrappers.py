@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.settings import check, nearest
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
+from fsdp_shard.sharding.ddp import DdpConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from fsdp_shard.distributed import DistributedContext
 
-WRAPPERS: dict[str, type[ShardConfig]] = {"fsdp2": Fsdp2Config, "fsdp1": Fsdp1Config}
+WRAPPERS: dict[str, type[ShardConfig]] = {"fsdp2": Fsdp2Config, "fsdp1": Fsdp1Config, "ddp": DdpConfig}
 
 
 def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2", **settings: Any) -> ShardedModel:

@@ -29,6 +29,8 @@ from fsdp_shard.models import (
     rebuild_buffers,
 )
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
+from fsdp_shard.sharding.explain import explain
+from fsdp_shard.sharding.units import plan_units
 from fsdp_shard.sizes import format_size
 from fsdp_shard.training.base import OptimConfig
 
@@ -57,13 +59,14 @@ class LoadFigures:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A sharded model with weights, the tied names that are not stored, and what loading it cost."""
+    """A sharded model with weights, the tied names that are not stored, what loading it cost, and how it is divided."""
 
     model: ShardedModel
     num_params: int
     num_blocks: int
     aliases: Mapping[str, str]
     figures: LoadFigures
+    tree: list[str]
 
 
 def model_source(config: ModelConfig, step_directory: Path | None) -> ModelSource:
@@ -74,14 +77,14 @@ def model_source(config: ModelConfig, step_directory: Path | None) -> ModelSourc
 
 
 def check_model(config: ModelConfig, shard: ShardConfig, data: DataConfig, source: ModelSource) -> None:
-    """Raise ModelError or DataError when the model cannot be built, has none of the blocks that `shard.blocks` names,
-    or it or its tokenizer cannot take the data.
+    """Raise ModelError, ConfigError or DataError when the model cannot be built, or not be sharded as `shard` says, or
+    it or its tokenizer cannot take the data.
     """
     if data.packing:
         check_packing(load_config(source, config.trust_remote_code))
     if data.kind != "text":
         check_tokenizer(data, load_tokenizer(source, config.trust_remote_code))
-    no_split_blocks(_on_meta(config, source), shard.blocks)
+    shard.check_model(_on_meta(config, source))
 
 
 def load_sharded(
@@ -94,6 +97,7 @@ def load_sharded(
     model = context.together(lambda: _on_meta(config, source))
     blocks = no_split_blocks(model, shard.blocks)
     aliases = tied_names(model)
+    tree = _explain(model, shard, context.world_size) if shard.explain else []
     with context.together(lambda: open_checkpoint(source.weights)) as index:
         names = context.together(lambda: match_names(model, index))
         rebuild_buffers(model, context.device)
@@ -102,7 +106,7 @@ def load_sharded(
         context.together(lambda: load_shards(index, shards, names))
     shard_bytes = sum(part.data.numel() * part.data.element_size() for part in shards.values())
     figures = _figures(shard_bytes, max(block.num_bytes for block in blocks), context)
-    return LoadedModel(sharded, sum(block.num_params for block in blocks), len(blocks), aliases, figures)
+    return LoadedModel(sharded, sum(block.num_params for block in blocks), len(blocks), aliases, figures, tree)
 
 
 def side_files(source: ModelSource, dtype: str) -> dict[str, bytes]:
@@ -137,7 +141,13 @@ def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, conte
         f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}",
         f"loaded: {format_size(figures.shard_bytes)} of weights a rank, "
         f"{format_size(figures.peak_memory_bytes)} of memory in use at most",
+        *loaded.tree,
     ]
+
+
+def _explain(model: PreTrainedModel, shard: ShardConfig, num_ranks: int) -> list[str]:
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    return explain(plan_units(model, shard), shapes, shard, num_ranks)
 
 
 def _on_meta(config: ModelConfig, source: ModelSource) -> PreTrainedModel:

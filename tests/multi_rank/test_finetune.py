@@ -282,3 +282,15 @@ def test_steps_of_a_run_are_not_written_over(
     again = run_recipe("finetune", tmp_path, *short, "train.steps=30", f"resume={other}")
     assert again.status == 2
     assert f"beside the checkpoints that run_dir={tmp_path} already holds, up to step 4" in again.err
+
+
+def test_ddp_goes_on_from_another_wrapper_and_back(
+    runs: dict[tuple[str, int, str], Ended], settings: list[str], tmp_path: Path
+) -> None:
+    whole = runs["fsdp2", 2, "sharded"]
+    ddp = _resume_from_half(whole, tmp_path / "ddp", settings, "shard=ddp", "launch.ranks=2", "checkpoint.every=5")
+    assert ddp.losses == pytest.approx(whole.losses[10:], abs=1e-5)
+    assert verify(ddp.checkpoint).is_sound
+    half = f"resume={ddp.run_dir}/checkpoints/step-00000015"
+    back = run_recipe("finetune", tmp_path / "back", *settings, half, "shard=fsdp1", "launch.ranks=2")
+    assert back.losses == pytest.approx(whole.losses[15:], abs=1e-5)

@@ -16,7 +16,7 @@ from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning.activations import measure_activations
 from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.planning.optimizer import optimizer_bytes
-from fsdp_shard.sharding.activations import checkpoint_blocks
+from fsdp_shard.sharding.activations import recompute_blocks, recomputed_fqns
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from fsdp_shard.training.adamw import AdamWConfig
@@ -100,7 +100,7 @@ def saved_bytes(rows: int, length: int, dtype: torch.dtype, *, checkpointing: bo
     """Storages that autograd really keeps in a forward pass, beside parameters and buffers."""
     model = llama(layers=3).to(dtype).train()
     if checkpointing:
-        checkpoint_blocks(model, [])
+        recompute_blocks(model, Fsdp2Config(activation_checkpointing=True))
     known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -119,7 +119,7 @@ def saved_bytes(rows: int, length: int, dtype: torch.dtype, *, checkpointing: bo
 def test_activations_are_what_autograd_keeps(rows: int, length: int, dtype: torch.dtype) -> None:
     model = build_on_meta(llama_config(layers=3), dtype)
     blocks = no_split_blocks(model)
-    found = measure_activations(model, blocks, rows, length, checkpointing=False)
+    found = measure_activations(model, blocks, rows, length)
     assert found.saved_bytes == saved_bytes(rows, length, dtype, checkpointing=False)
     assert found.logits_bytes == rows * length * 257 * dtype.itemsize
 
@@ -127,15 +127,33 @@ def test_activations_are_what_autograd_keeps(rows: int, length: int, dtype: torc
 def test_recomputed_blocks_keep_their_inputs_and_one_block() -> None:
     rows, length, dtype = 2, 64, torch.float32
 
-    def measured(layers: int, checkpointing: bool) -> int:
+    def measured(layers: int, kind: bool | int | str) -> int:
         model = build_on_meta(llama_config(layers=layers), dtype)
-        return measure_activations(model, no_split_blocks(model), rows, length, checkpointing=checkpointing).saved_bytes
+        blocks = no_split_blocks(model)
+        names = recomputed_fqns([block.fqn for block in blocks if block.repeated], kind)
+        settings = {"recomputed": names, "selective": kind == "selective"}
+        return measure_activations(model, blocks, rows, length, **settings).saved_bytes  # type: ignore[arg-type]
 
     hidden = rows * length * 36 * dtype.itemsize
     assert measured(4, True) - measured(3, True) == hidden
     one_block = measured(4, False) - measured(3, False)
     real = saved_bytes(rows, length, dtype, checkpointing=True)
     assert measured(3, True) == pytest.approx(real + one_block, rel=0.05)
+    # Each second block: the other two thirds are kept as they are.
+    assert measured(3, 2) == pytest.approx(2 * one_block + real + one_block - 2 * hidden, rel=0.05)
+    # What selective recomputation keeps: 36 + 12 + 12 for the heads, 36 for attention and again for its output, 85 + 85
+    # for the gate, 36 for the end; 3 for the log-sum-exp of each head.
+    results = rows * length * (36 + 12 + 12 + 36 + 36 + 85 + 85 + 36 + 3) * dtype.itemsize
+    assert measured(4, "selective") - measured(3, "selective") == hidden + results
+
+
+def test_offloaded_activations_are_not_on_the_device() -> None:
+    def measured(layers: int, **settings: Any) -> int:
+        model = build_on_meta(llama_config(layers=layers), torch.float32)
+        blocks = no_split_blocks(model)
+        return measure_activations(model, blocks, 2, 64, **settings).saved_bytes
+
+    assert measured(4, offload=True) == measured(3, offload=True) < measured(3)
 
 
 def test_settings_change_what_they_should() -> None:

@@ -6,85 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import nn
 
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.models import build_on_meta, rebuild_buffers
-from fsdp_shard.sharding.base import ShardConfig, ShardedModel
-from fsdp_shard.sharding.fsdp1 import Fsdp1Config
+from fsdp_shard.models import build_on_meta
+from fsdp_shard.sharding.base import ShardConfig
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from fsdp_shard.sharding.units import plan_units
 from tests.ranks import on_ranks
+from tests.sharded import WRAPPERS, assembled, sharded, train_plain, train_sharded
 from tests.tiny import llama, llama_config, token_batch
-
-WRAPPERS = {"fsdp1": Fsdp1Config, "fsdp2": Fsdp2Config}
-STEPS = 4
-MAX_NORM = 0.5
-
-
-def sharded(config: ShardConfig, context: DistributedContext, *, tied: bool = True) -> ShardedModel:
-    """The tiny Llama, sharded, with the weights of seed 0 written through its local shards."""
-    model = build_on_meta(llama_config(tied=tied), "float32")
-    rebuild_buffers(model, context.device)
-    wrapped = config.shard(model, context)
-    source = dict(llama(tied=tied).named_parameters())
-    shards = wrapped.local_shards()
-    assert shards.keys() == source.keys()
-    for name, shard in shards.items():
-        assert shard.shape == tuple(source[name].shape)
-        shard.data.copy_(source[name].detach().view(-1)[shard.start : shard.start + len(shard.data)])
-    return wrapped
-
-
-def train_sharded(context: DistributedContext, config: ShardConfig, tied: bool) -> dict[str, Any]:
-    """Losses and gradient norms of some steps, and every element this rank holds afterwards."""
-    model = sharded(config, context, tied=tied)
-    model.module.train()
-    optimizer = torch.optim.AdamW(model.module.parameters(), lr=1e-3, fused=True)
-    losses, norms = [], []
-    for step in range(STEPS):
-        rows = token_batch(step).chunk(context.world_size)[context.rank]
-        loss = model.module(input_ids=rows, labels=rows, use_cache=False).loss
-        loss.backward()
-        norms.append(float(model.clip_grad_norm_(MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / context.world_size)
-    shards = {n: (s.start, s.data.clone(), s.writes) for n, s in model.local_shards().items()}
-    return {"losses": losses, "norms": norms, "shards": shards}
-
-
-def train_plain(tied: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    model = llama(tied=tied).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    losses, norms = [], []
-    for step in range(STEPS):
-        rows = token_batch(step)
-        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms, {n: p.detach() for n, p in model.named_parameters()}
-
-
-def assembled(results: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """Whole tensors out of what each rank holds; every element must be written by exactly one rank."""
-    whole = {}
-    for name, shape in shapes.items():
-        written = torch.zeros(shape.numel(), dtype=torch.int64)
-        value = torch.zeros(shape.numel())
-        for result in results:
-            start, data, writes = result["shards"][name]
-            if writes:
-                written[start : start + len(data)] += 1
-                value[start : start + len(data)] = data
-        assert bool((written == 1).all()), name
-        whole[name] = value.view(shape)
-    return whole
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -163,15 +94,19 @@ def test_local_shards_after_an_evaluation(wrapper: str) -> None:
     assert all(on_ranks(2, shards_after_forward, WRAPPERS[wrapper](param_dtype="float32")))
 
 
+def fqns(model: nn.Module, **settings: Any) -> list[str]:
+    return [unit.fqn for unit in plan_units(model, Fsdp2Config(**settings))]
+
+
 def test_units_keep_tied_parameters_in_the_root() -> None:
-    assert plan_units(llama(tied=True)) == ["model.layers.0", "model.layers.1"]
+    assert fqns(llama(tied=True)) == ["model.layers.0", "model.layers.1", ""]
 
 
 def test_a_large_untied_embedding_is_a_unit() -> None:
     config = llama_config(tied=False)
     config.vocab_size = 200_000
-    units = plan_units(build_on_meta(config, "float32"))
-    assert units == ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
+    units = fqns(build_on_meta(config, "float32"))
+    assert units == ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head", ""]
 
 
 def shard_from_python(context: DistributedContext, wrapper: str) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""Which part of each parameter every rank holds, exactly, under either wrapper. Pure arithmetic on shapes.
+"""Which part of each parameter every rank holds, exactly, under each wrapper. Pure arithmetic on shapes.
 
 `fully_shard` cuts dim 0 of each parameter as `torch.chunk` does, so the last ranks may hold less or nothing.
 FullyShardedDataParallel lays the parameters of a unit end to end and divides that evenly.
@@ -20,16 +20,17 @@ def row_shares(shapes: Mapping[str, Shape], num_shards: int) -> list[dict[str, S
 
 
 def flat_shares(
-    shapes: Mapping[str, Shape], units: Sequence[Sequence[str]], num_shards: int, itemsize: int
+    shapes: Mapping[str, Shape], units: Sequence[Sequence[str]], num_shards: int, itemsizes: Sequence[int]
 ) -> list[dict[str, Shape]]:
     """The same under FullyShardedDataParallel: flat parts of the parameters of each unit (`units` names them).
 
-    What only pads a unit to a multiple is in the key `(padding of unit N)`.
+    `itemsizes` are bytes of an element of each unit in the dtype that it computes in. What only pads a unit to a
+    multiple is in the key `(padding of unit N)`.
     """
     if num_shards == 1:  # NO_SHARD: parameters as they are
         return [{name: (prod(shape),) for name, shape in shapes.items()}]
     shares: list[dict[str, Shape]] = [{} for _ in range(num_shards)]
-    for number, names in enumerate(units):
+    for number, (names, itemsize) in enumerate(zip(units, itemsizes, strict=True)):
         starts, total = _layout([prod(shapes[name]) for name in names], max(1, _FLAT_ALIGN_BYTES // itemsize))
         part = -(-total // num_shards)
         for index, share in enumerate(shares):
@@ -41,6 +42,16 @@ def flat_shares(
             share.update({name: (count,) for name, count in held.items()})
             share[f"(padding of unit {number})"] = (part - sum(held.values()),)
     return shares
+
+
+def whole_shares(shapes: Mapping[str, Shape], num_shards: int) -> list[dict[str, Shape]]:
+    """The same where each rank has all of every parameter."""
+    return [dict(shapes) for _ in range(num_shards)]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of one of the dtypes that blocks compute in."""
+    return {"float32": 4, "bfloat16": 2}[dtype]
 
 
 def _rows(shape: Shape, num_shards: int, index: int) -> Shape:

@@ -1,0 +1,247 @@
+"""Every way to wrap, recompute, compile and prefetch trains like a plain model, and does what it says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import build_on_meta
+from fsdp_shard.sharding.activations import OffloadWrapper, _to_host, clean_fqn, recompute_blocks
+from fsdp_shard.sharding.base import ShardConfig
+from fsdp_shard.sharding.ddp import DdpConfig
+from fsdp_shard.sharding.explain import explain
+from fsdp_shard.sharding.fsdp1 import Fsdp1Config
+from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.sharding.units import plan_units
+from tests.ranks import on_ranks
+from tests.sharded import assembled, sharded, train_plain, train_sharded
+from tests.tiny import llama, llama_config, token_batch
+
+STEPS = 2
+BOTH: list[dict[str, Any]] = [
+    {"activation_checkpointing": 2},
+    {"activation_checkpointing": "selective"},
+    {"compile": "aot_eager", "activation_checkpointing": "selective"},
+    {"prefetch_forward": 1, "prefetch_backward": 1},
+    {"min_params": 2000},
+    {"blocks": ["LlamaMLP", "LlamaAttention"], "activation_checkpointing": True},
+]
+CASES: list[ShardConfig] = [
+    *(wrapper(param_dtype="float32", **case) for case in BOTH for wrapper in (Fsdp1Config, Fsdp2Config)),
+    Fsdp1Config(param_dtype="float32", prefetch_backward=0),
+    Fsdp2Config(param_dtype="float32", prefetch_forward=2, prefetch_backward=2),
+    DdpConfig(),
+    DdpConfig(sync_every_micro_batch=True, activation_checkpointing="all", compile="aot_eager"),
+]
+
+
+def train_cases(context: DistributedContext, cases: list[tuple[ShardConfig, bool]]) -> list[dict[str, Any]]:
+    results = []
+    for config, frozen in cases:
+        torch._dynamo.utils.counters.clear()
+        found = train_sharded(context, config, True, frozen=frozen, steps=STEPS)
+        results.append(found | {"graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]})
+        torch._dynamo.reset()
+    return results
+
+
+def test_each_mode_trains_like_a_plain_model() -> None:
+    frozen = [Fsdp1Config(param_dtype="float32"), Fsdp2Config(param_dtype="float32"), DdpConfig()]
+    cases = [(config, False) for config in CASES] + [(config, True) for config in frozen]
+    ranks = on_ranks(2, train_cases, cases)
+    plain = {frozen: train_plain(True, frozen, STEPS) for frozen in (False, True)}
+    assert plain[True][0][1] != plain[False][0][1]
+    for (config, frozen), *results in zip(cases, *ranks, strict=True):
+        losses, norms, weights = plain[frozen]
+        for result in results:
+            assert result["losses"] == pytest.approx(losses, rel=1e-6), config
+            assert result["norms"] == pytest.approx(norms, rel=1e-5), config
+        whole = assembled(results, {name: value.shape for name, value in weights.items()})
+        for name, value in weights.items():
+            torch.testing.assert_close(whole[name], value, rtol=0, atol=5e-5)
+        assert all((result["graphs"] > 0) == bool(config.compile) for result in results), config
+
+
+def test_resharding_to_some_of_the_ranks() -> None:
+    config = Fsdp2Config(param_dtype="float32", reshard_after_forward=2)
+    (result, *_) = on_ranks(4, train_sharded, config, True, False, STEPS)
+    assert result["losses"] == pytest.approx(train_plain(True, steps=STEPS)[0], rel=1e-6)
+    for every in (3, 4):
+        with pytest.raises(ConfigError, match=f"reshard_after_forward={every} must divide the 4 ranks that share"):
+            Fsdp2Config(reshard_after_forward=every).check_ranks(4, on_gpu=False)
+
+
+def norms_and_prefetch(context: DistributedContext, config: ShardConfig) -> dict[str, Any]:
+    """The dtypes that norms and the layer after them see, and how far ahead units are gathered."""
+    model = sharded(config, context)
+    seen: dict[str, tuple[torch.dtype, ...]] = {}
+
+    def look(name: str) -> Any:
+        return lambda module, args: seen.update({name: (args[0].dtype, module.weight.dtype)})
+
+    for name, module in model.module.named_modules():
+        if isinstance(module, (LlamaRMSNorm, nn.Linear)):
+            module.register_forward_pre_hook(look(clean_fqn(f"{name}.").rstrip(".")))
+    loss = model.module(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss
+    loss.backward()
+    return {
+        "seen": seen,
+        "loss": float(loss.detach()),
+        "norm": float(model.clip_grad_norm_(1.0)),
+        "keys": set(model.local_shards()),
+    }
+
+
+@pytest.mark.parametrize("wrapper", [Fsdp1Config, Fsdp2Config])
+def test_norms_in_float32(wrapper: Any) -> None:
+    for wide in (False, True):
+        found = on_ranks(2, norms_and_prefetch, wrapper(norms_in_float32=wide, activation_checkpointing=True))
+        dtype = torch.float32 if wide else torch.bfloat16
+        for result in found:
+            seen = result["seen"]
+            norms = {name for name in seen if name.endswith("norm")}
+            assert len(norms) == 5
+            assert {seen[name] for name in norms} == {(dtype, dtype)}
+            assert {seen[name] for name in set(seen) - norms} == {(torch.bfloat16, torch.bfloat16)}
+            assert result["keys"] == set(dict(llama().named_parameters()))
+            assert result["loss"] == pytest.approx(5.6, abs=0.3)
+            assert result["norm"] > 0
+
+
+def prefetch_lists(context: DistributedContext, config: ShardConfig) -> tuple[list[int], list[int]]:
+    from torch.distributed.fsdp import FSDPModule
+
+    states = [m._get_fsdp_state() for m in sharded(config, context).module.modules() if isinstance(m, FSDPModule)]
+    forward = [len(state._states_to_forward_prefetch) for state in states]
+    return forward, [len(state._states_to_backward_prefetch) for state in states]
+
+
+def test_units_are_gathered_as_far_ahead_as_asked() -> None:
+    config = Fsdp2Config(prefetch_forward=2, prefetch_backward=1, min_params=2000)
+    ((forward, backward),) = on_ranks(1, prefetch_lists, config)
+    assert len(forward) > 4
+    assert forward == [0, *[2] * (len(forward) - 3), 1, 0]
+    assert backward == [0, 0, *[1] * (len(backward) - 2)]
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls(kind: bool | int | str) -> Counter[str]:
+    model = llama(layers=4)
+    recompute_blocks(model, Fsdp2Config(activation_checkpointing=kind))
+    with Calls() as mode:
+        model(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss.backward()
+    return mode.calls
+
+
+def test_what_is_computed_again() -> None:
+    plain = calls(False)
+    product, cheap = "aten.mm.default", "aten.silu.default"
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    again = {kind: calls(kind) - plain for kind in (True, "all", "none", 2, 3, "selective")}
+    assert plain[cheap] == plain[attention] == 4
+    assert again["none"][cheap] == 0
+    assert again[True] == again["all"]
+    assert (again["all"][cheap], again["all"][attention], again["all"][product]) == (
+        4,
+        4,
+        4 * 6,
+    )  # what comes last is saved by nobody
+    assert (again[2][cheap], again[3][cheap]) == (2, 1)
+    assert (again["selective"][cheap], again["selective"][attention], again["selective"][product]) == (4, 0, 0)
+
+
+def test_offloaded_activations_leave_parameters_where_they_are() -> None:
+    grads = []
+    for offload in (False, True):
+        model = llama()
+        recompute_blocks(model, Fsdp2Config(activation_offload=offload, activation_checkpointing=2))
+        assert any(isinstance(module, OffloadWrapper) for module in model.modules()) == offload
+        model(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss.backward()
+        grads.append([param.grad for param in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+    weight = nn.Parameter(torch.ones(2, 3))
+    for tensor, moves in ((weight, False), (weight.t(), False), (weight * 2, True)):
+        assert (_to_host(tensor)[1].data_ptr() != tensor.data_ptr()) == moves
+
+
+def test_what_a_wrapper_cannot_do_is_named() -> None:
+    model = build_on_meta(llama_config(), "float32")
+    for config, said in (
+        (Fsdp2Config(compile="inducter"), r"shard\.compile=inducter is neither .* \(did you mean inductor\?\)"),
+        (DdpConfig(param_dtype="bfloat16"), r"held in, which is float32; give the same for model\.dtype"),
+        (Fsdp2Config(norms_in_float32=True), "Sequential has no norm layer with parameters"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            config.check_model(model if "norm" not in said else nn.Sequential(nn.LSTM(2, 2), nn.Linear(2, 2)))
+    for name in ("cpu_offload", "activation_offload"):
+        with pytest.raises(ConfigError, match=f"shard.{name}=true needs a GPU to offload from"):
+            Fsdp2Config(**{name: True}).check_ranks(1, on_gpu=False)
+
+
+class Nested(nn.Module):
+    """A tie across modules, and a module that uses its children's parameters without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.first["b"].weight = self.second[0].weight
+
+
+def test_units_by_size() -> None:
+    def fqns(min_params: int, **settings: Any) -> list[str]:
+        return [unit.fqn for unit in plan_units(Nested(), Fsdp2Config(min_params=min_params, **settings))]
+
+    assert fqns(64) == ["first.a", "attention", ""], "a tie keeps both ends in the root; attention is used as a whole"
+    assert fqns(64, norms_in_float32=True) == ["first.a", "second.1", "attention", ""]
+    assert fqns(10_000) == [""]
+    units = plan_units(llama(tied=False), Fsdp2Config(min_params=5000))
+    assert [unit.fqn for unit in units if "layers.1" in unit.fqn] == ["model.layers.1.mlp"]
+    units = plan_units(llama(), Fsdp2Config(min_params=850))
+    inner = [unit.fqn for unit in units if "layers.1" in unit.fqn]
+    names = ["self_attn.q_proj", "self_attn.o_proj", "self_attn", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert inner == [f"model.layers.1.{name}" for name in names], "inner ones first"
+    assert sum(unit.num_params for unit in units) == sum(p.numel() for p in llama().parameters())
+    assert sorted(name for unit in units for name in unit.parameters) == sorted(dict(llama().named_parameters()))
+
+
+def test_the_tree_of_units() -> None:
+    model = build_on_meta(llama_config(layers=12), "float32")
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+    def tree(shard: ShardConfig, num_ranks: int) -> list[str]:
+        return explain(plan_units(model, shard), shapes, shard, num_ranks)
+
+    assert tree(Fsdp2Config(norms_in_float32=True), 2) == [
+        "unit                          class              units  parameters  gathered         per rank",
+        "(root)                        LlamaForCausalLM       1       9,252   18.5 kB  18.4 kB-18.6 kB",
+        "  model.layers.0-11           LlamaDecoderLayer     12      12,636   25.3 kB  25.1 kB-25.4 kB",
+        "    input_layernorm           LlamaRMSNorm           1          36     144 B             72 B",
+        "    post_attention_layernorm  LlamaRMSNorm           1          36     144 B             72 B",
+        "  model.norm                  LlamaRMSNorm           1          36     144 B             72 B",
+    ]
+    whole = tree(DdpConfig(), 2)[2].split()
+    flat = tree(Fsdp1Config(param_dtype="float32"), 2)[2].split()
+    assert (whole[:2], flat[:2]) == (["model.layers.0-11", "LlamaDecoderLayer"],) * 2
+    assert whole[-2:] == ["50.8", "kB"]
+    assert flat[-2:] == ["25.4", "kB"]
