@@ -29,7 +29,6 @@ STEPS = 2
 BOTH: list[dict[str, Any]] = [
     {"activation_checkpointing": 2},
     {"activation_checkpointing": "selective"},
-    {"compile": "aot_eager", "activation_checkpointing": "selective"},
     {"prefetch_forward": 1, "prefetch_backward": 1},
     {"min_params": 2000},
     {"blocks": ["LlamaMLP", "LlamaAttention"], "activation_checkpointing": True},
@@ -39,7 +38,12 @@ CASES: list[ShardConfig] = [
     Fsdp1Config(param_dtype="float32", prefetch_backward=0),
     Fsdp2Config(param_dtype="float32", prefetch_forward=2, prefetch_backward=2),
     DdpConfig(),
-    DdpConfig(sync_every_micro_batch=True, activation_checkpointing="all", compile="aot_eager"),
+    DdpConfig(sync_every_micro_batch=True, activation_checkpointing="all"),
+]
+COMPILED: list[ShardConfig] = [
+    Fsdp1Config(param_dtype="float32", compile="aot_eager"),
+    Fsdp2Config(param_dtype="float32", compile="aot_eager", activation_checkpointing="selective"),
+    DdpConfig(compile="aot_eager"),
 ]
 
 
@@ -54,11 +58,23 @@ def train_cases(context: DistributedContext, cases: list[tuple[ShardConfig, bool
 
 
 def test_each_mode_trains_like_a_plain_model() -> None:
+    compare([(config, False) for config in CASES])
+
+
+def test_compiled_blocks_train_like_a_plain_model() -> None:
+    compare([(config, False) for config in COMPILED])
+
+
+def test_frozen_and_trainable_parameters_in_one_unit() -> None:
     frozen = [Fsdp1Config(param_dtype="float32"), Fsdp2Config(param_dtype="float32"), DdpConfig()]
-    cases = [(config, False) for config in CASES] + [(config, True) for config in frozen]
-    ranks = on_ranks(2, train_cases, cases)
+    compare([(config, True) for config in frozen])
+    assert train_plain(True, True, STEPS)[1] != train_plain(True, False, STEPS)[1]
+
+
+def compare(cases: list[tuple[ShardConfig, bool]]) -> None:
+    """Train each of `cases` (config, whether parameters are frozen) on two ranks and hold it against a plain loop."""
+    ranks = on_ranks(2, train_cases, cases, timeout_seconds=300)
     plain = {frozen: train_plain(True, frozen, STEPS) for frozen in (False, True)}
-    assert plain[True][0][1] != plain[False][0][1]
     for (config, frozen), *results in zip(cases, *ranks, strict=True):
         losses, norms, weights = plain[frozen]
         for result in results:
