@@ -64,17 +64,17 @@ CELLS = [Cell(*values) for values in itertools.product(WRAPPERS, STRATEGIES, DTY
 
 
 def run_cells(context: DistributedContext, cells: list[Cell]) -> list[list[float]]:
-    """The losses of each of `cells`, or what it was refused with."""
+    """The losses of each of `cells`."""
     return [_losses(context, cell) for cell in cells]
 
 
 def _losses(context: DistributedContext, cell: Cell) -> list[float]:
     model = sharded(cell.config, context)
     model.module.train()
-    optimizer = torch.optim.AdamW(model.module.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.module.parameters(), lr=3e-3)
     losses = []
-    for step in range(STEPS):
-        rows = token_batch(step).chunk(context.world_size)[context.rank]
+    for _ in range(STEPS):
+        rows = token_batch(0).chunk(context.world_size)[context.rank]
         loss = model.module(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()
         model.clip_grad_norm_(0.5)
@@ -90,12 +90,12 @@ def _losses(context: DistributedContext, cell: Cell) -> list[float]:
 def unsharded(dtype: str, parts: int, trained: str) -> list[float]:
     """A plain loop over the same rows, `parts` of them at a time: weights in float32, a copy in `dtype` computes."""
     weights, copy = llama().train(), llama().train().to(getattr(torch, dtype))
-    optimizer = torch.optim.AdamW(weights.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(weights.parameters(), lr=3e-3)
     losses = []
-    for step in range(STEPS):
+    for _ in range(STEPS):
         total = 0.0
         _copy(weights, copy)
-        for rows in token_batch(step).chunk(parts):
+        for rows in token_batch(0).chunk(parts):
             loss = copy(input_ids=rows, labels=rows, use_cache=False).loss
             loss.backward()
             total += float(loss.detach()) / parts
@@ -142,9 +142,9 @@ def test_a_cell_trains_as_without_sharding_or_is_refused(cell: Cell, losses: dic
         assert _refusal(cell) == "shard.cpu_offload=true needs a GPU to offload from; this run is on the CPU already."
         return
     wanted = unsharded(cell.dtype, cell.ranks, cell.trained)
-    assert wanted[-1] < wanted[0]
+    assert wanted[-1] < wanted[0] - 0.05
     for found in losses[cell]:
-        assert found == pytest.approx(wanted, rel=1e-6 if cell.dtype == "float32" else 1e-4)
+        assert found == pytest.approx(wanted, rel=1e-5 if cell.dtype == "float32" else 1e-4)
 
 
 def test_the_dtypes_can_be_told_apart() -> None:

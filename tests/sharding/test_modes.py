@@ -43,7 +43,6 @@ CASES: list[ShardConfig] = [
 COMPILED: list[ShardConfig] = [
     Fsdp1Config(param_dtype="float32", compile="aot_eager"),
     Fsdp2Config(param_dtype="float32", compile="aot_eager", activation_checkpointing="selective"),
-    DdpConfig(compile="aot_eager"),
 ]
 
 
