@@ -197,7 +197,7 @@ def _install(model: PreTrainedModel, head: nn.Module | None) -> str | None:
         if softcap is not None:
             config.final_logit_softcapping = softcap
         return "it changes the logits after its output head"
-    head.forward = LossHead(head, softcap)  # type: ignore[method-assign]
+    head.forward = LossHead(head, softcap)  # type: ignore[assignment]  # is one
     return None
 
 
