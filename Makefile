@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test faults check lint docs coverage bench-convert clean
+.PHONY: help install demo test faults check lint docs coverage bench-convert bench-train clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
@@ -15,6 +15,7 @@ help:
 	@echo "make docs      write docs/config.md anew from the settings in the code"
 	@echo "make coverage  the tests again, with the lines that none of them runs"
 	@echo "make bench-convert  conversions beside cp and other libraries, in WORK (needs 30 GB and a quiet machine)"
+	@echo "make bench-train    training beside a bare loop and other trainers, in WORK; MODEL=DIR adds a real model"
 	@echo "make clean     remove $(VENV) and everything made"
 
 install: $(STAMP)
@@ -40,10 +41,13 @@ docs: $(STAMP)
 coverage: $(STAMP)
 	@scripts/coverage
 
-WORK ?= build/bench-convert
+WORK ?= build/bench
 
 bench-convert: $(STAMP)
 	@$(VENV)/bin/python benchmarks/convert.py --work "$(WORK)"
+
+bench-train: $(STAMP)
+	@$(VENV)/bin/python benchmarks/train.py --work "$(WORK)" $(if $(MODEL),--model "$(MODEL)")
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -46,6 +46,39 @@ def many_tensors(target: str, count: str) -> None:
     save_file({name: torch.zeros(2, 2) for name in names}, f"{target}/model.safetensors")
 
 
+def trainable(target: str, hidden: str, layers: str, vocabulary: str) -> None:
+    """A random Llama in fp32, with a tokenizer of its own and TARGET/text.txt: prose that comes with Python."""
+    from pydoc_data.topics import topics
+
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    size = min(int(vocabulary), 8000)
+    tokenizer.train_from_iterator(
+        [text],
+        trainers.BpeTrainer(
+            vocab_size=size, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=int(hidden),
+        intermediate_size=int(hidden) * 8 // 3,
+        vocab_size=int(vocabulary),
+        num_hidden_layers=int(layers),
+        num_attention_heads=max(int(hidden) // 64, 2),
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(target)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(target)
+    (Path(target) / "text.txt").write_text(text, encoding="utf-8")
+
+
 def torch_ranks(target: str, source: str, ranks: str) -> None:
     """TARGET/dcp and TARGET/safetensors: the tensors of SOURCE, cut on dim 0 as FSDP2 does, by torch's writers."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -77,7 +110,7 @@ def _save(context: Any, target: str, source: str) -> None:
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(f"{target}/safetensors", save_distributed=True))
 
 
-MAKERS = {maker.__name__: maker for maker in (llama, many_tensors, torch_ranks)}
+MAKERS = {maker.__name__: maker for maker in (llama, many_tensors, torch_ranks, trainable)}
 
 if __name__ == "__main__":
     MAKERS[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,148 @@
+"""Training loops in turns, on the ranks that torchrun started: MODEL DTYPE SEQUENCE_LENGTH ROUNDS STEPS.
+
+Ours (`train` with its log, as the recipe drives it), the same in bare PyTorch with the same `fully_shard` calls, and
+DDP; the bare ones with our loss and with torch's. In each round each makes STEPS steps, in an order that turns, so that
+noise meets all of them. Rank 0 prints, as JSON, the seconds of a step of each in each round, and the first losses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+from fsdp_shard.data.windows import WindowDataset
+from fsdp_shard.distributed import DistributedContext, distributed
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.sharding.units import plan_units
+from fsdp_shard.training.adamw import AdamWConfig
+from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.training.loop import train
+from fsdp_shard.training.loss import cross_entropy
+from fsdp_shard.training.runlog import RunLog
+from fsdp_shard.training.setup import build_optimizer, load_sharded, model_source
+from fsdp_shard.training.signals import StopSignal
+from fsdp_shard.training.state import TrainerState
+
+LR = 1e-5
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def our_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits, labels, float(labels.numel()))
+
+
+def torch_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def ours(model: str, dtype: str, data: WindowDataset, run_dir: str, context: DistributedContext) -> Iterator[float]:
+    """One step each time it is asked for, as recipes/finetune.py makes them; its loss."""
+    settings, shard = ModelConfig(path=model), Fsdp2Config(param_dtype=dtype)
+    loaded = load_sharded(settings, shard, model_source(settings, None), context)
+    optimizer = build_optimizer(AdamWConfig(lr=LR), loaded)
+    batch = context.world_size
+    config = TrainConfig(steps=1 << 30, global_batch_size=batch, schedule="constant", log_every=1 << 30)
+    with StopSignal() as stop, RunLog(run_dir, config, context, 0) as log:
+        state = TrainerState(0, data.identity)
+        for report in train(loaded.model, optimizer, data, config, context, state=state, peak_lr=LR, stop=stop):
+            log.step(report)
+            yield report.loss
+
+
+def bare(
+    model: Any, forward: Any, loss_of: Loss, optimizer: Any, data: WindowDataset, context: DistributedContext
+) -> Iterator[float]:
+    """The loop that a tutorial has: one window a rank, gradients clipped, the loss looked at. The samples are ours."""
+    for start in itertools.count(0, context.world_size):
+        samples = data.order(0, start, context.world_size)
+        batch = data.batch(samples[context.rank : context.rank + 1])
+        logits = forward(
+            **{name: torch.from_numpy(value) for name, value in batch.inputs.items()}, use_cache=False
+        ).logits
+        loss = loss_of(logits, torch.from_numpy(batch.labels))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield float(loss.detach())
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
+
+
+def bare_fsdp2(path: str, dtype: str, context: DistributedContext) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+    for name in plan_units(model, []):
+        fully_shard(model.get_submodule(name), mesh=context.mesh["shard"], mp_policy=policy)
+    return fully_shard(model, mesh=context.mesh["shard"], mp_policy=policy, reshard_after_forward=False)
+
+
+def sides(path: str, dtype: str, data: WindowDataset, run_dir: str, context: DistributedContext) -> dict[str, Any]:
+    """Name -> steps. The two losses of a loop share its model and optimizer."""
+    sharded = bare_fsdp2(path, dtype, context)
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    replicated = DistributedDataParallel(whole)
+
+    def autocast(**inputs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            return replicated(**inputs)
+
+    first, second = adamw(sharded), adamw(whole)
+    return {
+        "ours": ours(path, dtype, data, run_dir, context),
+        "bare": bare(sharded, sharded, our_loss, first, data, context),
+        "bare, torch's loss": bare(sharded, sharded, torch_loss, first, data, context),
+        "DDP": bare(whole, autocast, our_loss, second, data, context),
+    }
+
+
+def _mean(loss: float, context: DistributedContext) -> float:
+    return context.all_reduce([loss])[0] / context.world_size
+
+
+def main() -> None:
+    path, dtype, length, rounds, steps = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    with distributed("cpu") as context, TemporaryDirectory() as directory:
+        vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
+        tokens = np.random.default_rng(0).integers(0, vocabulary, 64 * length + 1)
+        running = sides(path, dtype, WindowDataset(tokens, length, "random"), directory, context)
+        losses = {name: _mean(next(side), context) for name, side in running.items()}
+        for side in running.values():
+            next(side)  # the optimizer's state is made in the first step
+        seconds: dict[str, list[float]] = {name: [] for name in running}
+        names = list(running)
+        for number in range(rounds):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                context.barrier()
+                began = time.perf_counter()
+                for _ in range(steps):
+                    next(running[name])
+                context.barrier()
+                seconds[name].append((time.perf_counter() - began) / steps)
+        for side in running.values():
+            side.close()
+        if context.is_main:
+            print(json.dumps({"seconds": seconds, "losses": losses}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
