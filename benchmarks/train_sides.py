@@ -54,7 +54,7 @@ def ours(model: str, dtype: str, data: WindowDataset, run_dir: str, context: Dis
     """One step each time it is asked for, as recipes/finetune.py makes them; its loss."""
     settings, shard = ModelConfig(path=model), Fsdp2Config(param_dtype=dtype)
     loaded = load_sharded(settings, shard, model_source(settings, None), context)
-    optimizer = build_optimizer(AdamWConfig(lr=LR), loaded)
+    optimizer = build_optimizer(AdamWConfig(lr=LR), loaded.model, context)
     batch = context.world_size
     config = TrainConfig(steps=1 << 30, global_batch_size=batch, schedule="constant", log_every=1 << 30)
     with StopSignal() as stop, RunLog(run_dir, config, context, 0) as log:
