@@ -23,6 +23,7 @@ from fsdp_shard.sharding.wrappers import WRAPPERS
 from fsdp_shard.training.adafactor import AdafactorConfig
 from fsdp_shard.training.adamw import AdamWConfig
 from fsdp_shard.training.adamw8bit import AdamW8bitConfig
+from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
 from fsdp_shard.training.base import OptimConfig, TrainConfig
 from fsdp_shard.training.muon import MuonConfig
 from fsdp_shard.training.sgd import SgdConfig
@@ -56,7 +57,7 @@ class RunConfig:
 class FinetuneConfig(RunConfig):
     """Fine-tune a causal language model under FSDP."""
 
-    # `shard` and `optim` have the type that all options of their group share; conf/finetune.yaml chooses one.
+    # `shard`, `adapter` and `optim` have the type that all options of a group share; conf/finetune.yaml chooses one.
     command: ClassVar[str] = "finetune"
     ranks_are: ClassVar[Literal["started", "planned", "one"]] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
@@ -70,6 +71,7 @@ class FinetuneConfig(RunConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -134,6 +136,7 @@ OPTIONS: dict[str, dict[str, type]] = {
         "muon": MuonConfig,
         "sgd": SgdConfig,
     },
+    "adapter": {"none": AdapterConfig, "lora": LoraConfig},
     "train": {"default": TrainConfig},
     "dispatch": {"default": DispatchConfig},
     "generation": {"default": GenerationSettings},

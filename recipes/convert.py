@@ -26,6 +26,7 @@ def main(config: ConvertConfig) -> None:
         verify=config.verify,
         overwrite=config.overwrite,
         sync=config.sync,
+        base=config.base,
     )
     write_result(config.run_dir, asdict(report))
     checked = "read back and compared" if report.verified else "not read back"

@@ -10,16 +10,11 @@ from fsdp_shard.distributed import distributed
 from fsdp_shard.launch import uses_gpus, world_sizes
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.base import check_batch, check_held_out
-from fsdp_shard.training.checkpointing import (
-    find_step,
-    is_finished,
-    open_trainer,
-    restore_optimizer,
-    verify_resumed,
-)
+from fsdp_shard.training.checkpointing import find_step, is_finished, open_trainer, restore_optimizer
 from fsdp_shard.training.flops import utilisation
 from fsdp_shard.training.lock import run_lock
 from fsdp_shard.training.loop import evaluate_loss, train
+from fsdp_shard.training.lora import check_continues
 from fsdp_shard.training.plot import check_plots
 from fsdp_shard.training.profile import StepProfiler
 from fsdp_shard.training.runlog import RunLog, stopped
@@ -39,8 +34,10 @@ def check(config: FinetuneConfig) -> None:
     config.optim.check_installed()
     check_data(config.data)
     check_held_out(config.train, config.data)
-    source = model_source(config.model, find_step(config.resume, config.run_dir))
-    check_model(config.model, config.shard, config.data, source)
+    config.adapter.check_installed()
+    resumed = find_step(config.resume, config.run_dir)
+    check_continues(config.adapter, resumed)
+    check_model(config.model, config.shard, config.data, config.adapter, model_source(config.model, resumed))
     check_trackers(config.train.trackers)
     if config.train.plot:
         check_plots()
@@ -59,16 +56,15 @@ def main(config: FinetuneConfig) -> None:
         resumed = context.decide(lambda: find_step(config.resume, config.run_dir))
         if context.decide(lambda: is_finished(resumed, config.run_dir, settings)):
             return
-        verify_resumed(resumed, config.checkpoint, context)
         source = model_source(config.model, resumed)
         data = prepare_on_ranks(config.data, lambda: load_tokenizer(source), context)
         held_out = data.held_out.head(settings.eval_windows) if data.held_out else None
-        loaded = load_sharded(config.model, shard, source, context)
+        loaded = load_sharded(config.model, shard, source, context, config.adapter, config.seed, resumed)
         optimizer = build_optimizer(config.optim, loaded.model, context)
         state = context.decide(lambda: open_trainer(resumed, config.seed, data.train.identity))
         if resumed is not None:
             restore_optimizer(optimizer, loaded, resumed, context)
-        beside = context.decide(lambda: side_files(source, config.model.dtype))
+        beside = context.decide(lambda: side_files(source, config.model.dtype, loaded.adapter))
         mfu = utilisation(loaded, shard.param_dtype, config.data.sequence_length, context)
         shown = public_settings(config)
         with (

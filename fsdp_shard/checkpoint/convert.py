@@ -25,6 +25,7 @@ from fsdp_shard.checkpoint.formats.registry import recognise, writer
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.layout import INDEX_FILE, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
+from fsdp_shard.checkpoint.merge import open_weights
 from fsdp_shard.checkpoint.ties import absent_ties, stored_twice
 from fsdp_shard.checkpoint.transfer import Move, Progress, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
@@ -64,6 +65,7 @@ def convert(
     overwrite: bool = False,
     nest: str | None = None,
     sync: bool = True,
+    base: str | Path | None = None,
 ) -> ConvertReport:
     """Write the checkpoint at `source` to the directory `target`; see ConvertConfig for the settings.
 
@@ -84,10 +86,11 @@ def convert(
         verify=verify,
         overwrite=overwrite,
         sync=sync,
+        base=None if base is None else str(base),
     )
     check(settings)
     place = Path(target).expanduser().absolute()
-    with open_checkpoint(Path(source).expanduser()) as index:
+    with open_weights(Path(source).expanduser(), base) as index:
         _check_target(place, index, overwrite)
         plan = plan_conversion(index, settings, _ties(index, format))
         stamps = _stamps(index)
@@ -153,6 +156,9 @@ def _write(index: TensorIndex, plan: ConversionPlan, root: Path, *, verify: bool
     total = sum(move.target.num_bytes for move in plan.moves) * (2 if verify else 1)
     source = read_manifest(index.root) if index.root.is_dir() else None
     expected = {name: record.chunks for name, record in source.tensors.items()} if source else {}
+    # The manifest is of what is stored: not of what an adapter makes of it.
+    changed = {name for name, entry in index.tensors.items() if any(piece.codec for piece in entry.pieces)}
+    expected = {name: chunks for name, chunks in expected.items() if name not in changed}
     for name, content in plan.target.small_files.items():
         (root / name).write_bytes(content)
     names = carry(index, root, _written_dtype(plan))

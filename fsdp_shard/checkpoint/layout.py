@@ -83,17 +83,21 @@ class TargetPlan:
 
 
 def plan_gathered(
-    specs: Sequence[TensorSpec], max_shard_bytes: int | None, aliases: Mapping[str, str] | None = None
+    specs: Sequence[TensorSpec],
+    max_shard_bytes: int | None,
+    aliases: Mapping[str, str] | None = None,
+    single_file: str = SINGLE_FILE,
 ) -> tuple[list[FilePlan], bytes | None]:
     """Files of a Hugging Face directory, and the content of `model.safetensors.index.json` if there are several.
 
     Tensors keep their order and are never split, so a file exceeds `max_shard_bytes` (header included) only where a
     single tensor does. `aliases` {tied name: kept name} are noted in the metadata as safetensors' `save_model` does.
+    `single_file` is the name where there is only one.
     """
     groups = _split(specs, max_shard_bytes)
     plans = []
     for number, group in enumerate(groups, start=1):
-        name = SINGLE_FILE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        name = single_file if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         kept = {spec.name for spec in group}
         tied = {alias: target for alias, target in (aliases or {}).items() if target in kept}
         plans.append(_plan_file(name, group, {"format": "pt", **tied}))

@@ -29,9 +29,10 @@ from fsdp_shard.checkpoint.integrity import (
     num_chunks,
     tensor_digest,
 )
+from fsdp_shard.checkpoint.layout import SINGLE_FILE
 from fsdp_shard.checkpoint.manifest import FileRecord, Manifest, TensorRecord
 from fsdp_shard.checkpoint.points import reach
-from fsdp_shard.checkpoint.store import OPTIMIZER, Store
+from fsdp_shard.checkpoint.store import Store
 from fsdp_shard.checkpoint.transfer import create_file
 from fsdp_shard.checkpoint.writes import LAYOUTS, Target, WritePlan, plan_sharded_writes, spec_of
 from fsdp_shard.errors import FsdpShardError
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from fsdp_shard.distributed import DistributedContext
 
+OPTIMIZER = "optimizer"
 TRAINER = "trainer.json"
 _STAGE_BYTES = 16 << 20  # moved between device, hash and file at a time
 
@@ -51,13 +53,17 @@ Records = dict[str, FileRecord]  # file -> size and digest
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a step directory holds. `side_files` (config, tokenizer) are needed on rank 0 only."""
+    """All that a step directory holds. `side_files` (config, tokenizer) are needed on rank 0 only.
+
+    `single_file` is the name of the weights' file where the layout makes one.
+    """
 
     weights: Mapping[str, LocalShard]
     aliases: Mapping[str, str]
     optimizer: Mapping[str, LocalShard] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     side_files: Mapping[str, bytes] = field(default_factory=dict)
+    single_file: str = SINGLE_FILE
 
 
 def save_step(
@@ -75,7 +81,7 @@ def save_step(
     """
     root, save = context.broadcast_object((str(store.root), uuid.uuid4().hex))
     store = Store(Path(root))
-    target = Target(context.rank, context.world_size, step, save, max_shard_bytes, state.aliases)
+    target = Target(context.rank, context.world_size, step, save, max_shard_bytes, state.aliases, state.single_file)
     keeps_states = any(context.all_gather_object(bool(state.optimizer)))  # one rank may have nothing of it
     states = _plan_optimizer(state, target) if keeps_states else WritePlan([], {})
     plans = _Plans(LAYOUTS[layout](state.weights, target), states, _small_files(state, target))

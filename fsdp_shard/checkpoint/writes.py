@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from fsdp_shard.checkpoint import dtypes
 from fsdp_shard.checkpoint.dtypes import TensorSpec
-from fsdp_shard.checkpoint.layout import INDEX_FILE, FilePlan, plan_gathered, plan_sharded
+from fsdp_shard.checkpoint.layout import INDEX_FILE, SINGLE_FILE, FilePlan, plan_gathered, plan_sharded
 from fsdp_shard.shards import LocalShard
 
 
@@ -25,6 +25,7 @@ class Target:
     save: str
     max_shard_bytes: int | None
     aliases: Mapping[str, str]
+    single_file: str = SINGLE_FILE
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def spec_of(name: str, shard: LocalShard) -> TensorSpec:
 def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
     """One Hugging Face directory, created by rank 0, written by all."""
     specs = [spec_of(name, shard) for name, shard in shards.items()]
-    files, index = plan_gathered(specs, target.max_shard_bytes, target.aliases)
+    files, index = plan_gathered(specs, target.max_shard_bytes, target.aliases, target.single_file)
     starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
     places = {}
     for spec in specs:

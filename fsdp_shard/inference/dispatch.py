@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 def check_checkpoint(path: str | os.PathLike[str]) -> None:
     """Raise CheckpointError or ModelError unless `path` holds weights that can be read; looks at headers only."""
-    from fsdp_shard.checkpoint.index import open_checkpoint
+    from fsdp_shard.checkpoint.merge import open_weights
 
-    open_checkpoint(locate(path).weights).close()
+    open_weights(locate(path).weights).close()
 
 
 def load_dispatched(
@@ -68,14 +68,14 @@ def dispatch(
     `on_plan` is handed the plan before any weight is read.
     """
     from fsdp_shard.blocks import no_split_blocks
-    from fsdp_shard.checkpoint.index import open_checkpoint
+    from fsdp_shard.checkpoint.merge import open_weights
     from fsdp_shard.checkpoint.names import match_names
     from fsdp_shard.inference.machine import check_devices, free_cpu_bytes, machine_budgets
     from fsdp_shard.inference.placement import Spare, place
 
     strategy = parse_device_map(dict(device_map) if isinstance(device_map, Mapping) else device_map)
     budgets = parse_budgets(None if max_memory is None else dict(max_memory))
-    index = open_checkpoint(source.weights)
+    index = open_weights(source.weights)
     model = _build(config, _dtype(dtype, index, config))
     stored = match_names(model, index)
     blocks = no_split_blocks(model)

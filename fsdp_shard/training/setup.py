@@ -6,14 +6,14 @@ The only values that a rank ever reads are its own. Knows no loop and no optimiz
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 from fsdp_shard.blocks import no_split_blocks, tied_names
 from fsdp_shard.checkpoint.carry import carry
-from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.merge import open_weights
 from fsdp_shard.checkpoint.names import match_names
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.checkpoint.state import load_shards
@@ -32,8 +32,9 @@ from fsdp_shard.sharding.base import ShardConfig, ShardedModel
 from fsdp_shard.sharding.explain import explain
 from fsdp_shard.sharding.units import plan_units
 from fsdp_shard.sizes import format_size
+from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
 from fsdp_shard.training.base import OptimConfig
-from fsdp_shard.training.loss_head import use_loss_head
+from fsdp_shard.training.lora import Adapter, Base, base_path, fill_new, fingerprint, inject, is_adapter_step, restore
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -68,51 +69,80 @@ class LoadedModel:
     aliases: Mapping[str, str]
     figures: LoadFigures
     tree: list[str]
+    adapter: Adapter | None = None
 
 
 def model_source(config: ModelConfig, step_directory: Path | None) -> ModelSource:
-    """Where config, tokenizer and weights come from: the step to resume from, else `model.path`."""
-    if step_directory is not None:
+    """Where config, tokenizer and weights come from: the step to resume from, unless it holds only an adapter, else
+    `model.path`.
+    """
+    if step_directory is not None and not is_adapter_step(step_directory):
         return ModelSource(step_directory)
     return locate(config.path, config.gguf_file, need_weights=True)
 
 
-def check_model(config: ModelConfig, shard: ShardConfig, data: DataConfig, source: ModelSource) -> None:
-    """Raise ModelError, ConfigError or DataError when the model cannot be built, or not be sharded as `shard` says, or
-    it or its tokenizer cannot take the data.
+def check_model(
+    config: ModelConfig, shard: ShardConfig, data: DataConfig, adapter: AdapterConfig, source: ModelSource
+) -> None:
+    """Raise ModelError, ConfigError or DataError when the model cannot be built, or not be sharded as `shard` says, has
+    none of the modules that `adapter` names, or it or its tokenizer cannot take the data.
     """
     if data.packing:
         check_packing(load_config(source, config.trust_remote_code))
     if data.kind != "text":
         check_tokenizer(data, load_tokenizer(source, config.trust_remote_code))
-    shard.check_model(_on_meta(config, source))
+    model = _on_meta(config, source)
+    shard.check_model(model)
+    if isinstance(adapter, LoraConfig):
+        inject(model, adapter, base_path(config, source), {})
 
 
 def load_sharded(
-    config: ModelConfig, shard: ShardConfig, source: ModelSource, context: DistributedContext
+    config: ModelConfig,
+    shard: ShardConfig,
+    source: ModelSource,
+    context: DistributedContext,
+    adapter: AdapterConfig | None = None,
+    seed: int = 0,
+    resumed: Path | None = None,
 ) -> LoadedModel:
     """The model of `source`, sharded by `shard`, each rank's part filled from the files; a collective.
 
-    Raises ModelError or CheckpointError, on all ranks, when model and weights do not fit each other.
+    What `adapter` adds is filled from the step `resumed`, else from `seed`. Raises ModelError, ConfigError or
+    CheckpointError, on all ranks, when model, weights and adapter do not fit each other.
     """
     model = context.together(lambda: _on_meta(config, source))
     blocks = no_split_blocks(model, shard.blocks)
     aliases = tied_names(model)
-    tree = _explain(model, shard, context.world_size) if shard.explain else []
-    with context.together(lambda: open_checkpoint(source.weights)) as index:
+    added: Adapter | None = None
+    with context.together(lambda: open_weights(source.weights)) as index:
         names = context.together(lambda: match_names(model, index))
+        if isinstance(adapter, LoraConfig):
+            base = Base(base_path(config, source), context.decide(lambda: fingerprint(index)))
+            added, names = inject(model, adapter, base.path, names)
+            added = replace(added, base=base)
+        tree = _explain(model, shard, context.world_size) if shard.explain else []
         rebuild_buffers(model, context.device)
         sharded = shard.shard(model, context)
         shards = sharded.local_shards()
-        context.together(lambda: load_shards(index, shards, names))
+        filled = {name: part for name, part in shards.items() if name in names}
+        context.together(lambda: load_shards(index, filled, names))
+    if added is not None and resumed is not None:
+        context.together(lambda: restore(added, shards, resumed))
+    elif added is not None:
+        fill_new(shards, names, seed)
     shard_bytes = sum(part.data.numel() * part.data.element_size() for part in shards.values())
     figures = _figures(shard_bytes, max(block.num_bytes for block in blocks), context)
-    return LoadedModel(sharded, sum(block.num_params for block in blocks), len(blocks), aliases, figures, tree)
+    return LoadedModel(sharded, sum(block.num_params for block in blocks), len(blocks), aliases, figures, tree, added)
 
 
-def side_files(source: ModelSource, dtype: str) -> dict[str, bytes]:
-    """Config, generation config and tokenizer files that make a directory of weights a model, by name."""
-    with TemporaryDirectory() as directory, open_checkpoint(source.weights) as index:
+def side_files(source: ModelSource, dtype: str, adapter: Adapter | None = None) -> dict[str, bytes]:
+    """Config, generation config and tokenizer files that make a directory of weights a model, by name; those of an
+    adapter are its own.
+    """
+    if adapter is not None:
+        return adapter.side_files()
+    with TemporaryDirectory() as directory, open_weights(source.weights) as index:
         index.side = index.side or source.directory
         carry(index, Path(directory), dtype)
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
@@ -143,6 +173,7 @@ def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, conte
         f"loaded: {format_size(figures.shard_bytes)} of weights a rank, "
         f"{format_size(figures.peak_memory_bytes)} of memory in use at most",
         *loaded.tree,
+        *([] if loaded.adapter is None else [loaded.adapter.describe(loaded.model.local_shards())]),
     ]
 
 
@@ -152,14 +183,12 @@ def _explain(model: PreTrainedModel, shard: ShardConfig, num_ranks: int) -> list
 
 
 def _on_meta(config: ModelConfig, source: ModelSource) -> PreTrainedModel:
-    model = build_on_meta(
+    return build_on_meta(
         load_config(source, config.trust_remote_code),
         config.dtype,
         trust_remote_code=config.trust_remote_code,
         attention=config.attention,
     )
-    use_loss_head(model, config.chunked_loss)
-    return model
 
 
 def _figures(shard_bytes: int, block_bytes: int, context: DistributedContext) -> LoadFigures:

@@ -47,7 +47,7 @@ class Writer(Protocol):
 
 # In the order in which a path is offered to them. Those that are seen most come first and are light; the others are
 # imported when their turn comes, which halves the time that `inspect` takes to start.
-FORMATS = ("sharded", "torch_huggingface", "huggingface", "dcp", "gguf", "deepspeed", "rank_pickles", "pytorch")
+FORMATS = ("sharded", "peft", "torch_huggingface", "huggingface", "dcp", "gguf", "deepspeed", "rank_pickles", "pytorch")
 
 
 def recognise(path: Path) -> Format | None:
@@ -78,7 +78,8 @@ def read_any(path: Path) -> TensorIndex:
     manifest = read_manifest(index.root) if place.weights.is_dir() else None
     if manifest is not None:
         return _with_manifest(index, manifest)
-    index = _with_plain_names(index)
+    if not getattr(found, "KEEPS_NAMES", False):
+        index = _with_plain_names(index)
     return dataclasses.replace(index, aliases=index.aliases or usual_ties(index, index.side or index.root))
 
 

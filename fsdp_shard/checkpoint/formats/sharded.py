@@ -27,6 +27,7 @@ from fsdp_shard.checkpoint.layout import (
 from fsdp_shard.errors import CheckpointError
 
 NAME = "sharded"
+KEEPS_NAMES = True  # they are the model's own, or an optimizer's for parameters of an adapter
 LISTS_TIED_NAMES = False
 
 
