@@ -56,7 +56,7 @@ class RunLog:
         self._run_dir, self._config, self._is_main = Path(run_dir), config, context.is_main
         self._first_step, self._utilisation = first_step, utilisation
         names = config.trackers if context.is_main else []
-        self._trackers = Trackers(names, config.tracker_project, self._run_dir, public_settings or {})
+        self._trackers = Trackers(names, config.tracker_project, self._run_dir, public_settings or {}, self.note)
         self._exit = ExitStack()
         self._seconds, self._tokens = 0.0, 0
         self._memory: int | None = None

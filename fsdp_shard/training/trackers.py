@@ -1,8 +1,9 @@
 """The figures of a run in the trackers that people look at: TensorBoard, Weights & Biases, MLflow, trackio.
 
-They are accelerate's tracker classes; a new one is one more line in `TRACKERS`. Only rank 0 has any. Where a tracker
-sends things to, and who is logged in there, is that tracker's own (WANDB_MODE=offline, MLFLOW_TRACKING_URI, ...). Knows
-nothing of the run but its figures and its settings, of which what looks like a secret is never passed on.
+They are accelerate's tracker classes; a new one is one more line in `TRACKERS`. Only rank 0 has any. One that cannot
+start ends the run before its first step; one that fails later is left out from then on, as training matters more.
+Where a tracker sends things to, and who is logged in there, is its own (WANDB_MODE=offline, MLFLOW_TRACKING_URI, ...).
+Knows nothing of the run but its figures and its settings, of which what looks like a secret is never passed on.
 """
 
 from __future__ import annotations
@@ -91,24 +92,51 @@ def _public(name: str, value: Any) -> bool | int | float | str | None:
 
 
 class Trackers:
-    """The trackers `names` of the run in `run_dir`, open from `__enter__` to `__exit__`; with no names, nothing."""
+    """The trackers `names` of the run in `run_dir`, open from `__enter__` to `__exit__`; with no names, nothing.
 
-    def __init__(self, names: Sequence[str], project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
+    `note` tells people of one that has failed.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        project: str,
+        run_dir: Path,
+        settings: Mapping[str, Any],
+        note: Callable[[str], None] = print,
+    ) -> None:
         self._names, self._project, self._run_dir, self._settings = names, project, run_dir, settings
-        self._open: list[Any] = []
-        self._exit = ExitStack()
+        self._open: dict[str, Any] = {}
+        self._note, self._exit = note, ExitStack()
 
     def __enter__(self) -> Trackers:
         if self._names:
             self._exit.enter_context(_accelerate_state())
         for name in self._names:
-            tracker = TRACKERS[name](self._project, self._run_dir.name, self._run_dir)
-            tracker.main_process_only = False  # we are on rank 0; accelerate would look for itself
-            tracker.start()
-            self._exit.callback(tracker.finish)
-            tracker.store_init_configuration(dict(self._settings))
-            self._open.append(tracker)
+            try:
+                self._open[name] = self._start(name)
+            except Exception as error:
+                self._exit.close()
+                raise ConfigError(
+                    f"train.trackers={list(self._names)}: {name} could not be started: {_words(error)} Set it up, or "
+                    f"leave it out."
+                ) from error
         return self
+
+    def _start(self, name: str) -> Any:
+        tracker = TRACKERS[name](self._project, self._run_dir.name, self._run_dir)
+        tracker.main_process_only = False  # we are on rank 0; accelerate would look for itself
+        tracker.start()
+        self._exit.callback(lambda: self._try(name, lambda: tracker.finish()))
+        tracker.store_init_configuration(dict(self._settings))
+        return tracker
+
+    def _try(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._open.pop(name, None)
+            self._note(f"{name} has failed and gets no more figures, which are in run_dir as ever: {_words(error)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -118,8 +146,13 @@ class Trackers:
     def log(self, group: str, row: Mapping[str, Any]) -> None:
         """The figures of a row as GROUP/NAME at its step; what has no finite value in it is left out."""
         figures = {f"{group}/{name}": value for name, value in row.items() if name != "step" and value is not None}
-        for tracker in self._open:
-            tracker.log(figures, step=row["step"])
+        for name, tracker in list(self._open.items()):
+            self._try(name, lambda tracker=tracker: tracker.log(figures, step=row["step"]))  # type: ignore[misc]
+
+
+def _words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300].rstrip('.')}."
 
 
 @contextmanager

@@ -46,6 +46,23 @@ def test_figures_reach_tensorboard(tmp_path: Path) -> None:
     assert torch.get_num_threads() == threads
 
 
+def test_a_tracker_that_fails(tmp_path: Path) -> None:
+    """At the start it is an error; later it is left out, and told of once."""
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ConfigError, match=r"tensorboard could not be started: NotADirectoryError.* leave it out"),
+        Trackers(["tensorboard"], "project", tmp_path / "file", {}),
+    ):
+        pass
+    notes: list[str] = []
+    with Trackers(["tensorboard"], "project", tmp_path, {}, notes.append) as found:
+        found.log("train", {"step": "no step", "loss": 2.5})
+        found.log("train", {"step": 2, "loss": 2.5})
+    assert len(notes) == 1
+    assert notes[0].startswith("tensorboard has failed and gets no more figures")
+    assert scalars(tmp_path / "tensorboard") == {}
+
+
 def test_without_trackers_nothing_is_written(tmp_path: Path) -> None:
     with Trackers([], "project", tmp_path, {}) as found:
         found.log("train", {"step": 1, "loss": 2.5})
