@@ -73,7 +73,7 @@ class TrainConfig:
         choices=("stop", "skip"),
     )
     max_skips: int = setting(10, "With non_finite=skip: end the run when more steps in a row are skipped.", minimum=1)
-    log_every: int = setting(1, "Steps between progress lines; metrics.jsonl always has every step.", minimum=1)
+    log_every: int = setting(1, "Steps that a progress line sums up; metrics.jsonl always has every step.", minimum=1)
     plot: bool = setting(False, "Draw the loss curves to loss.png at the end (needs matplotlib).")
     trackers: list[str] = field(
         default_factory=list,

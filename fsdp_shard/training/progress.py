@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -11,9 +15,10 @@ from fsdp_shard.training.loop import StepReport
 
 
 class Progress:
-    """Shows reports of steps `first_step` + 1 to `num_steps`; of every `log_every`-th and the last one in plain lines.
+    """Shows reports of steps `first_step` + 1 to `num_steps`; in plain lines one for every `log_every` of them.
 
-    With `enabled` false (ranks other than 0) nothing is shown.
+    Loss and tokens a second of a plain line are those of all steps since the line before. The time that is left counts
+    what happens between steps too, evaluations and saves. With `enabled` false (ranks other than 0) nothing is shown.
     """
 
     def __init__(
@@ -23,23 +28,29 @@ class Progress:
         log_every: int = 1,
         enabled: bool = True,
         stream: TextIO | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._num_steps = num_steps
         self._first_step = first_step
         self._log_every = log_every
         self._enabled = enabled
         self._stream = stream or sys.stderr
-        self._seconds = 0.0
+        self._clock, self._began = clock, 0.0
+        self._since: list[StepReport] = []
         self._bar = self._open_bar() if enabled and self._stream.isatty() else None
 
     def show(self, report: StepReport, mfu: float | None = None) -> None:
         """Tell of one step, and what part of the GPUs' arithmetic it used, if that is known."""
-        self._seconds += report.step_seconds
+        self._began = self._began or self._clock() - report.step_seconds
         if self._bar is not None:
             self._bar.set_postfix_str(_figures(report, mfu), refresh=False)
             self._bar.update(report.step - self._bar.n)
-        elif report.step % self._log_every == 0 or report.step == self._num_steps:
-            self.note(f"step {report.step}/{self._num_steps}  {_figures(report, mfu)}  {self._remaining(report.step)}")
+            return
+        self._since.append(report)
+        if report.step % self._log_every == 0 or report.step == self._num_steps:
+            figures = _figures(_together(self._since), mfu)
+            self.note(f"step {report.step}/{self._num_steps}  {figures}  {self._remaining(report.step)}")
+            self._since.clear()
 
     def note(self, text: str) -> None:
         """One line that is not about a step, above the bar if there is one."""
@@ -73,8 +84,22 @@ class Progress:
         )
 
     def _remaining(self, step: int) -> str:
-        left = round((self._num_steps - step) * self._seconds / max(1, step - self._first_step))
-        return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        each = (self._clock() - self._began) / max(1, step - self._first_step)
+        return f"{format_seconds((self._num_steps - step) * each)} left"
+
+
+def format_seconds(seconds: float) -> str:
+    """As a clock says it, in hours, minutes and seconds."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def _together(reports: Sequence[StepReport]) -> StepReport:
+    """The last of `reports`, with the mean loss of those that have one and the tokens a second of all."""
+    losses = [report.loss for report in reports if math.isfinite(report.loss)]
+    rate = sum(report.tokens for report in reports) / sum(report.step_seconds for report in reports)
+    loss = math.fsum(losses) / len(losses) if losses else math.nan
+    return replace(reports[-1], loss=loss, tokens_per_second=rate)
 
 
 def _figures(report: StepReport, mfu: float | None) -> str:

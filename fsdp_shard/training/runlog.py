@@ -127,6 +127,20 @@ class RunLog:
             plot_losses(steps, held_out, self._run_dir / PLOT, title)
         whole = self._figures(steps, held_out, state) | {"checkpoint": str(self._checkpoint)}
         write_result(self._run_dir, whole | figures)
+        self.note(self._summary(whole))
+
+    def _summary(self, figures: dict[str, Any]) -> str:
+        """The last line, for whoever comes back when all is done."""
+        said = [f"done: {figures['steps']:,} steps, {figures['tokens']:,} tokens"]
+        if rate := figures["tokens_per_second"]:
+            said.append(f"{rate:,.0f} tokens/s")
+        if skipped := figures["skipped_steps"]:
+            said.append(f"{skipped} steps skipped")
+        if "best_step" in figures:
+            said.append(f"best held-out loss {figures['best_loss']:.4f} after step {figures['best_step']}")
+        if self._config.plot:
+            said.append(f"curves in {PLOT}")
+        return ", ".join(said) + f"; all of it is in {self._run_dir}"
 
     def _figures(
         self, steps: list[dict[str, Any]], held_out: list[dict[str, Any]], state: TrainerState

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +58,25 @@ def report(step: int) -> StepReport:
 
 
 def test_plain_lines() -> None:
-    stream = io.StringIO()
-    with Progress(7, first_step=2, log_every=3, stream=stream) as progress:
+    """A line sums up the steps since the one before; what is left counts the time between steps, here 1 s of 3."""
+    stream, seconds = io.StringIO(), itertools.count(3, 3)
+    with Progress(7, first_step=2, log_every=3, stream=stream, clock=lambda: now) as progress:
         for step in range(3, 8):
-            progress.show(report(step))
+            now = next(seconds)
+            progress.show(replace(report(step), loss=math.nan if step == 4 else float(step), tokens=1000 * step))
         progress.note("saved")
     assert stream.getvalue().splitlines() == [
-        "step 3/7  loss 2.3457  lr 1.50e-04  grad norm 0.789  12,346 tokens/s  1.23 GB  0:00:08 left",
-        "step 6/7  loss 2.3457  lr 1.50e-04  grad norm 0.789  12,346 tokens/s  1.23 GB  0:00:02 left",
-        "step 7/7  loss 2.3457  lr 1.50e-04  grad norm 0.789  12,346 tokens/s  1.23 GB  0:00:00 left",
+        "step 3/7  loss 3.0000  lr 1.50e-04  grad norm 0.789  1,500 tokens/s  1.23 GB  0:00:08 left",
+        "step 6/7  loss 5.5000  lr 1.50e-04  grad norm 0.789  2,500 tokens/s  1.23 GB  0:00:03 left",
+        "step 7/7  loss 7.0000  lr 1.50e-04  grad norm 0.789  3,500 tokens/s  1.23 GB  0:00:00 left",
         "saved",
     ]
+
+
+def test_the_part_of_a_gpu_that_is_used() -> None:
+    stream = io.StringIO()
+    Progress(4, stream=stream).show(report(4), 0.4321)
+    assert "1.23 GB  MFU 43.2%" in stream.getvalue()
 
 
 class Terminal(io.StringIO):
