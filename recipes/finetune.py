@@ -10,7 +10,13 @@ from fsdp_shard.distributed import distributed
 from fsdp_shard.launch import uses_gpus, world_sizes
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.base import check_batch, check_held_out
-from fsdp_shard.training.checkpointing import find_step, is_finished, open_trainer, restore_optimizer
+from fsdp_shard.training.checkpointing import (
+    find_step,
+    is_finished,
+    open_trainer,
+    restore_optimizer,
+    verify_resumed,
+)
 from fsdp_shard.training.flops import utilisation
 from fsdp_shard.training.lock import run_lock
 from fsdp_shard.training.loop import evaluate_loss, train
@@ -56,6 +62,7 @@ def main(config: FinetuneConfig) -> None:
         resumed = context.decide(lambda: find_step(config.resume, config.run_dir))
         if context.decide(lambda: is_finished(resumed, config.run_dir, settings)):
             return
+        verify_resumed(resumed, config.checkpoint, context)
         source = model_source(config.model, resumed)
         data = prepare_on_ranks(config.data, lambda: load_tokenizer(source), context)
         held_out = data.held_out.head(settings.eval_windows) if data.held_out else None

@@ -44,6 +44,20 @@ class CheckpointConfig:
     keep_every: int | None = setting(
         None, "With keep_last: keep each step that this number divides for good.", minimum=1
     )
+    keep_optimizer_last: int | None = setting(
+        None,
+        "Keep the optimizer state, twice the size of float32 weights, of this many of the latest checkpoints only; the "
+        "others stay as weights. null: of all.",
+        minimum=1,
+    )
+    verify: bool = setting(
+        False, "Read each checkpoint back from the disk once it is saved, and stop if a byte is not what was written."
+    )
+    verify_on_resume: bool = setting(
+        True,
+        "Before a run goes on from a checkpoint, read all of it and compare it with its digests, each rank a part. "
+        "false: only look whether all files are there in full.",
+    )
     save_best: bool = setting(
         True,
         "Save each step with the lowest held-out loss so far (train.eval_every), too. When a later one is better, it "
@@ -58,6 +72,11 @@ class CheckpointConfig:
         if self.keep_every is not None and self.keep_last is None:
             raise ConfigError(
                 f"{prefix}keep_every={self.keep_every} needs {prefix}keep_last: without it every step is kept."
+            )
+        if self.keep_optimizer_last is not None and not self.optimizer:
+            raise ConfigError(
+                f"{prefix}keep_optimizer_last={self.keep_optimizer_last} needs {prefix}optimizer=true: without it no "
+                "checkpoint has an optimizer state."
             )
         if self.layout == "sharded" and self.max_shard_size != DEFAULT_SHARD_SIZE:
             raise ConfigError(

@@ -1,21 +1,28 @@
-"""manifest.json: what a finished checkpoint consists of, with sizes and digests. Knows JSON only; reads no weights."""
+"""manifest.json: what a finished checkpoint consists of, with sizes and digests. Knows JSON only; reads no weights.
+
+Its last entry is the digest of all bytes of the file before it, so that damage to the manifest itself is found too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import xxhash
+
 from fsdp_shard.checkpoint import dtypes
-from fsdp_shard.checkpoint.files import has_file, member, read_json
+from fsdp_shard.checkpoint.files import has_file, member, open_regular, parse_json
 from fsdp_shard.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 KIND = "fsdp-shard checkpoint"  # tells our manifest.json from anybody else's
+_DIGEST = "digest"
 
 T = TypeVar("T")
 
@@ -59,24 +66,23 @@ class Manifest:
         document = {"kind": KIND, "format_version": self.format_version, **dataclasses.asdict(self)}
         # One record a line: a manifest of thousands of tensors stays readable and greppable.
         lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in document.items()]
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        return _sealed("{\n" + ",\n".join(lines) + ",\n")
 
     @classmethod
     def from_json(cls, document: Any, where: str) -> Manifest:
         """Check and take over a parsed manifest.json; `where` names the file in the CheckpointError."""
         if not is_ours(document):
-            raise CheckpointError(f"{where} is not a manifest of fsdp-shard: it has no kind {KIND!r}.")
+            raise CheckpointError(f"{where} is not a manifest of fsdp-shard: its kind is not {KIND!r}.")
         version = document.get("format_version")
         if version != FORMAT_VERSION:
             raise CheckpointError(
                 f"{where} has format version {version!r}, but this fsdp-shard reads {FORMAT_VERSION}: "
                 "use the version that wrote it, or a newer one."
             )
-        known = {"kind", *(f.name for f in dataclasses.fields(cls))}
+        known = {"kind", _DIGEST, *_keys()}
         if set(document) != known:
             raise CheckpointError(f"{where}: keys {sorted(set(document) ^ known)} are missing or unknown.")
-        values = dict(document)
-        values.pop("kind")
+        values = {key: value for key, value in document.items() if key not in ("kind", _DIGEST)}
         reader = _Reader(where)
         reader.expect(values["layout"] in ("gathered", "sharded"), "layout", "gathered or sharded")
         reader.expect(values["step"] is None or _is_count(values["step"]), "step", "a count or null")
@@ -99,8 +105,30 @@ def read_manifest(root: Path) -> Manifest | None:
     if not has_file(root, MANIFEST):
         return None
     path = member(root, MANIFEST)
-    document = read_json(path)
-    return Manifest.from_json(document, str(path)) if is_ours(document) else None
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read()
+    document = parse_json(content, str(path))
+    # Of damage to what tells ours from others', the other entries tell.
+    is_like_ours = isinstance(document, dict) and len(document.keys() & _keys()) > len(_keys()) // 2
+    if not is_ours(document) and not is_like_ours:
+        return None
+    manifest = Manifest.from_json(document, str(path))
+    start = content.rfind(f'"{_DIGEST}"'.encode())
+    if content != _sealed(content[:start].decode()).encode():
+        raise CheckpointError(
+            f"{path} does not have the digest that it ends with: it is not what was written, so nothing can be checked "
+            "by it."
+        )
+    return manifest
+
+
+def _keys() -> set[str]:
+    return {field.name for field in dataclasses.fields(Manifest)}
+
+
+def _sealed(text: str) -> str:
+    """The content of a manifest that begins with `text`."""
+    return f'{text}"{_DIGEST}": "{xxhash.xxh3_128_hexdigest(text.encode())}"\n}}\n'
 
 
 def _lines(value: Any) -> str:

@@ -24,9 +24,9 @@ POINTS = (
     "committed",  # rank 0: and its name is on the disk
     "pointed",  # rank 0: `latest` points to it
     "verified",  # read back (checkpoint.verify=true only)
-    "slimmed",  # rank 0: an older step's manifest lists no optimizer state any more (checkpoint.keep_optimizer_last)
     "hidden",  # rank 0: what retention deletes has lost its name
     "deleted",  # rank 0: and is gone
+    "slimmed",  # rank 0: an older step's manifest lists no optimizer state any more (checkpoint.keep_optimizer_last)
 )
 MAIN_POINTS = frozenset(
     ("begun", "manifest-written", "directory-synced", "renamed", "committed", "pointed", "slimmed", "hidden", "deleted")

@@ -32,7 +32,7 @@ from fsdp_shard.checkpoint.integrity import (
 from fsdp_shard.checkpoint.layout import SINGLE_FILE
 from fsdp_shard.checkpoint.manifest import FileRecord, Manifest, TensorRecord
 from fsdp_shard.checkpoint.points import reach
-from fsdp_shard.checkpoint.store import Store
+from fsdp_shard.checkpoint.store import OPTIMIZER, Store
 from fsdp_shard.checkpoint.transfer import create_file
 from fsdp_shard.checkpoint.writes import LAYOUTS, Target, WritePlan, plan_sharded_writes, spec_of
 from fsdp_shard.errors import FsdpShardError
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from fsdp_shard.distributed import DistributedContext
 
-OPTIMIZER = "optimizer"
 TRAINER = "trainer.json"
 _STAGE_BYTES = 16 << 20  # moved between device, hash and file at a time
 

@@ -6,6 +6,7 @@ A step directory is complete or absent: it gets its name by one rename, after ev
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint import atomic
 from fsdp_shard.checkpoint.atomic import fsync_directory as fsync_directory
 from fsdp_shard.checkpoint.atomic import fsync_file as fsync_file
-from fsdp_shard.checkpoint.files import has_file
+from fsdp_shard.checkpoint.files import has_file, member
 from fsdp_shard.checkpoint.manifest import MANIFEST
 from fsdp_shard.checkpoint.manifest import FileRecord as FileRecord
 from fsdp_shard.checkpoint.manifest import Manifest as Manifest
@@ -28,6 +29,8 @@ from fsdp_shard.sizes import format_size
 
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
+OPTIMIZER = "optimizer"  # under a step directory
+_NO_OPTIMIZER = f".{OPTIMIZER}.deleted"
 
 
 def step_name(step: int) -> str:
@@ -136,12 +139,17 @@ class Store:
         except OSError as error:
             raise StorageError(f"{self.root / name} could not be written: {describe(error)}.") from error
 
+    def complete_steps(self) -> list[int]:
+        """The steps that have each of their files in full size, ascending: what retention counts."""
+        return [step for step in self.steps() if _is_complete(self.path(step))]
+
     def prune(self, keep_last: int, keep_every: int | None = None) -> list[int]:
         """Delete all but the `keep_last` highest steps, each `keep_every`-th one, and what latest and best point to.
 
-        Returns the deleted steps. A step loses its name first, so that a crash in between leaves no half one.
+        Returns the deleted steps. A step loses its name first, so that a crash in between leaves no half one. Steps
+        that lack something are neither counted nor deleted: a sound one is never given up for them.
         """
-        steps = self.steps()
+        steps = self.complete_steps()
         milestones = [step for step in steps if keep_every is not None and step % keep_every == 0]
         kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, self.pointer(LATEST), self.best()}
         doomed = [step for step in steps if step not in kept]
@@ -159,6 +167,23 @@ class Store:
         shutil.rmtree(hidden)
         reach("deleted")
 
+    def drop_optimizer(self, keep_last: int) -> list[int]:
+        """Make all steps but the `keep_last` highest ones weights only; returns those that had more.
+
+        First a manifest that no longer lists the optimizer state takes the place of the old one, so a crash in between
+        leaves a finished step of weights, with files that `clean_leftovers` knows to be none of it.
+        """
+        steps = self.complete_steps()
+        heavy = [step for step in steps[: max(len(steps) - keep_last, 0)] if (self.path(step) / OPTIMIZER).is_dir()]
+        for step in heavy:
+            manifest = read_manifest(self.path(step))
+            assert manifest is not None, "a complete step has one"
+            kept = {name: record for name, record in manifest.files.items() if not is_of_optimizer(name)}
+            atomic.write_text(self.path(step) / MANIFEST, dataclasses.replace(manifest, files=kept).to_json())
+            reach("slimmed")
+            _remove_optimizer(self.path(step))
+        return heavy
+
     def clean_leftovers(self) -> list[str]:
         """Delete what interrupted saves and deletions left; call it before a run writes. Returns the names."""
         if not self.root.is_dir():
@@ -173,7 +198,50 @@ class Store:
                 atomic.recover(self.root / match[1])
             else:
                 shutil.rmtree(entry)
+        for step in self.steps():
+            found += _clean_step(self.path(step))
         return found
+
+
+def is_of_optimizer(name: str) -> bool:
+    """Whether a file of a step holds optimizer state."""
+    return name.startswith(f"{OPTIMIZER}/")
+
+
+def has_optimizer(manifest: Manifest) -> bool:
+    """Whether a step has optimizer state: by what it lists, not by what lies there."""
+    return any(map(is_of_optimizer, manifest.files))
+
+
+def _is_complete(directory: Path) -> bool:
+    try:
+        manifest = read_manifest(directory)
+        files = {} if manifest is None else manifest.files
+        return bool(files) and all(member(directory, name).stat().st_size == files[name].size for name in files)
+    except (CheckpointError, OSError):
+        return False
+
+
+def _remove_optimizer(directory: Path) -> None:
+    """Remove the optimizer state of a step whose manifest lists none; its name goes first."""
+    hidden = directory / _NO_OPTIMIZER
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(directory / OPTIMIZER, hidden)
+    shutil.rmtree(hidden)
+
+
+def _clean_step(directory: Path) -> list[str]:
+    """Finish what `drop_optimizer` began in a step; the names of what was removed."""
+    found = []
+    if (directory / _NO_OPTIMIZER).is_dir():
+        shutil.rmtree(directory / _NO_OPTIMIZER)
+        found.append(f"{directory.name}/{_NO_OPTIMIZER}")
+    if (directory / OPTIMIZER).is_dir() and _is_complete(directory):
+        manifest = read_manifest(directory)
+        if manifest is not None and not has_optimizer(manifest):
+            _remove_optimizer(directory)
+            found.append(f"{directory.name}/{OPTIMIZER}")
+    return found
 
 
 def describe(error: OSError) -> str:

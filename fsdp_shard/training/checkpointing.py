@@ -8,12 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_shard.checkpoint.base import CheckpointConfig
+from fsdp_shard.checkpoint.checks.step import check_content, check_files
 from fsdp_shard.checkpoint.files import has_file
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.manifest import MANIFEST
 from fsdp_shard.checkpoint.optimizer import check_slots, create_state, optimizer_shards
-from fsdp_shard.checkpoint.state import OPTIMIZER, TRAINER, load_shards
-from fsdp_shard.checkpoint.store import CHECKPOINTS, Store
+from fsdp_shard.checkpoint.state import TRAINER, load_shards
+from fsdp_shard.checkpoint.store import CHECKPOINTS, OPTIMIZER, Store, has_optimizer, parse_step
 from fsdp_shard.checkpoint.store import resolve as resolve_step
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.results import RESULT
@@ -35,6 +37,7 @@ def find_step(resume: str, run_dir: str) -> Path | None:
     """
     store = Store(Path(run_dir) / CHECKPOINTS)
     latest = store.latest()
+    _refuse_nameless(store, latest)
     if resume == "never":
         if latest is not None:
             raise ConfigError(
@@ -46,6 +49,8 @@ def find_step(resume: str, run_dir: str) -> Path | None:
         return None if latest is None else _check_complete(store.path(latest))
     if not Path(resume).exists():
         raise CheckpointError(f"resume={resume} does not exist; give a run directory, a step directory, auto or never.")
+    for root in (Path(resume), Path(resume) / CHECKPOINTS):
+        _refuse_nameless(Store(root), Store(root).latest())
     found = _check_complete(resolve_step(Path(resume)))
     if latest is not None and found.resolve() != store.path(latest).resolve():
         raise ConfigError(
@@ -93,6 +98,23 @@ def restore_optimizer(
         context.together(lambda: load_shards(index, states))
 
 
+def verify_resumed(step_directory: Path | None, config: CheckpointConfig, context: DistributedContext) -> None:
+    """Compare every byte of the step to go on from with its digests, each rank a part; CheckpointError on all ranks."""
+    if step_directory is not None and config.verify_on_resume:
+        context.together(lambda: check_content(step_directory, context.rank, context.world_size))
+
+
+def _refuse_nameless(store: Store, latest: int | None) -> None:
+    """Refuse to pass over a newer step that has lost its manifest: steps get their name together with it."""
+    for entry in sorted(store.root.iterdir()) if store.root.is_dir() else ():
+        step = parse_step(entry.name)
+        if step is not None and (latest is None or step > latest) and not has_file(entry, MANIFEST):
+            raise CheckpointError(
+                f"{entry} has no {MANIFEST}, which it was given with its name: the checkpoint is damaged. Remove it to "
+                "go on from an earlier one, or to begin anew."
+            )
+
+
 def _check_complete(directory: Path) -> Path:
     """Refuse a step from which not everything would be restored: what is missing would drift in silence."""
     for name, what in ((MANIFEST, "the list of its files"), (TRAINER, "the trainer's state")):
@@ -101,9 +123,13 @@ def _check_complete(directory: Path) -> Path:
                 f"{directory} cannot be resumed from: it has no {name}, which is {what}. To train from its weights "
                 f"only, give it as model.path."
             )
-    if not (directory / OPTIMIZER).is_dir():
+    manifest = check_files(directory)
+    if not has_optimizer(manifest):
         raise CheckpointError(
             f"{directory} cannot be resumed from: it has no {OPTIMIZER}/, as it was saved with "
-            f"checkpoint.optimizer=false. To train from its weights only, give it as model.path."
+            f"checkpoint.optimizer=false or is older than checkpoint.keep_optimizer_last. To train from its weights "
+            f"only, give it as model.path."
         )
+    if TRAINER not in manifest.files:
+        raise CheckpointError(f"{directory} cannot be resumed from: its {MANIFEST} does not list {TRAINER}.")
     return directory

@@ -16,12 +16,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from fsdp_shard.checkpoint.base import CheckpointConfig
+from fsdp_shard.checkpoint.checks.step import check_content, check_files, drop_cache
 from fsdp_shard.checkpoint.optimizer import optimizer_shards
 from fsdp_shard.checkpoint.points import reach
 from fsdp_shard.checkpoint.staging import Copy, Staging
 from fsdp_shard.checkpoint.state import RunState, save_step
 from fsdp_shard.checkpoint.store import CHECKPOINTS, Store
-from fsdp_shard.errors import FsdpShardError, Interrupted, SaveError, StorageError
+from fsdp_shard.errors import CheckpointError, FsdpShardError, Interrupted, SaveError, StorageError
 from fsdp_shard.sizes import parse_size
 from fsdp_shard.training.schedule import is_due
 from fsdp_shard.training.setup import LoadedModel
@@ -180,8 +181,20 @@ class Saver:
         limits = layout == "gathered" and self._loaded.adapter is None
         size = parse_size(self._config.max_shard_size, "checkpoint.max_shard_size") if limits else None
         directory = save_step(self._saving, self._store, step, state, layout=layout, max_shard_bytes=size)
+        if self._config.verify:
+            self._read_back(step, directory)
         self._saving.together(lambda: self._tidy(step, is_best))
         return directory
+
+    def _read_back(self, step: int, directory: Path) -> None:
+        """Have all ranks together compare what is on the disk with the manifest."""
+        context = self._saving
+        try:
+            context.together(lambda: drop_cache(directory, check_files(directory)))
+            context.together(lambda: check_content(directory, context.rank, context.world_size))
+        except CheckpointError as error:
+            raise SaveError(f"Step {step} was saved, but does not read back as it was written. {error}") from error
+        reach("verified")
 
     def _tidy(self, step: int, is_best: bool) -> None:
         if not self._saving.is_main:
@@ -190,6 +203,8 @@ class Saver:
             self._replace_best(step)
         if self._config.keep_last is not None:
             self._store.prune(self._config.keep_last, self._config.keep_every)
+        if self._config.keep_optimizer_last is not None:
+            self._store.drop_optimizer(self._config.keep_optimizer_last)
 
     def _replace_best(self, step: int) -> None:
         """Point to a better step, and let the one before go if it was saved for being the best only."""

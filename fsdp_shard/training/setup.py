@@ -35,6 +35,7 @@ from fsdp_shard.sizes import format_size
 from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
 from fsdp_shard.training.base import OptimConfig
 from fsdp_shard.training.lora import Adapter, Base, base_path, fill_new, fingerprint, inject, is_adapter_step, restore
+from fsdp_shard.training.loss_head import use_loss_head
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -183,12 +184,14 @@ def _explain(model: PreTrainedModel, shard: ShardConfig, num_ranks: int) -> list
 
 
 def _on_meta(config: ModelConfig, source: ModelSource) -> PreTrainedModel:
-    return build_on_meta(
+    model = build_on_meta(
         load_config(source, config.trust_remote_code),
         config.dtype,
         trust_remote_code=config.trust_remote_code,
         attention=config.attention,
     )
+    use_loss_head(model, config.chunked_loss)
+    return model
 
 
 def _figures(shard_bytes: int, block_bytes: int, context: DistributedContext) -> LoadFigures:

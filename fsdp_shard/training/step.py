@@ -25,6 +25,7 @@ from fsdp_shard.data.windows import Batch
 from fsdp_shard.memory import device_peak_bytes
 from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.loss import cross_entropy
+from fsdp_shard.training.loss_head import giving_loss
 from fsdp_shard.training.signals import STOP_SIGNALS, StopSignal
 
 if TYPE_CHECKING:
@@ -102,7 +103,9 @@ def forward_loss(model: ShardedModel, batch: Batch, divisor: float, device: torc
     """
     inputs = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in batch.inputs.items()}
     labels = torch.from_numpy(batch.labels).to(device, non_blocking=True)
-    return cross_entropy(model.module(**inputs, use_cache=False).logits, labels, divisor)
+    with giving_loss(model.module, labels, divisor) as is_loss:
+        logits = model.module(**inputs, use_cache=False).logits
+    return logits.reshape(()) if is_loss else cross_entropy(logits, labels, divisor)
 
 
 def _agree(loss: float, grad_norm: float, num_tokens: int, stop_signal: int, context: DistributedContext) -> StepResult:

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_shard.checkpoint import atomic
 from fsdp_shard.checkpoint.store import FileRecord, Manifest, Store, TensorRecord, read_manifest, resolve
-from fsdp_shard.errors import CheckpointError, SaveError
+from fsdp_shard.errors import CheckpointError, SaveError, StorageError
 
 MANIFEST = Manifest(
     layout="sharded",
@@ -24,7 +24,7 @@ MANIFEST = Manifest(
 def save(store: Store, step: int, content: str = "x") -> Path:
     temporary = store.begin(step)
     (temporary / "data").write_text(content)
-    return store.commit(temporary, step, Manifest("gathered", step))
+    return store.commit(temporary, step, Manifest("gathered", step, files={"data": FileRecord(len(content))}))
 
 
 def test_a_step_is_there_only_once_committed(tmp_path: Path) -> None:
@@ -96,6 +96,22 @@ def test_directories_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monk
     atomic.move_directory(new, target, replace=True)
     assert [entry.name for entry in target.iterdir()] == ["new"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_step_that_does_not_fit_is_not_begun(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="free, but step 1 takes"):
+        Store(tmp_path).begin(1, 1 << 60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_that_lack_something_do_not_count(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in range(1, 5):
+        save(store, step)
+    (store.path(4) / "data").unlink()
+    store.set_latest(3)
+    assert store.prune(1) == [1, 2]
+    assert store.steps() == [3, 4], "the last sound one stays, and what is left of the damaged one"
 
 
 def test_commit_to_a_place_that_cannot_be_written(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -15,13 +17,15 @@ import torch
 from fsdp_shard.blocks import tied_names
 from fsdp_shard.checkpoint import points, staging
 from fsdp_shard.checkpoint.base import CheckpointConfig
+from fsdp_shard.checkpoint.checks.step import check_content
 from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.optimizer import optimizer_shards
 from fsdp_shard.checkpoint.state import load_shards
 from fsdp_shard.checkpoint.store import Store
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import SaveError, StorageError
+from fsdp_shard.errors import CheckpointError, SaveError, StorageError
+from fsdp_shard.training.checkpointing import find_step
 from fsdp_shard.training.saving import Saver, open_saver
 from fsdp_shard.training.setup import LoadedModel, LoadFigures
 from fsdp_shard.training.state import TrainerState
@@ -158,6 +162,102 @@ def test_a_full_disk_stops_training_only_when_it_stays_full(tmp_path: Path) -> N
     assert told[0] == told[1]
     assert sum("Training goes on (failure 1 of checkpoint.max_failures=2 in a row)" in line for line in told[0]) == 2
     assert all(verify(Store(tmp_path / "checkpoints").path(step)).is_sound for step in (1, 3))
+
+
+def step_of(context: DistributedContext, run_dir: Path, layout: str) -> None:
+    run = Training(context, run_dir, layout=layout, asynchronous=False)
+    run.step()
+    run.saver.save(run.state)
+    run.saver.finish()
+
+
+@pytest.fixture(scope="module", params=["sharded", "gathered"])
+def saved_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("run")
+    on_ranks(2, step_of, run_dir, request.param)
+    return run_dir
+
+
+def test_a_step_that_lacks_any_file_is_not_resumed_from(saved_run: Path, tmp_path: Path) -> None:
+    names = [str(path.relative_to(saved_run)) for path in saved_run.rglob("*") if path.is_file()]
+    names = [name for name in names if not name.endswith("latest")]
+    assert len(names) >= 6
+    assert find_step("auto", str(saved_run)) is not None
+    for name in names:
+        damaged = tmp_path / "run"
+        shutil.copytree(saved_run, damaged)
+        (damaged / name).unlink()
+        for resume in ("auto", str(damaged), str(damaged / "checkpoints" / "step-00000001")):
+            with pytest.raises(CheckpointError, match=Path(name).name):
+                find_step(resume, str(damaged))
+        shutil.rmtree(damaged)
+
+
+def test_a_flipped_bit_anywhere_is_found_before_resuming(saved_run: Path) -> None:
+    step = Store(saved_run / "checkpoints").path(1)
+    files = sorted(path for path in step.rglob("*") if path.is_file())
+    drawn = random.Random(0)
+    for number in range(150):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        at, bit = drawn.randrange(len(content)), drawn.randrange(8)
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
+        with pytest.raises(CheckpointError, match=path.name):
+            check_shares(step)
+        assert not verify(step).is_sound, (path, at, bit)
+        path.write_bytes(content)
+    check_shares(step)
+
+
+def check_shares(step: Path) -> None:
+    for share in range(2):
+        check_content(step, share, 2)
+
+
+def slimming(context: DistributedContext, run_dir: Path) -> None:
+    """Optimizer state of the last step only; a crash while it is taken from the others; then a step that is damaged."""
+    run = Training(context, run_dir, keep_optimizer_last=1, verify=True)
+    for _ in range(2):
+        run.step()
+        run.saver.save(run.state)
+    run.saver.wait()
+    sizes = [sorted(path.name for path in run.store.path(step).iterdir()) for step in (1, 2)]
+    assert set(sizes[1]) - set(sizes[0]) == {"optimizer"}
+
+    def crash(point: str) -> None:
+        if point == "slimmed":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "optimizer")
+
+    points.hook = crash
+    run.step()
+    run.saver.save(run.state)
+    run.saver.wait()
+    assert "Input/output error" in run.told[-1]
+    assert (run.store.path(2) / "optimizer").is_dir()
+
+    def damage(point: str) -> None:
+        if point == "committed":
+            path = run.store.path(4) / "optimizer" / "shard-00001-of-00002.safetensors"
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    points.hook = damage
+    run.step()
+    run.saver.save(run.state)
+    with pytest.raises(SaveError, match=r"does not read back .*step-00000004/optimizer/shard-00001"):
+        run.saver.wait()
+
+
+def test_older_steps_stay_as_weights_and_new_ones_are_read_back(tmp_path: Path) -> None:
+    on_ranks(2, slimming, tmp_path)
+    store = Store(tmp_path / "checkpoints")
+    assert store.clean_leftovers() == ["step-00000002/optimizer"]
+    for step in (1, 2):
+        assert verify(store.path(step)).is_sound
+        with pytest.raises(CheckpointError, match=r"no optimizer/.*keep_optimizer_last"):
+            find_step(str(store.path(step)), str(tmp_path / "other"))
+    assert verify(store.path(3)).is_sound
+    assert not verify(store.path(4)).is_sound
 
 
 def late(context: DistributedContext, run_dir: Path) -> None:

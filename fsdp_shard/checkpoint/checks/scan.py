@@ -42,12 +42,13 @@ def scan(index: TensorIndex, digested: Collection[str], searched: Collection[str
                 if entry.name in searched and (part := find_non_finite(entry.dtype, data)):
                     parts.setdefault(entry.name, {})[number] = part
 
-    in_threads(work, list(_jobs(index, {*digested, *searched})))
+    in_threads(work, list(jobs_of(index, {*digested, *searched})))
     found.non_finite = {name: _sum(index.tensors[name], parts[name]) for name in parts}
     return found
 
 
-def _jobs(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[TensorEntry, range]]:
+def jobs_of(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[TensorEntry, range]]:
+    """The chunks of the tensors `names`, some at a time."""
     for entry in index.tensors.values():
         if entry.name in names:
             total = num_chunks(entry.num_bytes)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -92,10 +93,11 @@ def test_a_manifest_of_other_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other" / "manifest.json").write_text((root / "manifest.json").read_text())
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         open_checkpoint(tmp_path / "other")
-    text = (root / "manifest.json").read_text()
     manifest = read_manifest(root)
     assert manifest is not None
-    (root / "manifest.json").write_text(text.replace(f'"{manifest.tensors["a"].chunks[0]}", ', ""))
+    record = manifest.tensors["a"]
+    manifest.tensors["a"] = dataclasses.replace(record, chunks=record.chunks[1:])
+    (root / "manifest.json").write_text(manifest.to_json())
     with pytest.raises(CheckpointError, match="2 chunks of tensor a, which has 3"):
         open_checkpoint(root)
 

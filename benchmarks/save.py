@@ -1,0 +1,349 @@
+"""What saving costs: a training run on real ranks, beside plain copies, plain writing, and torch's own savers.
+
+    python benchmarks/save.py --work /big/disk/bench
+
+Wants a machine with nothing else to do: two cores for two ranks, and room for some 10 GB. A round runs every side once;
+every figure is the median over `--repeats` rounds, of differences to the same round's run without a save where a run
+is lengthened. What is left to be written is written before a clock starts. Targets are those of the issue that asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from convert import Row
+from measure import MB
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fsdp_shard.blocks import tied_names
+from fsdp_shard.checkpoint.base import CheckpointConfig
+from fsdp_shard.checkpoint.index import tensor_bytes
+from fsdp_shard.distributed import DistributedContext, distributed
+from fsdp_shard.models import rebuild_buffers
+from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.training.saving import open_saver
+from fsdp_shard.training.setup import LoadedModel, LoadFigures
+from fsdp_shard.training.state import TrainerState
+
+# SmolLM2-135M's sizes, and a model of a few MB.
+SIZES = {
+    "135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
+    "quick": {"hidden_size": 72, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 1024},
+}
+SAVE_AT = 1  # of the steps of a run
+
+
+class Training:
+    """One rank of a run that saves once, by whatever side."""
+
+    def __init__(self, context: DistributedContext, work: Path, size: str, steps: int) -> None:
+        self.context, self.work, self.steps = context, work, steps
+        config = LlamaConfig(**SIZES[size], num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        rebuild_buffers(model, context.device)
+        self.model = Fsdp2Config(param_dtype="float32").shard(model, context)
+        for shard in self.model.local_shards().values():
+            shard.data.normal_(std=0.02)
+        self.optimizer = torch.optim.AdamW(self.model.module.parameters(), lr=1e-4, fused=True)
+        self.loaded = LoadedModel(self.model, 0, 0, tied_names(model), LoadFigures(0, 0, 0, 0))
+        self.batch = torch.randint(0, config.vocab_size, (1, 32))
+        self.group = dist.new_group(backend="gloo")
+        self.kept: dict[str, torch.Tensor] = {}
+        self.step()
+        self.own = [shard.data for shard in self.model.local_shards().values()]
+        self.own += [value.to_local() for state in self.optimizer.state.values() for value in _sharded(state)]
+
+    def step(self) -> None:
+        self.model.module(input_ids=self.batch, labels=self.batch, use_cache=False).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, save: Callable[[], Callable[[], None]]) -> tuple[float, float]:
+        """(seconds of the run, of the steps alone): `save` is called after a step, and what it returns at the end."""
+        self.fresh()
+        start, finish = time.perf_counter(), _nothing
+        for number in range(self.steps):
+            self.step()
+            if number == SAVE_AT:
+                finish = save()
+        dist.barrier()
+        stepped = time.perf_counter() - start
+        finish()
+        dist.barrier()
+        return time.perf_counter() - start, stepped
+
+    def timed(self, work: Callable[[], None]) -> float:
+        self.fresh()
+        start = time.perf_counter()
+        work()
+        dist.barrier()
+        return time.perf_counter() - start
+
+    def fresh(self) -> None:
+        """No target of the side before, and nothing left to be written."""
+        if self.context.is_main:
+            shutil.rmtree(self.work, ignore_errors=True)
+            self.work.mkdir(parents=True)
+            os.sync()
+        dist.barrier()
+
+    # What may be called for a save. Each returns what ends it.
+
+    def ours(self, **settings: Any) -> Callable[[], None]:
+        config = CheckpointConfig(**settings)
+        saver = self.savers.setdefault(json.dumps(settings), None) or self._open(config)
+        self.savers[json.dumps(settings)] = saver
+        saver.save(TrainerState(0, "none", step=1))
+        return saver.finish
+
+    def _open(self, config: CheckpointConfig) -> Any:
+        return open_saver(
+            str(self.work), config, self.context, self.loaded, self.optimizer, {"config.json": b"{}"}, _Quiet()
+        )
+
+    savers: dict[str, Any] = {}  # noqa: RUF012 -- one instance a process
+
+    def copy_fresh(self) -> Callable[[], None]:
+        self.copies = [tensor.clone() for tensor in self.own]
+        return self.forget_copies
+
+    def forget_copies(self) -> None:
+        self.copies = []
+
+    def copy_reused(self) -> Callable[[], None]:
+        if not self.kept:
+            self.kept = {str(number): torch.empty_like(tensor) for number, tensor in enumerate(self.own)}
+        for tensor, copy in zip(self.own, self.kept.values(), strict=True):
+            copy.copy_(tensor)
+        return _nothing
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model.module, self.optimizer)
+        model.pop("lm_head.weight", None)  # tied
+        return {"model": model, "optimizer": optimizer}
+
+    def dcp_async(self) -> Callable[[], None]:
+        future = dcp.async_save(self.state_dict(), checkpoint_id=self.work / "dcp", process_group=self.group)
+        return lambda: future.result() and None  # type: ignore[union-attr]
+
+    def dcp_sync(self) -> Callable[[], None]:
+        dcp.save(self.state_dict(), checkpoint_id=self.work / "dcp")
+        return _nothing
+
+    # Saves of which only the time counts.
+
+    def write(self, tensors: list[torch.Tensor]) -> None:
+        """The bytes of these tensors, written and on the disk, one file a rank: what no save of them can beat."""
+        descriptor = os.open(self.work / f"plain-{self.context.rank}", os.O_CREAT | os.O_WRONLY)
+        for tensor in tensors:
+            data = tensor_bytes(tensor.reshape(-1))
+            while data:
+                data = data[os.write(descriptor, data) :]
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def gather_and_save_file(self) -> None:
+        """Whole tensors on rank 0, and safetensors' own writer."""
+        from safetensors.torch import save_file
+
+        whole = {}
+        for name, value in self.model.module.state_dict().items():
+            tensor = value.full_tensor()
+            if self.context.is_main and name != "lm_head.weight":
+                whole[name] = tensor
+        if self.context.is_main:
+            save_file(whole, self.work / "model.safetensors")
+
+    def hugging_face_writer(self) -> None:
+        state = self.state_dict()["model"]
+        writer = dcp.HuggingFaceStorageWriter(str(self.work / "hf"), save_distributed=True, enable_consolidation=True)
+        dcp.save(state, storage_writer=writer)
+
+
+class _Quiet:
+    def note(self, lines: str) -> None: ...
+
+    def saved(self, checkpoint: Path) -> None: ...
+
+
+def _nothing() -> None: ...
+
+
+def _sharded(state: dict[str, Any]) -> Iterator[Any]:
+    return (value for value in state.values() if hasattr(value, "to_local"))
+
+
+class Stall:
+    """The time in which a save holds up the training thread: the call, and the wait before the weights change."""
+
+    def __init__(self, training: Training) -> None:
+        self.seconds, self._start = 0.0, 0.0
+        training.optimizer.register_step_pre_hook(lambda *_: setattr(self, "_start", time.perf_counter()))
+
+    def watch(self, training: Training) -> None:
+        """After the saver's own hook."""
+        training.optimizer.register_step_pre_hook(lambda *_: self._add())
+
+    def _add(self) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+    def of(self, save: Callable[[], Callable[[], None]]) -> Callable[[], Callable[[], None]]:
+        def timed() -> Callable[[], None]:
+            self.seconds = -time.perf_counter()
+            finish = save()
+            self.seconds += time.perf_counter()
+            return finish
+
+        return timed
+
+
+def extra_memory(work: Callable[[], object]) -> float:
+    """Resident bytes that `work` takes at most beyond what is there before."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def measure(context: DistributedContext, work: Path, size: str, steps: int, repeats: int) -> dict[str, float]:
+    """Medians over the rounds, by side; `run: SIDE` is what it adds to a run."""
+    training = Training(context, work, size, steps)
+    stall = Stall(training)
+    behind = {"asynchronous": True, "layout": "sharded"}
+    training.savers[json.dumps(behind)] = training._open(CheckpointConfig(**behind))  # type: ignore[arg-type]
+    stall.watch(training)
+    runs: dict[str, Callable[[], Callable[[], None]]] = {
+        "nothing": lambda: _nothing,
+        "copy into fresh memory": training.copy_fresh,
+        "copy into reused memory": training.copy_reused,
+        "ours, asynchronous": lambda: training.ours(**behind),
+        "ours, synchronous": lambda: training.ours(asynchronous=False),
+        "dcp.async_save": training.dcp_async,
+        "dcp.save": training.dcp_sync,
+    }
+    weights = [shard.data for shard in training.model.local_shards().values()]
+    saves: dict[str, Callable[[], object]] = {
+        "write and fsync": lambda: training.write(training.own),
+        "sharded": lambda: training.ours(asynchronous=False),
+        "gathered": lambda: training.ours(asynchronous=False, layout="gathered"),
+        "write and fsync, weights": lambda: training.write(weights),
+        "gathered, weights": lambda: training.ours(asynchronous=False, layout="gathered", optimizer=False),
+        "gather + save_file, weights": training.gather_and_save_file,
+        "HuggingFaceStorageWriter, weights": training.hugging_face_writer,
+    }
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        found.setdefault(name, []).append(context.all_reduce([seconds], "max")[0])
+
+    for repeat in range(repeats + 1):
+        if repeat == 1:
+            found.clear()  # the first round allocates what is used again
+        for name, save in runs.items():
+            seconds, stepped = training.run(stall.of(save))
+            note(f"run: {name}", seconds)
+            note(f"steps: {name}", stepped)
+            note(f"stall: {name}", stall.seconds)
+        for name, write in saves.items():
+            note(f"save: {name}", training.timed(write))  # type: ignore[arg-type]
+        for layout in ("sharded", "gathered"):
+            training.fresh()
+            note(f"memory: {layout}", extra_memory(saves[layout]))
+    training.fresh()
+    bare = {kind: found[f"{kind}: nothing"] for kind in ("run", "steps")}
+    for name in runs:
+        for kind in bare:
+            pairs = zip(found[f"{kind}: {name}"], bare[kind], strict=True)
+            found[f"{kind}: {name}"] = [with_it - without for with_it, without in pairs]
+    return {name: statistics.median(values) for name, values in found.items()} | {
+        "run without a save": statistics.median(bare["run"]),
+        "bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in training.own)),
+    }
+
+
+def rows(found: dict[str, float]) -> Iterator[Row]:
+    """What was asked for."""
+    yield Row("bytes of the state, a rank", found["bytes"] / MB, "MB")
+    yield Row("a run without a save", found["run without a save"], "s")
+    for name, value in found.items():
+        if name.startswith(("run: ", "steps: ", "stall: ", "save: ")) and not name.endswith("nothing"):
+            yield Row(name, value, "s")
+    behind, copy = found["steps: ours, asynchronous"], found["steps: copy into fresh memory"]
+    yield Row("async lengthens the steps / a copy of the state does", behind / copy, "x", 1.2)
+    yield Row("the same against a copy into memory that is there", behind / found["steps: copy into reused memory"])
+    yield Row("async lengthens the run / sync does", behind / found["run: ours, synchronous"], "x", 0.5)
+    yield Row("stall of dcp.async_save / of ours", found["stall: dcp.async_save"] / _stall(found), "x", 3, True)
+    plain = found["save: write and fsync"]
+    for layout in ("sharded", "gathered"):
+        yield Row(f"sync, {layout} / write and fsync", found[f"save: {layout}"] / plain, "x", 1.3)
+        yield Row(f"extra memory a rank, sync, {layout}", found[f"memory: {layout}"] / MB, "MB", 64)
+    ours = found["save: gathered, weights"]
+    for peer in ("gather + save_file", "HuggingFaceStorageWriter"):
+        yield Row(f"{peer} / ours gathered, weights", found[f"save: {peer}, weights"] / ours, "x", 2.5, True)
+
+
+def _stall(found: dict[str, float]) -> float:
+    return max(found["stall: ours, asynchronous"], 1e-6)
+
+
+def _rank(rank: int, options: argparse.Namespace, rendezvous: str, out: Path) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.ranks), LOCAL_RANK=str(rank))
+    with distributed("cpu", rendezvous=rendezvous) as context:
+        size, steps = ("quick", 3) if options.quick else ("135M", options.steps)
+        found = measure(context, options.work.resolve() / "save", size, steps, options.repeats)
+    if rank == 0:
+        out.write_text(json.dumps(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="directory that is written to, on the disk to measure")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run, of which the second is saved")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of which the median counts (default 5)")
+    parser.add_argument("--quick", action="store_true", help="a model of a few MB, to see that it runs")
+    parser.add_argument("--json", type=Path, help="write the table there too")
+    options = parser.parse_args()
+    fork = multiprocessing.get_context("fork")
+    with TemporaryDirectory() as directory:
+        out = Path(directory) / "found.json"
+        task = options, f"file://{directory}/rendezvous", out
+        processes = [fork.Process(target=_rank, args=(rank, *task)) for rank in range(options.ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise SystemExit("a rank failed")
+        table = list(rows(json.loads(out.read_text())))
+    print("\n".join(map(str, table)))
+    if options.json:
+        options.json.write_text(json.dumps([{**asdict(row), "is_met": row.is_met} for row in table], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
