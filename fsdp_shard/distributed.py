@@ -30,7 +30,8 @@ ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """Who this rank is: its place in the world, its device, and the mesh [replicate, shard] of all ranks.
+    """Who this rank is: its place in the world, its device, and the mesh [replicate, shard] of all ranks, or
+    [replicate, shard, tensor] where a model's layers are divided too.
 
     Its collectives are those of `group`, a process group over all ranks; None is the default one.
     """
@@ -49,6 +50,20 @@ class DistributedContext:
     @property
     def num_replicas(self) -> int:
         return int(self.mesh.size(0))
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """Ranks next to each other that compute one layer together, and so see the same samples."""
+        return int(self.mesh.size(2)) if self.mesh.ndim > 2 else 1
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a batch this rank sees, of `num_data_ranks`."""
+        return self.rank // self.num_tensor_ranks
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.world_size // self.num_tensor_ranks
 
     def beside(self, timeout_seconds: float) -> DistributedContext:
         """The same ranks with a gloo group and a timeout of their own, for use by another thread; a collective."""
@@ -112,15 +127,21 @@ class DistributedContext:
 
 @contextmanager
 def distributed(
-    device: str = "auto", replicas: int = 1, timeout_seconds: float = 1800.0, rendezvous: str = "env://"
+    device: str = "auto",
+    replicas: int = 1,
+    timeout_seconds: float = 1800.0,
+    rendezvous: str = "env://",
+    *,
+    tensor_parallel: int = 1,
 ) -> Iterator[DistributedContext]:
     """Join the ranks that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*), or be a world of one.
 
     `device` is auto, cpu or cuda; auto takes a GPU when there is one. `replicas` groups of ranks hold a copy of the
-    model each (HSDP). A collective that waits longer than `timeout_seconds` raises instead of hanging.
+    model each (HSDP); `tensor_parallel` neighbours divide each layer. A collective that waits longer than
+    `timeout_seconds` raises instead of hanging.
     """
     rank, world_size, local_rank = (int(os.environ.get(k, v)) for k, v in _ALONE.items())
-    assert world_size % replicas == 0, (world_size, replicas)
+    assert world_size % (replicas * tensor_parallel) == 0, (world_size, replicas, tensor_parallel)
     where = _place(device, local_rank)
     timeout = timedelta(seconds=timeout_seconds)
     # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.
@@ -128,8 +149,11 @@ def distributed(
     store = join_store(rendezvous, timeout_seconds) if "RANK" in os.environ else HashStore()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
-        shape = (replicas, world_size // replicas)
-        mesh = init_device_mesh(where.type, shape, mesh_dim_names=("replicate", "shard"))
+        shape: tuple[int, ...] = (replicas, world_size // (replicas * tensor_parallel))
+        names: tuple[str, ...] = ("replicate", "shard")
+        if tensor_parallel > 1:
+            shape, names = (*shape, tensor_parallel), (*names, "tensor")
+        mesh = init_device_mesh(where.type, shape, mesh_dim_names=names)
         yield DistributedContext(rank, local_rank, world_size, where, mesh)
     finally:
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """A rank's part of a tensor, as every wrapper and every checkpoint format here understands it.
 
 FSDP2 gives a rank some rows of each parameter; FSDP1 gives it a range of a flattened unit. Both are one contiguous
-range of the row-major elements of each logical tensor, so that is the only word that sharding and checkpoints share.
-Knows neither of them.
+range of the row-major elements of each logical tensor. Tensor parallelism also cuts columns: then it is a box. These
+are the only words that sharding and checkpoints share. Knows neither of them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class LocalShard:
     `data` is a flat view [num_elements] of the rank's own memory: writing into it changes the model. `tensor` is the
     parameter or buffer as the model and the optimizer know it. Exactly one rank of those that hold the same elements
     `writes` them into a checkpoint.
+
+    With a `box`, (offsets, shape), `data` are the elements of that box instead, row by row; `start` is its first one's.
     """
 
     tensor: torch.Tensor
@@ -29,6 +31,7 @@ class LocalShard:
     start: int
     shape: tuple[int, ...]
     writes: bool
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def view_of(self, state: torch.Tensor) -> torch.Tensor:
         """The flat local elements [num_elements] of an optimizer state that has the parameter's own shape."""

@@ -35,8 +35,8 @@ from fsdp_shard.training.trackers import check_trackers, public_settings
 def check(config: FinetuneConfig) -> None:
     """What can be found wrong before any rank starts."""
     for num_ranks in world_sizes(config.launch):
-        check_batch(config.train, num_ranks)
         config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
+        check_batch(config.train, config.shard.num_data_ranks(num_ranks))
     config.optim.check_installed()
     check_data(config.data)
     check_held_out(config.train, config.data)
@@ -55,7 +55,9 @@ def main(config: FinetuneConfig) -> None:
     launch, shard, settings = config.launch, config.shard, config.train
     with (
         deterministic_algorithms(settings.deterministic),
-        distributed(launch.device, shard.replicas, launch.timeout_seconds) as context,
+        distributed(
+            launch.device, shard.replicas, launch.timeout_seconds, tensor_parallel=shard.tensor_parallel
+        ) as context,
         run_lock(config.run_dir, context),
         StopSignal() as stop,
     ):

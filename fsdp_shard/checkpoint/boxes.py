@@ -70,6 +70,15 @@ def flat_start(shape: Sequence[int], offsets: Sequence[int]) -> int:
     return position
 
 
+def contains(shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], position: int) -> bool:
+    """Whether the element at a flat `position` of the tensor is in the box."""
+    for extent, offset, size in zip(reversed(shape), reversed(offsets), reversed(box), strict=True):
+        position, at = divmod(position, extent)
+        if not offset <= at < offset + size:
+            return False
+    return True
+
+
 def runs(
     shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:

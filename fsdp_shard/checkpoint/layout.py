@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.checkpoint.boxes import Box
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, row_elements
 from fsdp_shard.checkpoint.files import parse_json
 from fsdp_shard.checkpoint.header import build_header
@@ -142,19 +143,26 @@ def plan_sharded(
     step: int | None = None,
     save: str = "",
     aliases: Mapping[str, str] | None = None,
+    boxes: Mapping[str, Box] | None = None,
 ) -> FilePlan:
     """The file of one rank: `pieces` are (tensor, flat element start, number of elements), one per tensor.
+    `boxes` has those that are no flat range.
 
     A range of whole rows is stored with shape [rows, ...], any other as one dimension, an empty one not at all (rank 0
     keeps tensors that have no elements). `save` is the same text in all files of one save and different in the next:
     readers refuse a mix.
     """
-    specs, ranges = [], {}
+    specs: list[TensorSpec] = []
+    ranges: dict[str, dict[str, Any]] = {}
     for spec, start, count in pieces:
         if not count and (spec.num_elements or rank):
             continue
-        specs.append(TensorSpec(spec.name, spec.dtype, stored_shape(spec.shape, start, count)))
+        box = (boxes or {}).get(spec.name)
+        held = stored_shape(spec.shape, start, count) if box is None else box[1]
+        specs.append(TensorSpec(spec.name, spec.dtype, held))
         ranges[spec.name] = {"shape": list(spec.shape), "start": start}
+        if box is not None:
+            ranges[spec.name]["offsets"] = list(box[0])
     document = {
         "format_version": SHARD_FORMAT_VERSION,
         "rank": rank,
@@ -201,7 +209,10 @@ def parse_shard_name(name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """Our entry in a rank file's metadata; `ranges` maps a tensor to (full shape, flat element start)."""
+    """Our entry in a rank file's metadata; `ranges` maps a tensor to (full shape, flat element start).
+
+    `offsets` has where those begin that are a box, of the shape that they are stored with, instead of a flat range.
+    """
 
     rank: int
     world_size: int
@@ -209,6 +220,7 @@ class ShardInfo:
     save: str
     aliases: dict[str, str]
     ranges: dict[str, tuple[tuple[int, ...], int]]
+    offsets: dict[str, tuple[int, ...]]
 
 
 def parse_shard_info(metadata: Mapping[str, str], path: Path) -> ShardInfo:
@@ -230,6 +242,11 @@ def parse_shard_info(metadata: Mapping[str, str], path: Path) -> ShardInfo:
             ranges={
                 name: (tuple(map(_count, item["shape"])), _count(item["start"]))
                 for name, item in document["tensors"].items()
+            },
+            offsets={
+                name: tuple(map(_count, item["offsets"]))
+                for name, item in document["tensors"].items()
+                if "offsets" in item
             },
         )
     except (KeyError, TypeError, AttributeError) as error:

@@ -8,6 +8,7 @@ Knows no wrapper and no file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import CheckpointError
@@ -83,4 +84,4 @@ def _state_shard(shard: LocalShard, value: torch.Tensor) -> LocalShard:
     if value.ndim == 0 and shard.shape:
         holds_first = shard.writes and shard.start == 0 and len(shard.data) > 0
         return LocalShard(value, value.view(-1), 0, (), writes=holds_first)
-    return LocalShard(value, shard.view_of(value), shard.start, shard.shape, shard.writes)
+    return replace(shard, tensor=value, data=shard.view_of(value))

@@ -76,7 +76,7 @@ class Staging:
             for name, shard in part.items():
                 count = len(shard.data) if shard.writes else 0
                 host = memory[at : at + count * shard.data.element_size()].view(shard.data.dtype)
-                copies[name] = LocalShard(host, host, shard.start, shard.shape, shard.writes)
+                copies[name] = replace(shard, tensor=host, data=host)
                 at += _num_bytes(shard)
                 is_buffer = part is state.weights and not isinstance(shard.tensor, nn.Parameter)
                 if count:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from fsdp_shard.checkpoint import atomic, dtypes
+from fsdp_shard.checkpoint import atomic, boxes, dtypes
 from fsdp_shard.checkpoint.files import pwrite_all
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint, tensor_bytes
 from fsdp_shard.checkpoint.integrity import (
@@ -165,14 +165,16 @@ def _write(directory: Path, plans: _Plans, state: RunState) -> tuple[Digests, Re
 
     Returns the digests of the weights' chunks that lie wholly in its ranges, and the records of the files it made.
     """
-    hashers = {name: _hasher(name, state.weights[name]) for name in plans.weights.places}
+    hashers = {name: _hasher(name, shard) for name in plans.weights.places if not (shard := state.weights[name]).box}
     records = {
         file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex())
         for file in plans.weights.creates
     }
     with _Writer() as writer:
-        for name, (file, offset) in plans.weights.places.items():
-            writer.write(directory / file, offset, state.weights[name].data, hashers[name].update)
+        for name, (file, _) in plans.weights.places.items():
+            observe = hashers[name].update if name in hashers else _ignore
+            for offset, part in plans.weights.runs(name, state.weights[name]):
+                writer.write(directory / file, offset, state.weights[name].data[part], observe)
         reach("weights-written")
         for plan in plans.optimizer.creates:  # this rank's only one, so it is written front to back
             hasher = xxhash.xxh3_128(plan.header)
@@ -187,7 +189,11 @@ def _write(directory: Path, plans: _Plans, state: RunState) -> tuple[Digests, Re
         writer.sync([directory / plan.name for plan in plans.weights.creates])
         writer.sync([directory / OPTIMIZER / plan.name for plan in plans.optimizer.creates])
     reach("synced")
-    return {name: hasher.digests for name, hasher in hashers.items()}, records
+    return {name: hashers[name].digests if name in hashers else {} for name in plans.weights.places}, records
+
+
+def _ignore(data: memoryview) -> None:
+    """The rows of a box lie in chunks of several ranks: those are hashed when they are on the disk."""
 
 
 class _Writer:
@@ -230,11 +236,18 @@ def _hash_shared_chunks(directory: Path, shards: Mapping[str, LocalShard], diges
     """Hash the chunks that begin in this rank's range and end in another's, as they lie on the disk."""
     with open_checkpoint(directory) as index:
         for name in digests:
-            shard = shards[name]
-            start = shard.start * shard.data.element_size()
-            mine = [chunk for chunk in _hasher(name, shard).missing if chunk * CHUNK_BYTES >= start]
+            mine = _begins_in(name, shards[name])
             digests[name].update(zip(mine, digest_chunks(index, name, mine), strict=True))
     reach("hashed")
+
+
+def _begins_in(name: str, shard: LocalShard) -> list[int]:
+    """The chunks of a tensor that begin in this rank's part of it and were not hashed as they were written."""
+    size = shard.data.element_size()
+    if shard.box is None:
+        return [chunk for chunk in _hasher(name, shard).missing if chunk * CHUNK_BYTES >= shard.start * size]
+    firsts = (number * CHUNK_BYTES // size for number in range(num_chunks(spec_of(name, shard).num_bytes)))
+    return [number for number, first in enumerate(firsts) if boxes.contains(shard.shape, *shard.box, first)]
 
 
 def _commit(
@@ -293,6 +306,10 @@ def _staged(data: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
 def _load_range(index: TensorIndex, stored: str, shard: LocalShard) -> None:
     import torch
 
+    if shard.box is not None:
+        part = index.read(stored, [slice(at, at + size) for at, size in zip(*shard.box, strict=True)])
+        shard.data.copy_(part.reshape(-1))
+        return
     dtype = dtypes.to_torch(index.entry(stored).dtype)
     if dtype == shard.data.dtype and shard.data.device.type == "cpu":
         if len(shard.data):

@@ -6,10 +6,11 @@ rank puts its own elements at their final place. A layout is one function here a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fsdp_shard.checkpoint import dtypes
+from fsdp_shard.checkpoint import boxes, dtypes
 from fsdp_shard.checkpoint.dtypes import TensorSpec
 from fsdp_shard.checkpoint.layout import INDEX_FILE, SINGLE_FILE, FilePlan, plan_gathered, plan_sharded
 from fsdp_shard.shards import LocalShard
@@ -33,12 +34,22 @@ class WritePlan:
     """What one rank does: files it creates at full size with their headers, small files, and its own elements.
 
     `places` maps a tensor to (file, absolute byte offset of this rank's first element); only tensors of which this
-    rank writes something are in it.
+    rank writes something are in it. `scatters` says that the rows of a box go to their places in the whole tensor.
     """
 
     creates: list[FilePlan]
     places: dict[str, tuple[str, int]]
     small_files: dict[str, bytes] = field(default_factory=dict)
+    scatters: bool = False
+
+    def runs(self, name: str, shard: LocalShard) -> Iterator[tuple[int, slice]]:
+        """(absolute byte offset, elements of `shard.data` that go there), in order."""
+        offset = self.places[name][1]
+        if shard.box is None or not self.scatters:
+            yield offset, slice(0, len(shard.data))
+            return
+        for at, inside, count in boxes.runs(shard.shape, *shard.box, 0, math.prod(shard.shape)):
+            yield offset + (at - shard.start) * shard.data.element_size(), slice(inside, inside + count)
 
 
 def spec_of(name: str, shard: LocalShard) -> TensorSpec:
@@ -57,8 +68,8 @@ def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> Wr
         if shard.writes and len(shard.data):
             places[spec.name] = file, offset + shard.start * dtypes.itemsize(spec.dtype)
     if target.rank != 0:
-        return WritePlan([], places)
-    return WritePlan(files, places, {INDEX_FILE: index} if index is not None else {})
+        return WritePlan([], places, scatters=True)
+    return WritePlan(files, places, {INDEX_FILE: index} if index is not None else {}, scatters=True)
 
 
 def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
@@ -67,7 +78,13 @@ def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> Wri
         (spec_of(name, shard), shard.start, len(shard.data) if shard.writes else 0) for name, shard in shards.items()
     ]
     file = plan_sharded(
-        pieces, target.rank, target.world_size, step=target.step, save=target.save, aliases=target.aliases
+        pieces,
+        target.rank,
+        target.world_size,
+        step=target.step,
+        save=target.save,
+        aliases=target.aliases,
+        boxes={name: shard.box for name, shard in shards.items() if shard.box is not None},
     )
     return WritePlan([file], {name: (file.name, offset) for name, offset in file.tensors.items()})
 

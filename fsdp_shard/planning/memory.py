@@ -16,6 +16,7 @@ import torch
 
 from fsdp_shard import models
 from fsdp_shard.blocks import Block, no_split_blocks
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning.activations import Activations, measure_activations
 from fsdp_shard.planning.optimizer import optimizer_bytes
@@ -108,6 +109,11 @@ class MemoryPlan:
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     """The plan of `run` for the model that `config` describes. Raises ConfigError or ModelError."""
+    if run.shard.tensor_parallel > 1:
+        raise ConfigError(
+            f"shard.tensor_parallel={run.shard.tensor_parallel} cannot be planned for: what a divided layer keeps is "
+            "not counted. Plan with shard.tensor_parallel=1."
+        )
     run.shard.check_mesh(run.num_ranks)
     model = _build(config, run, run.model.dtype)
     run.shard.check_model(model)

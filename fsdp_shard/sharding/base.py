@@ -44,6 +44,9 @@ class ShardConfig:
     replicas: int = setting(
         1, "Groups of ranks that hold a copy of the model each, sharded inside a group (HSDP).", minimum=1
     )
+    tensor_parallel: int = setting(
+        1, "Neighbouring ranks that divide each layer by the model's own plan, and see the same samples.", minimum=1
+    )
     reshard_after_forward: bool | int = setting(
         True,
         "true frees a unit's gathered parameters after its forward pass and gathers them again for the backward pass; "
@@ -112,6 +115,17 @@ class ShardConfig:
                 f"reshard_after_forward=false, which keeps parameters gathered for the backward pass."
             )
 
+        if self.tensor_parallel > 1:
+            self._check_tensor_parallel(prefix)
+
+    def _check_tensor_parallel(self, prefix: str) -> None:
+        for name in ("compile", "explain", "cpu_offload"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{prefix}{name}={str(getattr(self, name)).lower()} does not go together with "
+                    f"{prefix}tensor_parallel={self.tensor_parallel} yet; leave one of them out."
+                )
+
     def check_ranks(self, num_ranks: int, on_gpu: bool) -> None:
         """Raise ConfigError when these settings cannot work, or would do nothing, on `num_ranks` ranks."""
         self.check_mesh(num_ranks)
@@ -121,6 +135,11 @@ class ShardConfig:
 
     def check_mesh(self, num_ranks: int) -> None:
         """Raise ConfigError when `num_ranks` ranks cannot be arranged as these settings say, whatever drives them."""
+        if self.tensor_parallel > 1 and num_ranks % (self.replicas * self.tensor_parallel):
+            raise ConfigError(
+                f"shard.replicas={self.replicas} times shard.tensor_parallel={self.tensor_parallel} does not divide "
+                f"the {num_ranks} ranks of this run."
+            )
         if num_ranks % self.replicas:
             raise ConfigError(f"shard.replicas={self.replicas} does not divide the {num_ranks} ranks of this run.")
         every, num_shards = self.reshard_after_forward, self.num_shards(num_ranks)
@@ -140,7 +159,11 @@ class ShardConfig:
 
     def num_shards(self, num_ranks: int) -> int:
         """Ranks that a copy of the model is divided over."""
-        return num_ranks // self.replicas
+        return num_ranks // (self.replicas * self.tensor_parallel)
+
+    def num_data_ranks(self, num_ranks: int) -> int:
+        """Ranks, or groups of them, that see samples of their own."""
+        return num_ranks // self.tensor_parallel
 
     def shares(self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
         """For each shard, the local shape of every parameter (`shapes` has the whole ones), and of any padding."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _MEANINGLESS = (
     "norms_in_float32",
     "replicas",
+    "tensor_parallel",
     "reshard_after_forward",
     "prefetch_forward",
     "prefetch_backward",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ConfigError
@@ -35,6 +37,10 @@ class Fsdp2Config(ShardConfig):
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
+        if self.tensor_parallel > 1:
+            from fsdp_shard.sharding.tensor import check_plan
+
+            check_plan(model, self.tensor_parallel)
         for name, param in model.named_parameters():
             if param.ndim == 0:
                 raise ConfigError(
@@ -55,10 +61,16 @@ class Fsdp2Config(ShardConfig):
 
         self.check_model(model)
         units = plan_units(model, self)
+        if self.tensor_parallel > 1:
+            from fsdp_shard.sharding.tensor import divide_layers
+
+            divide_layers(model, context.mesh["tensor"])
+            # Logits of divided heads are a view of what was gathered; nothing here changes them in place.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         blocks = recompute_blocks(model, self)
         compile_blocks(blocks, self.compile)
         settings: dict[str, Any] = {
-            "mesh": context.mesh if self.replicas > 1 else context.mesh["shard"],
+            "mesh": context.mesh["replicate", "shard"] if self.replicas > 1 else context.mesh["shard"],
             "reshard_after_forward": self.reshard_after_forward,
             "offload_policy": OffloadPolicy(),
         }
@@ -115,6 +127,10 @@ class Fsdp2Model:
         import torch
         from torch.distributed.tensor import DTensor
 
+        if self._context.num_tensor_ranks > 1:
+            from fsdp_shard.sharding.tensor import clip_grads
+
+            return clip_grads(self.module.parameters(), max_norm)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -143,7 +159,14 @@ class Fsdp2Model:
         local, offset = compute_local_shape_and_global_offset(shape, param.device_mesh, param.placements)
         start, _ = row_major_range(shape, range(offset[0], offset[0] + local[0]))
         data = param.to_local().detach().view(-1)
-        return LocalShard(param, data, start, shape, writes=self._context.mesh.get_local_rank("replicate") == 0)
+        mesh = self._context.mesh
+        writes = mesh.get_local_rank("replicate") == 0
+        if mesh.ndim > 2 and "tensor" not in (param.device_mesh.mesh_dim_names or ()):  # whole on each tensor rank
+            writes = writes and mesh.get_local_rank("tensor") == 0
+        if tuple(local[1:]) == shape[1:]:
+            return LocalShard(param, data, start, shape, writes)
+        start = sum(at * prod(shape[axis + 1 :]) for axis, at in enumerate(offset)) if data.numel() else 0
+        return LocalShard(param, data, start, shape, writes, box=(tuple(offset), tuple(local)))
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:

@@ -93,7 +93,7 @@ def train(
         rate = learning_rate(config, peak_lr, state.step)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        seed_all(step_seed(state.seed, state.step, context.rank))
+        seed_all(step_seed(state.seed, state.step, context.data_rank))
         samples = dataset.order(state.seed, state.num_samples, config.global_batch_size)
         with around(state.step + 1):
             result = train_step(
@@ -150,12 +150,13 @@ def evaluate_loss(
     model.module.eval()
     total, num_tokens = 0.0, 0
     with torch.no_grad():
-        for indices in evaluation_batches(len(dataset), micro_batch_size, context.rank, context.world_size):
+        for indices in evaluation_batches(len(dataset), micro_batch_size, context.data_rank, context.num_data_ranks):
             batch = dataset.batch(indices)
             total += float(forward_loss(model, batch, 1.0, context.device))
             num_tokens += batch.num_predictions
     model.module.train(was_training)
-    all_loss, all_tokens = context.all_reduce([total, num_tokens])
+    share = context.num_tensor_ranks  # so many ranks have counted the same
+    all_loss, all_tokens = (value / share for value in context.all_reduce([total, num_tokens]))
     loss = all_loss / all_tokens if all_tokens else math.nan
     if not math.isfinite(loss):
         raise LossError(f"The held-out loss is {loss} over {int(all_tokens)} tokens: the weights are not usable.")

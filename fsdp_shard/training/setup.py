@@ -18,6 +18,7 @@ from fsdp_shard.checkpoint.names import match_names
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.checkpoint.state import load_shards
 from fsdp_shard.data.base import DataConfig, check_tokenizer
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.memory import peak_resident_bytes
 from fsdp_shard.models import (
     ModelConfig,
@@ -153,19 +154,30 @@ def build_optimizer(config: OptimConfig, model: ShardedModel, context: Distribut
     """The optimizer of the model's parameters, which decides about decay by their logical shapes; a collective."""
     from torch import nn
 
+    from fsdp_shard.sharding.tensor import split_groups
     from fsdp_shard.training.whole import WholeOptimizer
 
     shards = {name: shard for name, shard in model.local_shards().items() if isinstance(shard.tensor, nn.Parameter)}
     shapes = {name: shard.shape for name, shard in shards.items()}
+    if config.needs_whole and context.num_tensor_ranks > 1:
+        raise ConfigError(
+            "This optimizer needs whole parameters for an update, which it cannot bring together with "
+            f"shard.tensor_parallel={context.num_tensor_ranks}; use optim=adamw or optim=sgd."
+        )
     if config.needs_whole:
         return WholeOptimizer(shards, context.mesh["shard"].get_group(), lambda params: config.build(params, shapes))
-    return config.build({name: cast("nn.Parameter", shard.tensor) for name, shard in shards.items()}, shapes)
+    optimizer = config.build({name: cast("nn.Parameter", shard.tensor) for name, shard in shards.items()}, shapes)
+    if context.num_tensor_ranks > 1:
+        split_groups(optimizer)
+    return optimizer
 
 
 def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, context: DistributedContext) -> list[str]:
     """What was built, where, and what it costs a rank, for people."""
     figures = loaded.figures
     mesh = f"{context.world_size} {context.device.type} rank{'s' if context.world_size > 1 else ''}"
+    if context.num_tensor_ranks > 1:
+        mesh += f" (layers divided over {context.num_tensor_ranks})"
     if context.num_replicas > 1:
         mesh += f" ({context.num_replicas} replicas of {context.world_size // context.num_replicas})"
     return [

@@ -64,12 +64,13 @@ def train_step(
     `stop` is looked at when the gradients are there. When the loss or the norm of the gradients is not finite on any
     rank, neither weights nor optimizer are touched on any, and the result has a `fault`.
     """
-    parts = micro_batches(samples, config.micro_batch_size, context.rank, context.world_size)
+    parts = micro_batches(samples, config.micro_batch_size, context.data_rank, context.num_data_ranks)
     batches = [dataset.batch(part) for part in parts]
-    (num_tokens,) = context.all_reduce([sum(batch.num_predictions for batch in batches)])
+    (counted,) = context.all_reduce([sum(batch.num_predictions for batch in batches)])
+    num_tokens = counted / context.num_tensor_ranks  # so many ranks see the same
     optimizer.zero_grad()
     losses = _accumulate(
-        model, batches, max(num_tokens, 1.0) / context.world_size, context.device, sync_every_micro_batch
+        model, batches, max(num_tokens, 1.0) / context.num_data_ranks, context.device, sync_every_micro_batch
     )
     limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
     grad_norm = float(model.clip_grad_norm_(limit))

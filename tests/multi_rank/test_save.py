@@ -23,7 +23,7 @@ from fsdp_shard.models import ModelSource
 from fsdp_shard.sharding.base import ShardConfig
 from fsdp_shard.training.setup import side_files
 from tests.ranks import on_ranks
-from tests.sharding.test_wrappers import WRAPPERS, assembled, sharded
+from tests.sharded import WRAPPERS, assembled, sharded
 from tests.tiny import llama, token_batch
 
 

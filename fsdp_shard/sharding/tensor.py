@@ -1,0 +1,99 @@
+"""Tensor parallelism: layers divided over neighbouring ranks as the model's own plan says, before they are sharded.
+
+transformers names, for many models, how each linear layer is cut (`tp_plan`), and has the layers' communication. This
+applies such a plan to a model on meta. A parameter is then cut by columns or rows over the tensor ranks, and its part
+by rows over the sharding ranks: one box of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp_shard.blocks import tied_names
+from fsdp_shard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+# Styles that cut a parameter along one dimension, or leave it whole on each rank with the same gradient.
+_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"})
+
+
+def check_plan(model: nn.Module, num_ranks: int) -> None:
+    """Raise ConfigError unless `model` has a plan that can be followed here on `num_ranks` ranks a layer."""
+    where, name = f"shard.tensor_parallel={num_ranks}", type(model).__name__
+    plan = _plan(model)
+    if not plan:
+        raise ConfigError(
+            f"{where}: transformers has no tensor-parallel plan for {name}, so its layers cannot be divided; use "
+            f"shard.tensor_parallel=1."
+        )
+    if others := sorted(set(plan.values()) - _STYLES):
+        raise ConfigError(
+            f"{where}: the plan of {name} asks for {', '.join(others)}, which fsdp-shard cannot load and save; it "
+            f"knows {', '.join(sorted(_STYLES))}. Use shard.tensor_parallel=1."
+        )
+    config: Any = model.config
+    text = config.get_text_config()
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(text, key, None)) is not None and heads % num_ranks:
+            raise ConfigError(
+                f"{where} does not divide the {heads} {key} of {name}, and a head cannot be cut; give a divisor of it."
+            )
+
+
+def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the parameters of `model`, on meta, over the ranks of `mesh`, and have its layers communicate."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    ties = tied_names(model)
+    plan = {name: style for name, style in _plan(model).items() if name not in ties}
+    apply_tensor_parallelism(model, mesh, plan)
+    for alias, kept in ties.items():  # each parameter was replaced, under its first name only
+        owner, _, name = alias.rpartition(".")
+        model.get_submodule(owner)._parameters[name] = model.get_parameter(kept)
+
+
+def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """`clip_grad_norm_` over parameters that lie on several meshes, which torch's own does not take."""
+    from torch.distributed.tensor import DTensor
+
+    params = [param for param in parameters if param.grad is not None]
+    norms = []
+    for members in by_mesh(params).values():
+        norm = torch.nn.utils.get_total_norm([param.grad for param in members if param.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for param in params:
+        assert param.grad is not None
+        local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        local.mul_(scale)
+    return total
+
+
+def by_mesh(params: Iterable[nn.Parameter]) -> Mapping[Any, list[nn.Parameter]]:
+    """`params` in groups of those that are divided over the same mesh."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    return groups
+
+
+def split_groups(optimizer: Optimizer) -> None:
+    """Give parameters on different meshes groups of their own: one call of a fused kernel takes one mesh."""
+    groups = [(group, members) for group in optimizer.param_groups for members in by_mesh(group["params"]).values()]
+    optimizer.param_groups = [{**group, "params": members} for group, members in groups]
+
+
+def _plan(model: nn.Module) -> dict[str, str]:
+    """Each module and parameter of `model` that its plan names, with its style."""
+    plan = getattr(model, "tp_plan", None)
+    if not plan or not hasattr(model, "_expand_parallel_plan"):
+        return {}
+    return dict(model._expand_parallel_plan(dict(plan)))  # type: ignore[operator]  # transformers' own method
