@@ -68,7 +68,7 @@ def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Ten
     for members in by_mesh(params).values():
         norm = torch.nn.utils.get_total_norm([param.grad for param in members if param.grad is not None])
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = torch.linalg.vector_norm(torch.stack(norms))
+    total = torch.stack(norms).square().sum().sqrt()
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for param in params:
         assert param.grad is not None

@@ -288,7 +288,9 @@ def test_ddp_goes_on_from_another_wrapper_and_back(
     runs: dict[tuple[str, int, str], Ended], settings: list[str], tmp_path: Path
 ) -> None:
     whole = runs["fsdp2", 2, "sharded"]
-    ddp = _resume_from_half(whole, tmp_path / "ddp", settings, "shard=ddp", "launch.ranks=2", "checkpoint.every=5")
+    overrides = ["shard=ddp", "shard.explain=true", "launch.ranks=2", "checkpoint.every=5"]
+    ddp = _resume_from_half(whole, tmp_path / "ddp", settings, *overrides)
+    assert "model.layers.0-1  LlamaDecoderLayer" in ddp.out
     assert ddp.losses == pytest.approx(whole.losses[10:], abs=1e-5)
     assert verify(ddp.checkpoint).is_sound
     half = f"resume={ddp.run_dir}/checkpoints/step-00000015"

@@ -17,6 +17,8 @@ from fsdp_shard.planning.activations import measure_activations
 from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.planning.optimizer import optimizer_bytes
 from fsdp_shard.sharding.activations import recompute_blocks, recomputed_fqns
+from fsdp_shard.sharding.base import ShardConfig
+from fsdp_shard.sharding.ddp import DdpConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from fsdp_shard.training.adamw import AdamWConfig
@@ -181,6 +183,26 @@ def test_settings_change_what_they_should() -> None:
     assert (wide.activations_bytes or 0) > 3 * (base.activations_bytes or 0)
     recomputed = plan(num_ranks=2, shard=Fsdp2Config(activation_checkpointing=True)).per_rank[0]
     assert (recomputed.activations_bytes or 0) < (base.activations_bytes or 0)
+
+
+def test_what_is_whole_for_a_while() -> None:
+    config = llama_config(layers=6)
+
+    def unsharded(shard: ShardConfig, **settings: Any) -> int:
+        return plan(config, num_ranks=4, shard=shard, **settings).per_rank[0].unsharded_bytes
+
+    base, layer = unsharded(Fsdp2Config()), 2 * (36 * 36 * 2 + 12 * 36 * 2 + 3 * 85 * 36 + 72)
+    assert unsharded(Fsdp2Config(prefetch_forward=3)) - base == 2 * layer, "three ahead instead of one"
+    assert unsharded(Fsdp2Config(prefetch_backward=2)) - base == layer
+    assert unsharded(Fsdp2Config(reshard_after_forward=2)) - base == 6 * layer // 2
+    # Nine kilobytes of embedding in the root, norms gathered in float32: what they gain beside bfloat16.
+    norms = unsharded(Fsdp2Config(norms_in_float32=True))
+    assert 0 < abs(norms - base) < layer
+    whole = plan(config, num_ranks=4, shard=DdpConfig()).per_rank
+    assert {rank.parameters_bytes for rank in whole} == {plan(config).bytes_by_dtype["float32"]}
+    assert whole[0].unsharded_bytes == 0
+    with pytest.raises(ConfigError, match=r"reshard_after_forward=3 must divide the 4 ranks"):
+        unsharded(Fsdp2Config(reshard_after_forward=3))
 
 
 @pytest.mark.parametrize("wrapper", [Fsdp1Config, Fsdp2Config])

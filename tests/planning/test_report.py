@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp_shard.planning.report import gib, report
+from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from tests.planning.test_memory import plan
 from tests.runs import run_recipe
 from tests.tiny import llama, llama_config
@@ -27,6 +28,11 @@ def test_equal_blocks_and_equal_ranks_share_a_row() -> None:
     ranks = [line.split()[0] for line in lines[lines.index("") :] if line.strip()[:1].isdigit()]
     assert ranks == ["0", "3"]  # ranks 0 to 2 have the same
     assert "Fits in 80.0 GB (74.51 GiB)" in lines[-1]
+
+
+def test_the_tree_of_units_is_there_when_asked_for() -> None:
+    trees = [report(plan(num_ranks=2, shard=Fsdp2Config(explain=asked)), None) for asked in (False, True)]
+    assert ["model.layers.0-1  LlamaDecoderLayer" in tree for tree in trees] == [False, True]
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_helps() -> None:
