@@ -89,8 +89,9 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 def bare_fsdp2(path: str, dtype: str, context: DistributedContext) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
-    for name in plan_units(model, []):
-        fully_shard(model.get_submodule(name), mesh=context.mesh["shard"], mp_policy=policy)
+    *inner, _ = plan_units(model, Fsdp2Config(param_dtype=dtype))
+    for unit in inner:
+        fully_shard(model.get_submodule(unit.fqn), mesh=context.mesh["shard"], mp_policy=policy)
     return fully_shard(model, mesh=context.mesh["shard"], mp_policy=policy, reshard_after_forward=False)
 
 
