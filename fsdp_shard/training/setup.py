@@ -6,7 +6,7 @@ The only values that a rank ever reads are its own. Knows no loop and no optimiz
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
@@ -70,7 +70,7 @@ class LoadedModel:
     num_blocks: int
     aliases: Mapping[str, str]
     figures: LoadFigures
-    tree: list[str]
+    tree: list[str] = field(default_factory=list)
     adapter: Adapter | None = None
 
 
