@@ -42,6 +42,12 @@ class ModelConfig:
         "The dtype of the weights that the optimizer updates (compute has shard.param_dtype).",
         choices=("float32", "bfloat16", "float16"),
     )
+    task: str = setting(
+        "causal_lm",
+        "What the model is trained to do: predict the next token, a target from a source, hidden tokens, or the class "
+        "of a text.",
+        choices=("causal_lm", "seq2seq", "masked_lm", "sequence_classification"),
+    )
     attention: str = setting(
         "sdpa", "The attention implementation, in transformers' words.", choices=("sdpa", "eager", "flash_attention_2")
     )
@@ -120,6 +126,35 @@ def check_causal(config: PretrainedConfig) -> None:
     if known is not None and not known.can_generate():
         raise ModelError(
             f"The model is a {name}, which does not predict the next token; this needs a causal language model."
+        )
+
+
+def check_task(config: PretrainedConfig, task: str) -> None:
+    """Raise ModelError unless the model that `config` names is one for `task`."""
+    from transformers import (
+        AutoModelForMaskedLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSequenceClassification,
+    )
+
+    if task == "causal_lm":
+        check_causal(config)
+        return
+    auto = {
+        "seq2seq": AutoModelForSeq2SeqLM,
+        "masked_lm": AutoModelForMaskedLM,
+        "sequence_classification": AutoModelForSequenceClassification,
+    }[task]
+    name = next(iter(config.architectures or ()), "")
+    mapping: Any = auto._model_mapping
+    found = mapping.get(type(config), None)
+    fitting = [cls.__name__ for cls in (found if isinstance(found, tuple) else (found,)) if cls is not None]
+    if name not in fitting:
+        make = f"Make one with transformers' {auto.__name__}.from_pretrained(...) and save it, or choose another"
+        raise ModelError(
+            f"The model is a {name or config.model_type}, but model.task={task} needs a "
+            f"{' or '.join(fitting) or f'model of its kind, and there is none of type {config.model_type}'}. "
+            f"{make} model.task."
         )
 
 

@@ -6,6 +6,7 @@ from fsdp_shard.cli import recipe
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data.base import check_data
 from fsdp_shard.data.prepare import prepare_on_ranks
+from fsdp_shard.data.task import check_task
 from fsdp_shard.distributed import distributed
 from fsdp_shard.launch import uses_gpus, world_sizes
 from fsdp_shard.models import load_tokenizer
@@ -27,7 +28,15 @@ from fsdp_shard.training.runlog import RunLog, stopped
 from fsdp_shard.training.saving import open_saver
 from fsdp_shard.training.schedule import is_due
 from fsdp_shard.training.seeding import deterministic_algorithms
-from fsdp_shard.training.setup import build_optimizer, check_model, describe, load_sharded, model_source, side_files
+from fsdp_shard.training.setup import (
+    build_optimizer,
+    check_model,
+    data_task,
+    describe,
+    load_sharded,
+    model_source,
+    side_files,
+)
 from fsdp_shard.training.signals import StopSignal
 from fsdp_shard.training.trackers import check_trackers, public_settings
 
@@ -38,7 +47,8 @@ def check(config: FinetuneConfig) -> None:
         config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
         check_batch(config.train, config.shard.num_data_ranks(num_ranks))
     config.optim.check_installed()
-    check_data(config.data)
+    check_task(config.model.task, config.data)
+    check_data(config.data, config.model.task)
     check_held_out(config.train, config.data)
     config.adapter.check_installed()
     resumed = find_step(config.resume, config.run_dir)
@@ -66,7 +76,9 @@ def main(config: FinetuneConfig) -> None:
             return
         verify_resumed(resumed, config.checkpoint, context)
         source = model_source(config.model, resumed)
-        data = prepare_on_ranks(config.data, lambda: load_tokenizer(source), context)
+        data = prepare_on_ranks(
+            config.data, lambda: load_tokenizer(source), context, task=data_task(config.model, source), seed=config.seed
+        )
         held_out = data.held_out.head(settings.eval_windows) if data.held_out else None
         loaded = load_sharded(config.model, shard, source, context, config.adapter, config.seed, resumed)
         optimizer = build_optimizer(config.optim, loaded.model, context)

@@ -50,6 +50,15 @@ class DataConfig:
         "Put several rows (text: documents) into one window by best fit, each with positions and attention of its own; "
         "otherwise a row has a window to itself (text: documents run on from window to window).",
     )
+    target_length: int | None = setting(
+        None, "model.task=seq2seq: the most tokens of a target. Default: data.sequence_length.", minimum=1
+    )
+    mask_fraction: float = setting(
+        0.15, "model.task=masked_lm: part of the tokens to hide and predict.", above=0.0, maximum=1.0
+    )
+    label_column: str = setting(
+        "label", "model.task=sequence_classification: the column with the number or name of each text's class."
+    )
     workers: int = setting(
         1, "Processes that tokenise; 1: this one, with the tokenizer's own threads. The tokens are the same.", minimum=1
     )
@@ -124,6 +133,11 @@ _ONLY_FOR = {
 }
 
 
+def is_stream(config: DataConfig, task: str) -> bool:
+    """Whether documents run on from window to window, so that there are no rows."""
+    return config.kind == "text" and not config.packing and task in ("causal_lm", "masked_lm")
+
+
 def cache_directory(config: DataConfig) -> Path:
     """Directory of the token cache: `data.cache_dir`, else below XDG_CACHE_HOME, else below ~/.cache."""
     if config.cache_dir is not None:
@@ -132,35 +146,35 @@ def cache_directory(config: DataConfig) -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "fsdp-shard" / "tokens"
 
 
-def check_data(config: DataConfig, seq2seq: bool = False) -> None:
+def check_data(config: DataConfig, task: str = "causal_lm") -> None:
     """Raise DataError or ConfigError when the rows cannot be read: no such file, no rows, no such column.
 
     Reads up to the first row that has something to learn in it, and no further. Nothing is written and no torch is
     imported; a hub data set is downloaded into the `datasets` cache, where the ranks will find it.
     """
-    check_source(config, held_out=False, seq2seq=seq2seq)
+    check_source(config, held_out=False, task=task)
     if config.eval_path is not None:
-        check_source(config, held_out=True, seq2seq=seq2seq)
+        check_source(config, held_out=True, task=task)
 
 
-def check_source(config: DataConfig, held_out: bool, seq2seq: bool = False) -> None:
+def check_source(config: DataConfig, held_out: bool, task: str = "causal_lm") -> None:
     """`check_data` for one of the two sources."""
     from fsdp_shard.data.kinds.registry import kind_of
     from fsdp_shard.data.sources import open_source
 
     source = open_source(config, held_out)
-    if config.kind == "text":
+    if is_stream(config, task):
         source.check()
     else:
-        _require_rows(source, kind_of(config, seq2seq))
+        _require_rows(source, kind_of(config, task))
 
 
-def check_tokenizer(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq2seq: bool = False) -> None:
+def check_tokenizer(config: DataConfig, tokenizer: PreTrainedTokenizerBase, task: str = "causal_lm") -> None:
     """Raise DataError when the tokenizer lacks what rows of this kind need, such as a chat template."""
     from fsdp_shard.data.kinds.registry import kind_of
 
-    if config.kind != "text" or config.packing:
-        kind_of(config, seq2seq).check_tokenizer(tokenizer)
+    if not is_stream(config, task):
+        kind_of(config, task).check_tokenizer(tokenizer)
 
 
 def _require_rows(source: Source, kind: Kind) -> None:

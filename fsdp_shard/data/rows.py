@@ -32,10 +32,11 @@ def cut_causal(examples: Examples, sequence_length: int) -> Cut:
     """Examples in which a token is predicted from those before it, within a window of `sequence_length` inputs."""
     lengths = np.minimum(examples.lengths, sequence_length + 1)
     usable = (examples.first >= 0) & (np.maximum(examples.first, 1) < lengths)
-    return _cut(usable, examples.lengths > sequence_length + 1)
+    return cut_rows(usable, examples.lengths > sequence_length + 1)
 
 
-def _cut(usable: npt.NDArray[np.bool_], longer: npt.NDArray[np.bool_]) -> Cut:
+def cut_rows(usable: npt.NDArray[np.bool_], longer: npt.NDArray[np.bool_]) -> Cut:
+    """What is left of examples [num_examples]: the `usable` ones, of which some are `longer` than a window."""
     kept = np.flatnonzero(usable)
     return Cut(kept, int(np.count_nonzero(longer[kept])), len(usable) - len(kept))
 

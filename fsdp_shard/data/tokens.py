@@ -85,7 +85,7 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         state = json.loads(backend.to_str())
         for key in ("truncation", "padding"):  # left over from the last call, and without effect here
             state.pop(key, None)
-    return [state, beginning(tokenizer), tokenizer.eos_token_id]
+    return [state, beginning(tokenizer), tokenizer.eos_token_id, tokenizer.sep_token_id]
 
 
 def _write(
@@ -99,7 +99,10 @@ def _write(
     """Write tokens.bin and meta.json into `temporary`, flushed to the disk."""
     from tqdm import tqdm
 
-    begin, end = beginning(tokenizer), tokenizer.eos_token_id
+    begin = beginning(tokenizer)
+    end = (
+        tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    )  # BERT has the first only
     dtype = "<u2" if len(tokenizer) <= 1 << 16 else "<u4"
     num_tokens = num_documents = num_seen = 0
     digest = xxhash.xxh3_128()

@@ -18,6 +18,7 @@ from fsdp_shard.checkpoint.names import match_names
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.checkpoint.state import load_shards
 from fsdp_shard.data.base import DataConfig, check_tokenizer
+from fsdp_shard.data.task import MASKED_LM, SpecialTokens, Task
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.memory import peak_resident_bytes
 from fsdp_shard.models import (
@@ -25,6 +26,7 @@ from fsdp_shard.models import (
     ModelSource,
     build_on_meta,
     check_packing,
+    check_task,
     load_config,
     load_tokenizer,
     rebuild_buffers,
@@ -89,14 +91,27 @@ def check_model(
     """Raise ModelError, ConfigError or DataError when the model cannot be built, or not be sharded as `shard` says, has
     none of the modules that `adapter` names, or it or its tokenizer cannot take the data.
     """
+    model_config = load_config(source, config.trust_remote_code)
+    check_task(model_config, config.task)
     if data.packing:
-        check_packing(load_config(source, config.trust_remote_code))
+        check_packing(model_config)
+    if config.task == MASKED_LM:
+        SpecialTokens.of(load_tokenizer(source, config.trust_remote_code))
     if data.kind != "text":
-        check_tokenizer(data, load_tokenizer(source, config.trust_remote_code))
+        check_tokenizer(data, load_tokenizer(source, config.trust_remote_code), config.task)
     model = _on_meta(config, source)
     shard.check_model(model)
     if isinstance(adapter, LoraConfig):
         inject(model, adapter, base_path(config, source), {})
+    use_loss_head(model, config.chunked_loss)
+
+
+def data_task(config: ModelConfig, source: ModelSource) -> Task:
+    """What the samples must be made for."""
+    model = load_config(source, config.trust_remote_code)
+    start = getattr(model, "decoder_start_token_id", None)
+    start = getattr(model, "pad_token_id", None) if start is None else start
+    return Task(config.task, start or 0, getattr(model, "num_labels", 0), dict(getattr(model, "label2id", None) or {}))
 
 
 def load_sharded(
@@ -123,6 +138,7 @@ def load_sharded(
             base = Base(base_path(config, source), context.decide(lambda: fingerprint(index)))
             added, names = inject(model, adapter, base.path, names)
             added = replace(added, base=base)
+        context.together(lambda: use_loss_head(model, config.chunked_loss))  # the adapter may have a head of its own
         tree = _explain(model, shard, context.world_size) if shard.explain else []
         rebuild_buffers(model, context.device)
         sharded = shard.shard(model, context)
@@ -196,14 +212,12 @@ def _explain(model: PreTrainedModel, shard: ShardConfig, num_ranks: int) -> list
 
 
 def _on_meta(config: ModelConfig, source: ModelSource) -> PreTrainedModel:
-    model = build_on_meta(
+    return build_on_meta(
         load_config(source, config.trust_remote_code),
         config.dtype,
         trust_remote_code=config.trust_remote_code,
         attention=config.attention,
     )
-    use_loss_head(model, config.chunked_loss)
-    return model
 
 
 def _figures(shard_bytes: int, block_bytes: int, context: DistributedContext) -> LoadFigures:

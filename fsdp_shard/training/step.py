@@ -10,6 +10,7 @@ predictions of all ranks and micro-batches / number of ranks), as the wrappers a
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -104,7 +105,9 @@ def forward_loss(model: ShardedModel, batch: Batch, divisor: float, device: torc
     """
     inputs = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in batch.inputs.items()}
     labels = torch.from_numpy(batch.labels).to(device, non_blocking=True)
-    with giving_loss(model.module, labels, divisor) as is_loss:
+    with giving_loss(model.module, labels, divisor) as is_loss, warnings.catch_warnings():
+        # FSDP2 warns of models whose output is a view (GPT-2's), which must not be changed in place; it is not, here.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         logits = model.module(**inputs, use_cache=False).logits
     return logits.reshape(()) if is_loss else cross_entropy(logits, labels, divisor)
 

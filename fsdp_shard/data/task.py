@@ -1,0 +1,78 @@
+"""What a model is trained to do, as far as its samples depend on it. Plain data; knows no model and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fsdp_shard.data.base import DataConfig
+from fsdp_shard.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CAUSAL, SEQ2SEQ, MASKED_LM, CLASSIFICATION = "causal_lm", "seq2seq", "masked_lm", "sequence_classification"
+
+_KINDS = {
+    CAUSAL: ("text", "chat", "instruction", "pairs"),
+    SEQ2SEQ: ("pairs", "instruction"),
+    MASKED_LM: ("text",),
+    CLASSIFICATION: ("text",),
+}
+_ONLY_FOR = {"target_length": SEQ2SEQ, "mask_fraction": MASKED_LM, "label_column": CLASSIFICATION}
+
+
+@dataclass(frozen=True)
+class Task:
+    """`name` is that of `model.task`. A seq2seq model's targets begin with `decoder_start`; a classifier has
+    `num_labels` classes, and may have names for them.
+    """
+
+    name: str = CAUSAL
+    decoder_start: int = 0
+    num_labels: int = 0
+    label_numbers: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Tokens that a masked language model's windows are made with; begin and end are empty where it has none."""
+
+    mask: int
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    vocabulary: int
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
+        """Those of `tokenizer`; raises DataError when it has no mask token."""
+        if tokenizer.mask_token_id is None:
+            raise DataError(
+                "model.task=masked_lm needs a mask token, but the model's tokenizer has none. Set mask_token in its "
+                "tokenizer_config.json, or choose another task."
+            )
+        begin, end = tokenizer.cls_token_id, tokenizer.sep_token_id
+        return cls(
+            int(tokenizer.mask_token_id),
+            () if begin is None else (int(begin),),
+            () if end is None else (int(end),),
+            len(tokenizer),
+        )
+
+
+def check_task(task: str, data: DataConfig) -> None:
+    """Raise ConfigError for data that the task has no use for."""
+    if data.kind not in _KINDS[task]:
+        raise ConfigError(
+            f"data.kind={data.kind} does not fit model.task={task}, which is trained on data.kind="
+            f"{' or '.join(_KINDS[task])}."
+        )
+    if data.packing and task != CAUSAL:
+        raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")
+    for name, needs in _ONLY_FOR.items():
+        value = getattr(data, name)
+        if task != needs and value != DataConfig.__dataclass_fields__[name].default:
+            raise ConfigError(f"data.{name}={value} is for model.task={needs}, not {task}; leave it out.")
+    if task == CLASSIFICATION and data.sample_by != "document":
+        raise ConfigError("data.sample_by is for plain text files, which have no labels; leave it out.")

@@ -1,0 +1,123 @@
+"""Samples of models that are not causal, and what does not fit a task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import BertConfig, GPT2Config, T5Config
+
+from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data.masked import MaskedWindows
+from fsdp_shard.data.prepare import Samples, open_samples, tokenise_all
+from fsdp_shard.data.task import SpecialTokens, Task, check_task
+from fsdp_shard.data.windows import MASKED, NO_WINDOW
+from fsdp_shard.errors import ConfigError, DataError, ModelError
+from fsdp_shard.models import check_task as check_model_task
+from tests.data.conftest import byte_tokenizer
+from tests.data.test_base import write
+
+SPECIAL = SpecialTokens(mask=300, begin=(301,), end=(302,), vocabulary=256)
+
+
+def opened(config: DataConfig, cache: Path, task: Task, tokenizer: Any = None) -> Samples:
+    tokenised = tokenise_all(config, tokenizer or byte_tokenizer(), cache, task.name)
+    return open_samples(config, tokenised, task, seed=3)
+
+
+def test_pairs_for_seq2seq_models(tmp_path: Path) -> None:
+    rows = [{"source": "abc", "target": "xy"}, {"source": "abcdefghi", "target": "uvwxyz"}]
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(path=path, kind="pairs", sequence_length=6, target_length=4, source_format="to: {source}")
+    samples = opened(config, tmp_path / "cache", Task("seq2seq", decoder_start=9))
+    assert samples.notes == ("train: 2 rows, 28 tokens, 2 cut to 6 tokens, sources of up to 6 and targets of up to 4",)
+    batch = samples.train.batch([0, 1, NO_WINDOW])
+    assert batch.input_ids.tolist() == [[*b"to: ab"], [*b"to: ab"], [0] * 6]
+    assert batch.labels.tolist() == [[*b"xy", MASKED, MASKED], [*b"uvwx"], [MASKED] * 4]
+    assert batch.others["decoder_input_ids"].tolist() == [[9, *b"xy", 9], [9, *b"uvw"], [9] * 4]
+    assert batch.others["attention_mask"].sum(1).tolist() == [6, 6, 1]
+
+
+def test_texts_with_classes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "text,label\nabc,good\nde,bad\nf,\n,bad\nghijklmno,good\n")
+    config = DataConfig(path=path, sequence_length=4)
+    task = Task("sequence_classification", num_labels=3, label_numbers={"bad": 2, "good": 1})
+    samples = opened(config, tmp_path / "cache", task)
+    assert "5 documents" in samples.notes[0]
+    assert "2 documents dropped that have nothing to learn, 1 cut to 4 tokens, 2 classes" in samples.notes[0]
+    batch = samples.train.batch([2, 1, NO_WINDOW])
+    assert batch.labels.tolist() == [1, 2, MASKED]
+    assert batch.input_ids[:, :4].tolist() == [[*b"ghij"], [*b"de", 0, 0], [0] * 4]
+    assert batch.num_predictions == 2
+    with pytest.raises(DataError, match="has a class 'bad', but the model has 2 classes"):
+        opened(config, tmp_path / "cache", Task("sequence_classification", num_labels=2))
+
+
+def windows(num_tokens: int = 400) -> MaskedWindows:
+    return MaskedWindows(np.arange(num_tokens) % 250, 32, "n", SPECIAL, 0.15, seed=3)
+
+
+def test_hidden_tokens() -> None:
+    data = windows()
+    assert len(data) == -(-400 // 30)
+    batch = data.batch(range(len(data)))
+    whole = batch.labels != MASKED
+    tokens = np.where(whole, batch.labels, batch.input_ids)
+    framed = [row[mask == 1] for row, mask in zip(tokens, batch.others["attention_mask"], strict=True)]
+    assert all(row[0] == 301 and row[-1] == 302 for row in framed)
+    assert np.concatenate([row[1:-1] for row in framed]).tolist() == (np.arange(400) % 250).tolist()
+    assert 0.08 < whole.sum() / 400 < 0.25
+    shown = batch.input_ids[whole]
+    assert (shown == 300).mean() > 0.6, "most become the mask"
+    assert (batch.labels == MASKED)[batch.others["attention_mask"] == 0].all()
+    assert whole.any(axis=1).all(), "each has something to predict"
+
+
+def test_hiding_is_a_function_of_seed_epoch_and_sample() -> None:
+    data, again = windows(), windows()
+    first = data.order(7, 0, 2 * len(data))
+    assert first.tolist() == again.order(7, 0, 5).tolist() + again.order(7, 5, 2 * len(data) - 5).tolist()
+    assert data.batch(first[3:5]).input_ids.tolist() == again.batch(first[3:5]).input_ids.tolist()
+    epochs = [sorted(first[: len(data)]), sorted(first[len(data) :] - len(data))]
+    assert epochs == [list(range(len(data)))] * 2
+    one, two = data.batch([4]), data.batch([4 + len(data)])
+    assert one.labels.tolist() != two.labels.tolist(), "another epoch hides others"
+
+
+def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
+    config = DataConfig(path=write(tmp_path / "a.txt", "abc" * 40), sequence_length=8)
+    with pytest.raises(DataError, match="needs a mask token"):
+        opened(config, tmp_path / "cache", Task("masked_lm"))
+
+
+@pytest.mark.parametrize(
+    ("task", "values", "words"),
+    [
+        ("seq2seq", {}, "data.kind=text does not fit model.task=seq2seq.*pairs or instruction"),
+        ("masked_lm", {"kind": "chat"}, "data.kind=chat does not fit"),
+        ("masked_lm", {"packing": True}, "data.packing=true is for model.task=causal_lm"),
+        ("causal_lm", {"mask_fraction": 0.3}, "mask_fraction=0.3 is for model.task=masked_lm"),
+        ("causal_lm", {"target_length": 3}, "target_length=3 is for model.task=seq2seq"),
+        ("seq2seq", {"kind": "pairs", "label_column": "x"}, "label_column=x is for"),
+    ],
+)
+def test_data_that_does_not_fit_the_task(task: str, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_task(task, DataConfig(path="x", **values))
+
+
+def test_models_that_are_not_for_the_task() -> None:
+    bert = BertConfig(architectures=["BertForMaskedLM"])
+    check_model_task(bert, "masked_lm")
+    check_model_task(T5Config(architectures=["T5ForConditionalGeneration"]), "seq2seq")
+    check_model_task(GPT2Config(architectures=["GPT2LMHeadModel"]), "causal_lm")
+    for config, task, words in (
+        (bert, "sequence_classification", "needs a BertForSequenceClassification. Make one with transformers'"),
+        (bert, "seq2seq", "none of type bert"),
+        (T5Config(architectures=["T5ForConditionalGeneration"]), "causal_lm", "encoder-decoder"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            check_model_task(config, task)
