@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_shard.blocks import tied_names
+from fsdp_shard.checkpoint.merged import merge_parts
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
     Names in `index` may be the model's own, those that transformers gives them in files (it renames some as it loads
     and saves), or lack or have `base_model_prefix`, as with a checkpoint of the bare model. Raises CheckpointError that
     names what is missing, not expected or of another shape, or tied here and not in the index.
+
+    What transformers merges as it loads is one entry of `index` afterwards, under the model's own name.
     """
     aliases = tied_names(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -54,17 +57,18 @@ def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tup
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     spellings: dict[str, list[str]] = {}
+    parts: dict[str, list[str]] = {}
     for name in [*index.tensors, *index.aliases]:
         renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
         if name in shapes:
             spellings.setdefault(name, []).append(name)
         elif converted is not None:
-            raise CheckpointError(
-                f"{index.root} stores {name} in a form that transformers merges or splits for {type(model).__name__}; "
-                f"that is not supported yet. Give a checkpoint that has this model's own names."
-            )
+            parts.setdefault(renamed, []).append(name)
         else:
             spellings.setdefault(renamed, []).append(name)
+    merge_parts(model, index, converters, parts)
+    for name in parts:
+        spellings.setdefault(name, []).append(name)
     return spellings
 
 

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from fsdp_shard.checkpoint.convert import convert
+from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
 from fsdp_shard.inference.dispatch import load_dispatched
 from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
@@ -145,14 +146,19 @@ def test_other_kinds_of_models(tmp_path: Path, wanted: str) -> None:
     assert torch.equal(tokens, expected.generate(IDS, max_new_tokens=5, do_sample=False))
 
 
-def test_weights_that_transformers_would_merge_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", ["cpu", "disk"])
+def test_experts_that_transformers_merges_are_read_from_where_they_lie(tmp_path: Path, wanted: str) -> None:
     config = MixtralConfig(
         vocab_size=257, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, num_local_experts=3,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"stores \S*experts\S* in a form .* for MixtralForCausalLM"):
-        load_dispatched(tmp_path)
+    expected = AutoModelForCausalLM.from_config(config).eval()
+    expected.save_pretrained(tmp_path)
+    with open_checkpoint(tmp_path) as index:
+        assert any("experts.2.w1" in name for name in index.names), "stored one by one"
+    model = load_dispatched(tmp_path, wanted)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS % 257).logits, expected(input_ids=IDS % 257).logits)
 
 
 @pytest.mark.parametrize("wanted", ["cpu", "disk"])
