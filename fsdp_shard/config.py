@@ -99,9 +99,14 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
 
 @dataclass
 class GenerateConfig(RunConfig, GenerateSettings):
-    """Generate text from a checkpoint, its blocks spread over the devices and the disk there are."""
+    """Generate text from a checkpoint, its blocks spread over the devices and the disk there are.
+
+    Several ranks each hold the model, and share the prompts.
+    """
 
     command: ClassVar[str] = "generate"
+    ranks_are: ClassVar[Literal["started", "planned", "one"]] = "started"
+
     run_dir: str = _run_dir("generate")
 
 

@@ -25,6 +25,15 @@ def device_peak_bytes(device_type: str) -> int:
     return torch.cuda.max_memory_allocated()
 
 
+def disk_bytes_read() -> int:
+    """What this process has had read from a disk so far; what the page cache had does not count. 0 where not known."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("read_bytes:"))
+    except (OSError, StopIteration):
+        return 0
+
+
 def give_back_free_memory() -> None:
     """Return freed memory of this process to the machine, where the C library can.
 

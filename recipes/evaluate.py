@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import EvaluateConfig
@@ -24,21 +26,13 @@ def main(config: EvaluateConfig) -> None:
     from tqdm import tqdm
 
     source = locate(config.checkpoint)
-    model_config = load_config(source)
+    model_config = load_config(source, config.dispatch.trust_remote_code)
     check_causal(model_config)
     check_context(model_config, config.data.sequence_length)
-    windows = evaluation_windows(config.data, load_tokenizer(source))
+    windows = evaluation_windows(config.data, load_tokenizer(source, config.dispatch.trust_remote_code))
     print(f"{windows.num_predictions} tokens in {len(windows)} windows of {windows.sequence_length}", flush=True)
 
-    wanted = config.dispatch
-    model = dispatch(
-        source,
-        model_config,
-        wanted.device_map,
-        wanted.max_memory,
-        wanted.dtype,
-        on_plan=lambda plan: print(f"{source.weights}: {plan.describe()}", flush=True),
-    )
+    model = dispatch(source, model_config, config.dispatch, tell=partial(print, flush=True))
     with tqdm(total=len(windows), unit="window", desc="evaluate", disable=None) as bar:
         figures = perplexity(model, windows, config.batch_size, bar.update)
 

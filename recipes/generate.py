@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import GenerateConfig
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.dispatch import check_checkpoint, dispatch
-from fsdp_shard.inference.prompts import describe, read_prompts, write_completions
+from fsdp_shard.inference.kv_cache import room_for
+from fsdp_shard.inference.output import open_output
+from fsdp_shard.inference.prompts import describe, read_prompts
+from fsdp_shard.inference.ranks import Share, shared_work
+from fsdp_shard.launch import world_size
 from fsdp_shard.memory import peak_resident_bytes
 from fsdp_shard.models import load_config, load_tokenizer
 from fsdp_shard.results import write_result
@@ -18,59 +24,78 @@ from fsdp_shard.sizes import format_size
 
 def check(config: GenerateConfig) -> None:
     """What can be found wrong before torch is loaded."""
-    read_prompts(config)
+    if not config.is_conversation:
+        open_output(config, config.run_dir, read_prompts(config), config.seed)
+    elif world_size(config.launch) > 1:
+        raise ConfigError("launch.ranks shares prompts out, and a conversation has none; leave it out.")
     check_checkpoint(config.checkpoint)
 
 
 @recipe(GenerateConfig, check=check)
 def main(config: GenerateConfig) -> None:
-    """Complete each prompt with the model in `checkpoint`."""
-    import torch
+    """Complete each prompt with the model in `checkpoint`, or talk with it."""
+    with shared_work(world_size(config.launch), config.launch.device, config.launch.timeout_seconds) as share:
+        generate(config, share)
 
-    from fsdp_shard.inference.decode import Figures, complete, encode
 
-    torch.manual_seed(config.seed)
-    prompts, source = read_prompts(config), locate(config.checkpoint)
-    model_config, tokenizer = load_config(source), load_tokenizer(source)
+def generate(config: GenerateConfig, share: Share) -> None:
+    """This rank's part of the work; the first one tells of all of it."""
+    from fsdp_shard.inference.chat import converse
+    from fsdp_shard.inference.decode import Decoder, complete
+    from fsdp_shard.inference.encode import check_chat, check_generates, encode
+    from fsdp_shard.inference.machine import peak_gpu_bytes
+
+    say: Callable[[str], object] = partial(print, flush=True) if share.is_first else lambda text: None
+    source, trusted = locate(config.checkpoint), config.dispatch.trust_remote_code
+    model_config, tokenizer = load_config(source, trusted), load_tokenizer(source, trusted)
+    check_generates(model_config)
+    if config.is_conversation:
+        check_chat(tokenizer)
+    prompts = [] if config.is_conversation else read_prompts(config)
     encoded = encode(tokenizer, prompts, model_config, config.generation.max_new_tokens, chat=config.chat)
 
-    start, wanted = time.perf_counter(), config.dispatch
-    model = dispatch(
-        source,
-        model_config,
-        wanted.device_map,
-        wanted.max_memory,
-        wanted.dtype,
-        on_plan=lambda plan: print(f"{source.weights}: {plan.describe()}", flush=True),
-    )
-    load_seconds = time.perf_counter() - start
+    start, room = time.perf_counter(), room_for(encoded, config.generation)
+    model = dispatch(source, model_config, config.dispatch, room, tell=say, share=share)
+    load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, config.generation)
 
-    figures = Figures()
-    output = Path(config.output or Path(config.run_dir) / "completions.jsonl")
-    completions = complete(model, tokenizer, prompts, encoded, config.generation, figures)
-    for number, completion in enumerate(write_completions(output, completions)):
-        if text := describe(completion, number):
-            print(text, flush=True)
+    written = {}
+    if config.is_conversation:
+        num_prompts = converse(decoder, input, partial(print, end="", flush=True))
+    else:
+        output = open_output(config, config.run_dir, prompts, config.seed) if share.is_first else None
+        num_prompts, done = len(prompts), share.agree(len(output.rows) if output else 0)
+        if done:
+            say(f"{done} of {num_prompts} completions are there already; going on from there")
+        stream = partial(print, end="", flush=True) if num_prompts == 1 and share.is_first else None
+        if stream is not None:
+            say(f"\n> {prompts[0].text}")
+        completions = complete(decoder, prompts, encoded, seed=config.seed, done=done, share=share, on_text=stream)
+        for number, completion in enumerate(output.append(completions) if output else completions):
+            if stream is None and (text := describe(completion, number)):
+                say(text)
+        written = {"output": str(output.path) if output else ""}
 
-    peak = peak_resident_bytes()
-    print(
-        f"\n{len(prompts)} completions, {figures.num_new_tokens} new tokens in {output}; "
-        f"loaded in {load_seconds:.1f} s, {figures.tokens_per_second:.1f} tokens/s, peak memory {format_size(peak)}"
+    figures, peak = share.total(decoder.figures), peak_resident_bytes()
+    if not share.is_first:
+        return
+    say(
+        f"\n{num_prompts} completions, {figures.num_new_tokens} new tokens; loaded in {load_seconds:.1f} s, "
+        f"{figures.tokens_per_second:.1f} tokens/s, peak memory {format_size(peak)}, "
+        f"{format_size(figures.disk_bytes_per_token)} read from disk a token"
     )
     write_result(
         config.run_dir,
         {
-            "num_prompts": len(prompts),
+            "num_prompts": num_prompts,
             "num_new_tokens": figures.num_new_tokens,
             "load_seconds": load_seconds,
             "first_token_seconds": figures.first_token_seconds,
             "tokens_per_second": figures.tokens_per_second,
+            "disk_bytes_per_token": figures.disk_bytes_per_token,
             "peak_memory_bytes": peak,
-            "peak_device_memory_bytes": {
-                ordinal: torch.cuda.max_memory_allocated(ordinal) for ordinal in range(torch.cuda.device_count())
-            },
+            "peak_device_memory_bytes": peak_gpu_bytes(),
             "device_map": model.hf_device_map,
-            "output": str(output),
+            **written,
         },
     )
 

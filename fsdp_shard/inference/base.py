@@ -43,6 +43,8 @@ class DispatchConfig:
         2, "Blocks on disk, or on the CPU of a machine with GPUs, to fetch while one computes.", minimum=0
     )
 
+    trust_remote_code: bool = setting(False, "Run Python code that comes with the model. Only for sources you trust.")
+
     def check(self, prefix: str) -> None:
         """Refuse a map or a budget that cannot be read."""
         parse_device_map(self.device_map, f"{prefix}device_map")
@@ -65,7 +67,18 @@ class GenerationSettings:
     repetition_penalty: float | None = setting(
         None, "Above 1 makes tokens that were there before less likely (Keskar et al. 2019).", above=0.0
     )
-    batch_size: int = setting(8, "Prompts to run through the model at once.", minimum=1)
+    batch_size: int = setting(
+        8, "Prompts to run through the model at once; those of like length go together.", minimum=1
+    )
+    cache: str = setting(
+        "dynamic",
+        "Keys and values of earlier tokens: dynamic keeps them where they are computed; offloaded keeps them in CPU "
+        "memory while another layer of a GPU computes; none computes them anew for each token.",
+        choices=("dynamic", "offloaded", "none"),
+    )
+    output_scores: bool = setting(
+        False, "Also write log_probabilities: of each new token, under the model's own distribution."
+    )
 
     def check(self, prefix: str) -> None:
         """Refuse sampling settings that nothing would look at."""
@@ -82,26 +95,49 @@ class GenerateSettings:
     """What `fsdp-shard generate` is asked: which model, which prompts, where the completions go."""
 
     checkpoint: str = setting(REQUIRED, "A run, a checkpoint of any format, a .gguf file, or a hub id.")
-    prompt: str | None = setting(None, "Text to go on from.")
+    prompt: str | None = setting(None, "Text to go on from; - takes it from standard input.")
     prompts: str | None = setting(
-        None, 'A file of prompts: .jsonl with rows {"prompt": ...}, or .txt with one a line. Instead of prompt.'
+        None,
+        'A file of prompts: .jsonl with rows {"prompt": ...}, or .txt with one a line; - takes lines from standard '
+        "input. Instead of prompt.",
     )
-    output: str | None = setting(None, "A .jsonl file for the completions. Default: completions.jsonl in run_dir.")
-    chat: bool = setting(False, "Give each prompt to the model as a user's message, through its chat template.")
+    output: str | None = setting(
+        None,
+        "A .jsonl file for the completions; one that was begun with the same prompts and settings is gone on with. "
+        "Default: completions.jsonl in run_dir.",
+    )
+    chat: bool = setting(
+        False,
+        "Give each prompt to the model as a user's message, through its chat template. Without prompts: a conversation "
+        "on the terminal.",
+    )
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
     def check(self, prefix: str) -> None:
         """Refuse no prompt, or two kinds of it, or one that is empty."""
+        if self.is_conversation:
+            if self.output is not None:
+                raise ConfigError(
+                    f"{prefix}output={self.output} would do nothing: {prefix}chat=true without prompts is a "
+                    "conversation on the terminal. Leave it out, or give prompts."
+                )
+            return
         if (self.prompt is None) == (self.prompts is None):
             given = "neither is given" if self.prompt is None else "both are given"
             raise ConfigError(
-                f"Exactly one of {prefix}prompt=TEXT and {prefix}prompts=FILE says what to go on from; {given}."
+                f"Exactly one of {prefix}prompt=TEXT and {prefix}prompts=FILE says what to go on from; {given}. For a "
+                f"conversation, give {prefix}chat=true and neither."
             )
         if self.prompt is not None and not self.prompt.strip():
             raise ConfigError(f"{prefix}prompt is empty; give some text to go on from.")
         if self.output is not None and Path(self.output).suffix != ".jsonl":
             raise ConfigError(f"{prefix}output={self.output} must end in .jsonl: it gets one JSON row for each prompt.")
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether what is said comes from the terminal."""
+        return self.chat and self.prompt is None and self.prompts is None
 
 
 def parse_device_map(value: Any, setting: str = "device_map") -> str | dict[str, Device]:

@@ -1,87 +1,149 @@
-"""Prompts to completions with transformers' `generate`, in batches, and how long that took."""
+"""Token ids to new ones with transformers' `generate`, in batches, and how long that took."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
-from fsdp_shard.errors import DataError, ModelError
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.base import GenerationSettings
+from fsdp_shard.inference.batches import windows
 from fsdp_shard.inference.prompts import Completion, Prompt
-from fsdp_shard.models import check_causal
+from fsdp_shard.inference.ranks import Share
+from fsdp_shard.memory import disk_bytes_read
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+OnText = Callable[[str], object]
 
 
 @dataclass
 class Figures:
-    """Seconds until the first token of the first batch, seconds of all batches, and how many tokens they gave."""
+    """Seconds until the first token of the first batch, seconds of all batches, the tokens, bytes from the disk."""
 
     first_token_seconds: float | None = None
     seconds: float = 0.0
     num_new_tokens: int = 0
+    disk_bytes: int = 0
 
     @property
     def tokens_per_second(self) -> float:
         return self.num_new_tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def disk_bytes_per_token(self) -> float:
+        return self.disk_bytes / self.num_new_tokens if self.num_new_tokens else 0.0
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    config: PretrainedConfig,
-    max_new_tokens: int,
-    *,
-    chat: bool = False,
-) -> list[list[int]]:
-    """Token ids of each prompt; with `chat`, of a conversation in which it is what the user said.
+    def add(self, other: Figures) -> None:
+        """Count what another rank did at the same time."""
+        firsts = [one for one in (self.first_token_seconds, other.first_token_seconds) if one is not None]
+        self.first_token_seconds = min(firsts, default=None)
+        self.seconds = max(self.seconds, other.seconds)
+        self.num_new_tokens += other.num_new_tokens
+        self.disk_bytes += other.disk_bytes
 
-    Raises DataError for a prompt that leaves no room for `max_new_tokens` in the model's context, or has no tokens,
-    and ModelError when the model has no chat template or does not predict the next token.
-    """
-    check_causal(config)
-    if chat and tokenizer.chat_template is None:
-        raise ModelError("chat=true needs a chat template, and this model's tokenizer has none; leave chat out.")
-    room = getattr(config.get_text_config(), "max_position_embeddings", None)
-    encoded = []
-    for prompt in prompts:
-        ids = _chat_ids(tokenizer, prompt.text) if chat else list(tokenizer(prompt.text)["input_ids"])
-        if not ids:
-            raise DataError(f"{prompt.place} has no tokens that the model knows; give other text.")
-        if room is not None and len(ids) + max_new_tokens > room:
-            raise DataError(
-                f"{prompt.place} has {len(ids)} tokens, which with generation.max_new_tokens={max_new_tokens} exceeds "
-                f"the model's context of {room}; shorten it, or generate at most {max(room - len(ids), 0)}."
-            )
-        encoded.append(ids)
-    return encoded
+
+@dataclass(frozen=True)
+class Answer:
+    """New tokens up to and including the first end-of-text token, and the logarithm of each one's probability."""
+
+    tokens: list[int]
+    log_probabilities: list[float] | None = None
+
+
+class Decoder:
+    """Runs batches of token ids through `model`; `figures` is brought up to date with each."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings
+    ) -> None:
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.config = generation_config(model, tokenizer, settings)
+        self.figures = Figures()
+
+    def run(self, batch: Sequence[Sequence[int]], on_text: OnText | None = None) -> list[Answer]:
+        """The answer to each row; `on_text` is handed the text of a single row as it comes."""
+        start, disk = time.perf_counter(), disk_bytes_read()
+        watch = _Watch(self.model, self.figures, start, scores=self.settings.output_scores)
+        try:
+            answers = self._generate(batch, watch, on_text)
+        finally:
+            watch.remove()
+            self.figures.seconds += time.perf_counter() - start
+            self.figures.disk_bytes += disk_bytes_read() - disk
+        self.figures.num_new_tokens += sum(len(answer.tokens) for answer in answers)
+        return answers
+
+    def text(self, answer: Answer) -> str:
+        return str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+
+    def _generate(self, batch: Sequence[Sequence[int]], watch: _Watch, on_text: OnText | None) -> list[Answer]:
+        length, pad = max(map(len, batch)), int(self.config.pad_token_id or 0)
+        is_pair = self.model.config.is_encoder_decoder
+        ids = torch.full((len(batch), length), pad)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(batch):  # what is gone on from stands at the end, what an encoder reads does not
+            place = slice(0, len(prompt)) if is_pair else slice(length - len(prompt), length)
+            ids[row, place] = torch.tensor(prompt)
+            mask[row, place] = 1
+        generate: Any = self.model.generate
+        output = generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=self.config,
+            stopping_criteria=StoppingCriteriaList([watch]),
+            streamer=None if on_text is None else _Streamer(self.tokenizer, on_text),
+        )
+        ends, begin = set(_end_tokens(self.config)), 1 if is_pair else length
+        tokens = [_until_end(row, ends) for row in output[:, begin:].tolist()]
+        scores = watch.scores()
+        return [Answer(row, None if scores is None else scores[n][: len(row)]) for n, row in enumerate(tokens)]
 
 
 def complete(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    decoder: Decoder,
     prompts: Sequence[Prompt],
     encoded: Sequence[Sequence[int]],
-    settings: GenerationSettings,
-    figures: Figures,
+    *,
+    seed: int = 0,
+    done: int = 0,
+    share: Share | None = None,
+    on_text: OnText | None = None,
 ) -> Iterator[Completion]:
-    """A completion for each prompt, in their order; `figures` is brought up to date with every batch."""
-    config = generation_config(model, tokenizer, settings)
-    for first in range(0, len(prompts), settings.batch_size):
-        batch = list(encoded[first : first + settings.batch_size])
-        start = time.perf_counter()
-        rows = _generate(model, batch, config, _Watch(figures, start))
-        figures.seconds += time.perf_counter() - start
-        for prompt, new in zip(prompts[first:], rows, strict=False):
-            figures.num_new_tokens += len(new)
-            yield Completion(prompt.text, str(tokenizer.decode(new, skip_special_tokens=True)), len(new))
+    """A completion for each prompt but the first `done`, in their order; on ranks beside rank 0, none.
+
+    Every batch has random numbers of its own, so a run that goes on draws what it would have drawn. `on_text` is for a
+    single prompt.
+    """
+    share = share or Share()
+    for window in windows([len(ids) for ids in encoded], decoder.settings.batch_size):
+        wanted = [batch for batch in window if max(batch) >= done]
+        answers: dict[int, Answer] = {}
+        for number, batch in enumerate(wanted):
+            if number % share.world_size == share.rank:
+                torch.manual_seed(seed * 1_000_003 + min(batch))
+                found = decoder.run([encoded[place] for place in batch], on_text)
+                answers.update(zip(batch, found, strict=True))
+            if share.world_size == 1:
+                while done in answers:
+                    yield _completion(decoder, prompts[done], answers.pop(done))
+                    done += 1
+        if share.world_size > 1 and wanted:
+            answers = share.merge(answers)
+            for place in sorted(place for place in answers if place >= done):
+                yield _completion(decoder, prompts[place], answers[place])
+            done = max(map(max, wanted)) + 1
+
+
+def _completion(decoder: Decoder, prompt: Prompt, answer: Answer) -> Completion:
+    return Completion(prompt.text, decoder.text(answer), len(answer.tokens), answer.log_probabilities)
 
 
 def generation_config(
@@ -97,29 +159,16 @@ def generation_config(
             setattr(config, name, value)
         elif not settings.do_sample and name != "repetition_penalty":
             setattr(config, name, None)
+    config.use_cache = settings.cache != "none"
+    if settings.cache == "offloaded":
+        if not torch.cuda.is_available():
+            raise ConfigError("generation.cache=offloaded would do nothing: torch finds no GPU here. Leave it out.")
+        config.cache_implementation = "offloaded"
     if config.eos_token_id is None:
         config.eos_token_id = tokenizer.eos_token_id
     if config.pad_token_id is None:
         config.pad_token_id = next((t for t in (tokenizer.pad_token_id, *_end_tokens(config)) if t is not None), 0)
     return config
-
-
-def _generate(
-    model: PreTrainedModel, batch: Sequence[Sequence[int]], config: GenerationConfig, watch: _Watch
-) -> list[list[int]]:
-    """New tokens of each row of `batch`, up to and including the first end-of-text token."""
-    length = max(map(len, batch))
-    ids = torch.full((len(batch), length), int(config.pad_token_id or 0))
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(batch):
-        ids[row, length - len(prompt) :] = torch.tensor(prompt)
-        mask[row, length - len(prompt) :] = 1
-    generate: Any = model.generate
-    output = generate(
-        input_ids=ids, attention_mask=mask, generation_config=config, stopping_criteria=StoppingCriteriaList([watch])
-    )
-    ends = set(_end_tokens(config))
-    return [_until_end(row, ends) for row in output[:, length:].tolist()]
 
 
 def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
@@ -132,19 +181,41 @@ def _end_tokens(config: GenerationConfig) -> list[int]:
     return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
 
 
-def _chat_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    messages = [{"role": "user", "content": text}]
-    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return list(ids)
+class _Streamer(TextStreamer):
+    """Hands on text as soon as no later token can change it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: OnText) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._on_text(text)
 
 
 class _Watch(StoppingCriteria):
-    """Stops nothing; notes when the first token of all was there."""
+    """Stops nothing; notes when the first token of all was there, and with `scores` how probable each token was."""
 
-    def __init__(self, figures: Figures, start: float) -> None:
+    def __init__(self, model: PreTrainedModel, figures: Figures, start: float, *, scores: bool) -> None:
         self._figures, self._start = figures, start
+        self._last: torch.Tensor | None = None
+        self._found: list[torch.Tensor] = []
+        self._handle = model.register_forward_hook(self._see, always_call=False) if scores else None
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         if self._figures.first_token_seconds is None:
             self._figures.first_token_seconds = time.perf_counter() - self._start
+        if self._last is not None:
+            chosen = input_ids[:, -1:].to(self._last.device)
+            self._found.append(self._last.gather(-1, chosen)[:, 0].cpu())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def scores(self) -> list[list[float]] | None:
+        """For each row, the logarithms of the probabilities of its new tokens."""
+        return None if self._handle is None else torch.stack(self._found, 1).tolist()
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _see(self, module: Any, args: Any, output: Any) -> None:
+        self._last = output.logits[:, -1].float().log_softmax(-1)

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard import models
 from fsdp_shard.checkpoint.files import has_file
 from fsdp_shard.checkpoint.source import locate
-from fsdp_shard.errors import CheckpointError, ConfigError
-from fsdp_shard.inference.base import DTYPES, parse_budgets, parse_device_map
+from fsdp_shard.errors import CheckpointError
+from fsdp_shard.inference.base import DispatchConfig, parse_budgets, parse_device_map
 from fsdp_shard.inference.device_map import DevicePlan, plan_device_map
+from fsdp_shard.inference.kv_cache import Room, cache_bytes
+from fsdp_shard.inference.ranks import Share
+from fsdp_shard.settings import check
 
 if TYPE_CHECKING:
     import torch
@@ -41,55 +44,79 @@ def load_dispatched(
     max_memory: Mapping[Any, Any] | None = None,
     dtype: str | torch.dtype | None = None,
     prefetch_blocks: int = 2,
+    *,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The transformers model at `path` (anything `locate` takes), in eval mode, ready for `generate()`.
 
-    `device_map`: auto, balanced, sequential, cpu, disk, or {module: GPU number, cpu or disk}. `max_memory`: sizes such
-    as {0: "20GB", "cpu": "64GB"}; without it, what the machine has free. `dtype`: None or "keep" for that of the
-    stored weights. Parameters take no gradients. `hf_device_map` says where each block lies; inputs may be on the CPU
-    or on the first device. Raises CheckpointError, ModelError, PlanError or ConfigError.
+    `device_map`: auto, balanced, balanced_low_0, sequential, cpu, disk, or {module: GPU number, cpu or disk}.
+    `max_memory`: sizes such as {0: "20GB", "cpu": "64GB"}; without it, what the machine has free. `dtype`: None or
+    "keep" for that of the stored weights. `prefetch_blocks` on disk are read while one computes. Parameters take no
+    gradients; what is written to those of a block on disk is lost after its next pass. `hf_device_map` says where each
+    block lies; inputs may be on the CPU or on the first device. Raises CheckpointError, ModelError, PlanError or
+    ConfigError.
     """
+    settings = DispatchConfig(
+        dict(device_map) if isinstance(device_map, Mapping) else device_map,
+        None if max_memory is None else dict(max_memory),
+        str(dtype or "keep").removeprefix("torch."),
+        prefetch_blocks,
+        trust_remote_code,
+    )
+    check(settings)
     source = locate(path)
-    return dispatch(source, models.load_config(source), device_map, max_memory, dtype, prefetch_blocks)
+    return dispatch(source, models.load_config(source, trust_remote_code), settings)
 
 
 def dispatch(
     source: ModelSource,
     config: PretrainedConfig,
-    device_map: str | Mapping[str, Any] = "auto",
-    max_memory: Mapping[Any, Any] | None = None,
-    dtype: str | torch.dtype | None = None,
-    prefetch_blocks: int = 2,
+    settings: DispatchConfig,
+    room: Room | None = None,
     *,
-    on_plan: Callable[[DevicePlan], object] = lambda plan: None,
+    tell: Callable[[str], object] = lambda text: None,
+    share: Share | None = None,
 ) -> PreTrainedModel:
-    """`load_dispatched` for a model that has been located, with its config read.
+    """`load_dispatched` for a model that has been located, with its config read, as the settings of a command say.
 
-    `on_plan` is handed the plan before any weight is read.
+    `room` is what to keep free for keys and values. `tell` is handed the plan in words before any weight is read. With
+    a `share`, this is one of several ranks that each hold the model.
     """
-    from fsdp_shard.blocks import no_split_blocks
     from fsdp_shard.checkpoint.merge import open_weights
     from fsdp_shard.checkpoint.names import match_names
-    from fsdp_shard.inference.machine import check_devices, free_cpu_bytes, machine_budgets
+    from fsdp_shard.inference.machine import check_devices, free_cpu_bytes
     from fsdp_shard.inference.placement import Spare, place
 
-    strategy = parse_device_map(dict(device_map) if isinstance(device_map, Mapping) else device_map)
-    budgets = parse_budgets(None if max_memory is None else dict(max_memory))
     index = open_weights(source.weights)
-    model = _build(config, _dtype(dtype, index, config))
+    model = _build(config, _dtype(settings.dtype, index), settings.trust_remote_code)
     stored = match_names(model, index)
-    blocks = no_split_blocks(model)
-    hold = budgets is not None and "cpu" in budgets
-    if budgets is None:
-        budgets = {} if isinstance(strategy, dict) else machine_budgets()
-    plan = plan_device_map(blocks, strategy, budgets, ties=tied_blocks(model, blocks), prefetch=prefetch_blocks)
+    blocks, plan = plan_dispatch(model, settings, room, share)
     check_devices([*plan.devices.values(), plan.main])
-    on_plan(plan)
+    tell(f"{source.weights}: {plan.describe()}")
+    hold = "cpu" in (parse_budgets(settings.max_memory) or {})
     spare = Spare(hold, max(free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0))
     place(model, blocks, plan, index, stored, spare)
     model.__dict__["hf_device_map"] = dict(plan.devices)  # as transformers and accelerate call it
     _load_generation_config(model, source)
     return model
+
+
+def plan_dispatch(
+    model: PreTrainedModel, settings: DispatchConfig, room: Room | None = None, share: Share | None = None
+) -> tuple[list[Block], DevicePlan]:
+    """The blocks of `model` (which may be on meta) and where they would lie; budgets that are given ask no machine."""
+    from fsdp_shard.blocks import no_split_blocks
+    from fsdp_shard.inference.machine import machine_budgets
+
+    strategy, budgets = parse_device_map(settings.device_map), parse_budgets(settings.max_memory)
+    if budgets is None:
+        share = share or Share()
+        budgets = {} if isinstance(strategy, dict) else machine_budgets(share.local_rank, share.world_size)
+    blocks = no_split_blocks(model)
+    caches = {} if room is None else cache_bytes(model.config, blocks, model.dtype.itemsize, room)
+    ties = tied_blocks(model, blocks)
+    plan = plan_device_map(blocks, strategy, budgets, ties=ties, prefetch=settings.prefetch_blocks, cache_bytes=caches)
+    return blocks, plan
 
 
 def tied_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:
@@ -108,17 +135,13 @@ def tied_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:
     return [sorted(group, key=order.index) for group in groups]
 
 
-def _dtype(wanted: str | torch.dtype | None, index: TensorIndex, config: PretrainedConfig) -> torch.dtype:
-    """The dtype to load in: `wanted`, else the one that most bytes are stored in."""
+def _dtype(wanted: str, index: TensorIndex) -> torch.dtype:
+    """The dtype to load in: `wanted`, or with `keep` the one that most bytes are stored in."""
     import torch
 
     from fsdp_shard.checkpoint.dtypes import CASTABLE, to_torch
 
-    if isinstance(wanted, torch.dtype):
-        return wanted
-    if wanted is not None and wanted != "keep":
-        if wanted not in DTYPES:
-            raise ConfigError(f"dtype={wanted} is not one of {', '.join(DTYPES)}.")
+    if wanted != "keep":
         return getattr(torch, wanted)  # type: ignore[no-any-return]  # one of DTYPES
     num_bytes: dict[str, int] = {}
     for entry in index.tensors.values():
@@ -129,11 +152,11 @@ def _dtype(wanted: str | torch.dtype | None, index: TensorIndex, config: Pretrai
     return to_torch(max(num_bytes, key=lambda name: num_bytes[name]))
 
 
-def _build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """The model on meta; parameters that its class wants kept in float32 are, as in `from_pretrained`."""
     from torch import nn
 
-    model = models.build_on_meta(config, dtype).requires_grad_(False)
+    model = models.build_on_meta(config, dtype, trust_remote_code=trust_remote_code).requires_grad_(False)
     kept = [(re.compile(glob.replace("*", ".*")), its) for glob, its in model._get_dtype_plan(dtype).items()]
     swapped: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():

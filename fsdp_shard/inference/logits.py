@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fsdp_shard import models
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.errors import DataError, ModelError
+from fsdp_shard.inference.base import DispatchConfig
 from fsdp_shard.inference.dispatch import dispatch
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _logits(path: str, tokens: list[int]) -> torch.Tensor:
     room = getattr(config.get_text_config(), "max_position_embeddings", None)
     if room is not None and len(tokens) > room:
         raise DataError(f"--logits has {len(tokens)} tokens, but the context of {path} is {room}; shorten it.")
-    model = dispatch(source, config)
+    model = dispatch(source, config, DispatchConfig())
     try:
         with torch.inference_mode():
             logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]

@@ -13,14 +13,18 @@ _KEPT_FREE = 0.1  # for activations, the KV cache and everybody else
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def machine_budgets() -> dict[Device, int]:
-    """Bytes to plan with on each GPU and on the CPU: nine tenths of what is free now."""
+def machine_budgets(local_rank: int = 0, num_ranks: int = 1) -> dict[Device, int]:
+    """Bytes to plan with on each GPU and on the CPU: nine tenths of what is free now.
+
+    One of several ranks has one GPU, where there are any, and its part of the CPU's memory.
+    """
     import torch
 
     budgets: dict[Device, int] = {}
     if torch.cuda.is_available():
-        budgets = {ordinal: _part(torch.cuda.mem_get_info(ordinal)[0]) for ordinal in range(torch.cuda.device_count())}
-    return budgets | {"cpu": _part(free_cpu_bytes())}
+        ordinals = range(torch.cuda.device_count()) if num_ranks == 1 else [local_rank]
+        budgets = {ordinal: _part(torch.cuda.mem_get_info(ordinal)[0]) for ordinal in ordinals}
+    return budgets | {"cpu": _part(free_cpu_bytes() // num_ranks)}
 
 
 def check_devices(devices: Iterable[Device]) -> None:
@@ -38,6 +42,13 @@ def free_cpu_bytes() -> int:
     """Memory that this process could still take: what the kernel calls available, within the cgroup's limit."""
     limits = [_available_bytes(), _cgroup_free_bytes()]
     return min(limit for limit in limits if limit is not None)
+
+
+def peak_gpu_bytes() -> dict[int, int]:
+    """The most that this process has had allocated on each GPU."""
+    import torch
+
+    return {ordinal: torch.cuda.max_memory_allocated(ordinal) for ordinal in range(torch.cuda.device_count())}
 
 
 def _part(num_bytes: int) -> int:

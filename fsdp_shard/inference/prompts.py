@@ -1,10 +1,12 @@
-"""Prompts from the command line or a file, completions into a file. Imports no torch; knows no model."""
+"""Prompts from the command line, a file or standard input. Imports no torch; knows no model."""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
@@ -29,20 +31,28 @@ class Completion:
     prompt: str
     completion: str
     num_new_tokens: int
+    log_probabilities: list[float] | None = None
 
 
 def read_prompts(settings: GenerateSettings) -> list[Prompt]:
     """The prompts that `settings` name, in order. Raises DataError naming the line that is wrong."""
+    if settings.prompt == "-":
+        return [_checked(_standard_input("prompt"), "standard input")]
     if settings.prompt is not None:
         return [Prompt(settings.prompt, "prompt")]
-    assert settings.prompts is not None
-    path = Path(settings.prompts).expanduser()
-    reader = {".jsonl": _from_jsonl, ".txt": _from_text}.get(path.suffix.lower())
-    if reader is None:
-        raise DataError(f'prompts={path} must be a .jsonl file with rows {{"prompt": ...}} or a .txt file, one a line.')
-    prompts = list(reader(path))
+    assert settings.prompts is not None, "settings.check has seen to that"
+    if settings.prompts == "-":
+        prompts = list(_from_text(_numbered("standard input", _standard_input("prompts"))))
+    else:
+        path = Path(settings.prompts).expanduser()
+        reader = {".jsonl": _from_jsonl, ".txt": _from_text}.get(path.suffix.lower())
+        if reader is None:
+            raise DataError(
+                f'prompts={path} must be a .jsonl file with rows {{"prompt": ...}} or a .txt file, one a line.'
+            )
+        prompts = list(reader(_numbered(str(path), _text_of(path))))
     if not prompts:
-        raise DataError(f"prompts={path} holds no prompts; give at least one line.")
+        raise DataError(f"prompts={settings.prompts} holds no prompts; give at least one line.")
     return prompts
 
 
@@ -53,18 +63,8 @@ def describe(completion: Completion, number: int) -> str:
     return f"\n> {completion.prompt}\n{indent(completion.completion.strip(), '  ')}"
 
 
-def write_completions(path: Path, completions: Iterable[Completion]) -> Iterator[Completion]:
-    """Pass `completions` on, each once it is a JSON row of `path`, so that none is lost when a later one fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as stream:
-        for completion in completions:
-            stream.write(json.dumps(asdict(completion), ensure_ascii=False) + "\n")
-            stream.flush()
-            yield completion
-
-
-def _from_jsonl(path: Path) -> Iterator[Prompt]:
-    for place, line in _lines(path):
+def _from_jsonl(lines: Iterator[tuple[str, str]]) -> Iterator[Prompt]:
+    for place, line in lines:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
@@ -75,8 +75,8 @@ def _from_jsonl(path: Path) -> Iterator[Prompt]:
         yield _checked(text, place)
 
 
-def _from_text(path: Path) -> Iterator[Prompt]:
-    for place, line in _lines(path):
+def _from_text(lines: Iterator[tuple[str, str]]) -> Iterator[Prompt]:
+    for place, line in lines:
         yield _checked(line.rstrip("\r\n"), place)
 
 
@@ -86,13 +86,24 @@ def _checked(text: str, place: str) -> Prompt:
     return Prompt(text, place)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """(place, line) of every line but empty ones at the end."""
+def _text_of(path: Path) -> str:
     try:
-        lines = path.read_text(encoding="utf-8").rstrip().splitlines()
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(f"prompts={path}: there is no such file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"prompts={path} cannot be read as UTF-8 text: {error}.") from error
-    for number, line in enumerate(lines, start=1):
-        yield f"{path}, line {number},", line
+
+
+@functools.cache  # it can be read once, and is asked for by the check and by the work
+def _standard_input(setting: str) -> str:
+    try:
+        return sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{setting}=- cannot be read as UTF-8 text: {error}.") from error
+
+
+def _numbered(name: str, text: str) -> Iterator[tuple[str, str]]:
+    """(place, line) of every line but empty ones at the end."""
+    for number, line in enumerate(text.rstrip().splitlines(), start=1):
+        yield f"{name}, line {number},", line

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel, T5Config
+from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from fsdp_shard.errors import DataError, ModelError
+from fsdp_shard.errors import ConfigError, DataError, ModelError
 from fsdp_shard.inference.base import GenerationSettings
-from fsdp_shard.inference.decode import Figures, complete, encode, generation_config
+from fsdp_shard.inference.decode import Decoder, complete, generation_config
 from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.inference.encode import encode
 from fsdp_shard.inference.prompts import Completion, Prompt
 from fsdp_shard.models import check_causal
 from tests.tiny import byte_tokenizer, llama_config
@@ -25,9 +26,9 @@ def model(tiny_model: Path) -> PreTrainedModel:
     return load_dispatched(tiny_model, device_map="disk")
 
 
-def run(model: PreTrainedModel, settings: GenerationSettings, prompts: list[Prompt] = PROMPTS) -> list[Completion]:
-    encoded = encode(TOKENIZER, prompts, model.config, settings.max_new_tokens)
-    return list(complete(model, TOKENIZER, prompts, encoded, settings, Figures()))
+def run(model: PreTrainedModel, settings: GenerationSettings, seed: int = 0, done: int = 0) -> list[Completion]:
+    encoded = encode(TOKENIZER, PROMPTS, model.config, settings.max_new_tokens)
+    return list(complete(Decoder(model, TOKENIZER, settings), PROMPTS, encoded, seed=seed, done=done))
 
 
 def greedy(path: Path, text: str, max_new_tokens: int) -> list[int]:
@@ -65,9 +66,9 @@ def test_what_follows_the_end_is_neither_shown_nor_counted(tiny_model: Path, mod
 
 
 def test_figures_count_all_batches(model: PreTrainedModel) -> None:
-    figures, settings = Figures(), GenerationSettings(max_new_tokens=4, batch_size=2)
-    encoded = encode(TOKENIZER, PROMPTS, model.config, 4)
-    completions = list(complete(model, TOKENIZER, PROMPTS, encoded, settings, figures))
+    decoder = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4, batch_size=2))
+    encoded, figures = encode(TOKENIZER, PROMPTS, model.config, 4), decoder.figures
+    completions = list(complete(decoder, PROMPTS, encoded))
     assert figures.num_new_tokens == sum(completion.num_new_tokens for completion in completions) > 0
     assert figures.first_token_seconds is not None
     assert 0 < figures.first_token_seconds < figures.seconds
@@ -76,11 +77,9 @@ def test_figures_count_all_batches(model: PreTrainedModel) -> None:
 
 def test_sampling_follows_the_seed_and_the_settings(model: PreTrainedModel) -> None:
     settings = GenerationSettings(max_new_tokens=8, do_sample=True, temperature=3.0)
-    runs = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        runs.append(run(model, settings))
+    runs = [run(model, settings, seed) for seed in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
+    assert run(model, settings, done=3) == runs[0][3:]  # a run that goes on draws what it would have drawn
     cold = GenerationSettings(max_new_tokens=8, do_sample=True, top_k=1)
     assert run(model, cold) == run(model, GenerationSettings(max_new_tokens=8))
 
@@ -119,5 +118,50 @@ def test_prompts_that_leave_no_room_are_refused() -> None:
 def test_models_that_do_not_predict_the_next_token_are_refused() -> None:
     with pytest.raises(ModelError, match="a BertForSequenceClassification, which does not predict the next token"):
         check_causal(BertConfig(architectures=["BertForSequenceClassification"]))
-    with pytest.raises(ModelError, match="t5 is an encoder-decoder model"):
-        encode(TOKENIZER, PROMPTS, T5Config(), 4)
+    with pytest.raises(ModelError, match="T5EncoderModel, which does not generate text from text"):
+        encode(TOKENIZER, PROMPTS, T5Config(architectures=["T5EncoderModel"], is_encoder_decoder=True), 4)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "disk"])
+def test_encoder_decoder_models_answer_too(tmp_path: Path, device_map: str) -> None:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=257, d_model=16, d_kv=8, d_ff=20, num_layers=2, num_heads=2, decoder_start_token_id=0,
+        eos_token_id=256, pad_token_id=256,
+    )  # fmt: skip
+    plain = T5ForConditionalGeneration(config).eval()
+    plain.save_pretrained(tmp_path)
+    settings = GenerationSettings(max_new_tokens=6, batch_size=2, output_scores=True)
+    decoder = Decoder(load_dispatched(tmp_path, device_map), TOKENIZER, settings)
+    found = list(complete(decoder, PROMPTS, encode(TOKENIZER, PROMPTS, decoder.model.config, 6)))
+    for row in found:
+        ids = torch.tensor([TOKENIZER(row.prompt)["input_ids"]])
+        tokens = plain.generate(ids, max_new_tokens=6, do_sample=False)
+        assert row.completion == TOKENIZER.decode(tokens[0, 1:], skip_special_tokens=True)
+        with torch.no_grad():
+            logits = plain(input_ids=ids, decoder_input_ids=tokens[:, :-1]).logits[0].log_softmax(-1)
+        expected = logits.gather(-1, tokens[0, 1:, None])[:, 0]
+        assert row.log_probabilities == pytest.approx(expected.tolist()[: row.num_new_tokens], abs=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "none"])
+def test_log_probabilities_are_the_models_own(tiny_model: Path, model: PreTrainedModel, cache: str) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    settings = GenerationSettings(
+        max_new_tokens=5, batch_size=3, output_scores=True, do_sample=True, temperature=2.0, cache=cache
+    )
+    decoder, texts = Decoder(model, TOKENIZER, settings), ["abc", "a longer prompt", "x"]
+    batch = [TOKENIZER(text)["input_ids"] for text in texts]
+    torch.manual_seed(0)
+    for ids, answer in zip(batch, decoder.run(batch), strict=True):
+        whole = torch.tensor([ids + answer.tokens])
+        with torch.no_grad():
+            logits = plain(input_ids=whole).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        expected = logits.gather(-1, whole[0, len(ids) :, None])[:, 0]
+        assert answer.log_probabilities == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_cache_that_needs_a_gpu_says_so(model: PreTrainedModel) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="cache=offloaded would do nothing"):
+            Decoder(model, TOKENIZER, GenerationSettings(cache="offloaded"))

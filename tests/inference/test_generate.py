@@ -3,58 +3,111 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
-from tests.runs import run_recipe
+import pytest
+
+from fsdp_shard.checkpoint.convert import convert
+from tests.runs import Ended, run_recipe
 
 FIGURES = {
     "status", "num_prompts", "num_new_tokens", "load_seconds", "first_token_seconds", "tokens_per_second",
-    "peak_memory_bytes", "device_map",
+    "peak_memory_bytes", "device_map", "disk_bytes_per_token", "output",
 }  # fmt: skip
+TEXTS = ("abc", "de", "a longer one", "fgh", "x")
 
 
-def test_a_prompt_file_becomes_an_output_file(tiny_model: Path, tmp_path: Path) -> None:
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abc", "de", "fgh")))
-    ended = run_recipe(
-        "generate", tmp_path / "run", f"checkpoint={tiny_model}", f"prompts={prompts}", f"output={output}",
-        "dispatch.max_memory={cpu: 110kB}", "generation.max_new_tokens=5", "generation.batch_size=2",
-    )  # fmt: skip
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def generate(run_dir: Path, *overrides: str) -> Ended:
+    return run_recipe("generate", run_dir, "generation.max_new_tokens=5", "generation.batch_size=2", *overrides)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_prompt_file_becomes_an_output_file(tiny_model: Path, tmp_path: Path, prompts: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    settings = (f"checkpoint={tiny_model}", f"prompts={prompts}", f"output={output}", "generation.output_scores=true")
+    settings += ("generation.do_sample=true",)
+    ended = generate(tmp_path / "run", *settings, "dispatch.max_memory={cpu: 120kB}")
     assert ended.status == 0, ended.err
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["prompt"] for row in rows] == ["abc", "de", "fgh"]
-    assert sum(row["num_new_tokens"] for row in rows) == ended.result["num_new_tokens"]
+    assert tuple(row["prompt"] for row in rows(output)) == TEXTS
+    assert sum(row["num_new_tokens"] for row in rows(output)) == ended.result["num_new_tokens"]
+    assert all(len(row["log_probabilities"]) == row["num_new_tokens"] for row in rows(output))
     assert set(ended.result) >= FIGURES
-    assert ended.result["status"] == "completed"
-    assert ended.result["num_prompts"] == 3
+    assert (ended.result["status"], ended.result["num_prompts"]) == ("completed", 5)
     assert set(ended.result["device_map"].values()) == {"cpu", "disk"}
-    assert "disk 2 blocks" in ended.out
+    assert "for keys and values" in ended.out
     assert "> fgh" in ended.out
 
+    # What was cut short goes on, and ends with the same file; one of other settings is left alone.
+    whole = output.read_bytes()
+    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]) + b'{"prompt": "a lo')
+    again = generate(tmp_path / "again", *settings)
+    assert again.status == 0, again.err
+    assert "2 of 5 completions are there already" in again.out
+    assert [{**row, "log_probabilities": 0} for row in rows(output)] == [
+        {**json.loads(line), "log_probabilities": 0} for line in whole.splitlines()
+    ]
+    other = generate(tmp_path / "other", *settings, "seed=1")
+    assert (other.status, other.err.count("error: ")) == (2, 1)
+    assert "of another seed" in other.err
+    assert len(rows(output)) == 5
 
-def test_one_prompt_gets_its_completion_in_the_run_directory(tiny_model: Path, tmp_path: Path) -> None:
-    ended = run_recipe(
-        "generate", tmp_path, f"checkpoint={tiny_model}", "prompt='ab, c'", "dispatch.device_map=disk",
-        "generation.max_new_tokens=3",
-    )  # fmt: skip
+
+def test_one_prompt_is_streamed_and_its_completion_is_in_the_run_directory(tiny_model: Path, tmp_path: Path) -> None:
+    ended = generate(tmp_path, f"checkpoint={tiny_model}", "prompt='ab, c'", "dispatch.device_map=disk")
     assert ended.status == 0, ended.err
-    (row,) = (tmp_path / "completions.jsonl").read_text().splitlines()
-    assert json.loads(row)["prompt"] == "ab, c"
+    (row,) = rows(tmp_path / "completions.jsonl")
+    assert row["prompt"] == "ab, c"
+    assert "> ab, c\n" in ended.out
     assert set(ended.result["device_map"].values()) == {"disk"}
 
 
-def test_bad_input_is_one_error_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\nnonsense\n')
-    for override, says in (
-        (f"prompts={prompts}", "line 2, is not JSON"),
-        ("seed=1", "neither is given"),
+def test_what_cannot_be_is_one_error_each_and_leaves_nothing(tiny_model: Path, tmp_path: Path, prompts: Path) -> None:
+    bad, empty, mute = tmp_path / "bad.jsonl", tmp_path / "empty.jsonl", tmp_path / "mute"
+    bad.write_text('{"prompt": "a"}\nnonsense\n')
+    empty.write_text('{"prompt": "a"}\n{"prompt": " "}\n')
+    shutil.copytree(tiny_model, mute, ignore=shutil.ignore_patterns("token*"))
+    model = f"checkpoint={tiny_model}"
+    for overrides, says in (
+        ((f"checkpoint={tmp_path / 'nowhere'}", "prompt=a"), "nowhere"),
+        ((f"checkpoint={mute}", "prompt=a"), "no usable tokenizer"),
+        ((model, f"prompts={bad}"), "line 2, is not JSON"),
+        ((model, f"prompts={empty}"), "line 2, is an empty prompt"),
+        ((model, "prompt=' '"), "prompt is empty"),
+        ((model, "seed=1"), "neither is given"),
+        ((model, "prompt=a", "dispatch.device_map={model: 7, lm_head: 7}"), "names GPU 7"),
+        ((model, "prompt=a", "dispatch.max_memory={cpu: lots}"), "max_memory.cpu=lots is not a size"),
+        ((model, "prompt=a", "dispatch.max_memory={cpu: 20kB}"), "too little. Give cpu: "),
+        ((model, "prompt=a", "generation.max_new_tokens=-1"), "max_new_tokens=-1 is out of range"),
+        ((model, f"prompt={'a' * 126}"), "exceeds the model's context of 128"),
+        ((model, "chat=true"), "needs a chat template"),
+        ((model, "chat=true", "output=a.jsonl"), "would do nothing"),
+        ((model, "prompt=a", "generation.cache=offloaded"), "cache=offloaded would do nothing"),
     ):
-        ended = run_recipe("generate", tmp_path / "run", f"checkpoint={tiny_model}", override)
-        assert (ended.status, ended.err.count("error: ")) == (2, 1), ended.err
-        assert says in ended.err
+        ended = generate(tmp_path / "run", *overrides)
+        assert (ended.status, ended.err.count("error: ")) == (2, 1), (overrides, ended.err)
+        assert says in ended.err, ended.err
         assert "Traceback" not in ended.err
-    ended = run_recipe("generate", tmp_path / "run", f"checkpoint={tmp_path / 'nowhere'}", "prompt=a")
-    assert ended.status == 2
-    assert "nowhere" in ended.err
-    assert not (tmp_path / "run").exists()
+        assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_several_ranks_share_the_prompts(tiny_model: Path, tmp_path: Path, prompts: Path) -> None:
+    convert(tiny_model, tmp_path / "ranks", format="sharded", ranks=2)
+    settings = (f"checkpoint={tmp_path / 'ranks'}", f"prompts={prompts}", "generation.do_sample=true")
+    alone = generate(tmp_path / "alone", *settings)
+    shared = generate(tmp_path / "shared", *settings, "launch.ranks=2", "launch.device=cpu")
+    assert (alone.status, shared.status) == (0, 0), alone.err + shared.err
+    assert rows(tmp_path / "shared/completions.jsonl") == rows(tmp_path / "alone/completions.jsonl")
+    assert shared.result["num_new_tokens"] == alone.result["num_new_tokens"]
+    assert shared.out.count("completions, ") == 1

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import io
 from pathlib import Path
 
 import pytest
 
 from fsdp_shard.errors import DataError
+from fsdp_shard.inference import prompts
 from fsdp_shard.inference.base import GenerateSettings
-from fsdp_shard.inference.prompts import Completion, describe, read_prompts, write_completions
+from fsdp_shard.inference.prompts import Completion, describe, read_prompts
 
 
 def settings(path: Path) -> GenerateSettings:
@@ -61,13 +62,20 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         texts(tmp_path / "latin.txt")
 
 
-def test_each_completion_is_on_disk_when_it_is_passed_on(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "out.jsonl"
-    given = [Completion("a", "b\n", 2), Completion("ü", "", 0)]
-    for number, _ in enumerate(write_completions(path, iter(given)), start=1):
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        assert len(rows) == number
-    assert rows[0] == {"prompt": "a", "completion": "b\n", "num_new_tokens": 2}
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings, expected in (
+        (GenerateSettings(checkpoint="x", prompt="-"), ["one\ntwo\n"]),
+        (GenerateSettings(checkpoint="x", prompts="-"), ["one", "two"]),
+    ):
+        prompts._standard_input.cache_clear()
+        monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+        for _ in range(2):  # once to check, once to work
+            assert [prompt.text for prompt in read_prompts(settings)] == expected
+    prompts._standard_input.cache_clear()
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo"))
+    with pytest.raises(DataError, match="standard input, line 2, is an empty prompt"):
+        read_prompts(GenerateSettings(checkpoint="x", prompts="-"))
+    prompts._standard_input.cache_clear()
 
 
 def test_only_the_first_of_many_are_shown() -> None:

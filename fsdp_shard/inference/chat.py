@@ -1,0 +1,76 @@
+"""A conversation on the terminal: what is typed goes to the model through its template, the answer comes as it is made.
+
+Ctrl-C ends an answer, and what there is of it stays in the conversation. Knows a decoder and two streams, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fsdp_shard.inference.encode import Message, chat_ids, context
+
+if TYPE_CHECKING:
+    from fsdp_shard.inference.decode import Decoder
+
+HELP = "/quit ends the conversation, /new begins another; Ctrl-C stops an answer"
+
+
+def converse(decoder: Decoder, ask: Callable[[str], str], say: Callable[[str], object]) -> int:
+    """Talk until `ask` (as `input`) raises EOFError or gives /quit; returns the number of answers."""
+    say(f"{HELP}\n")
+    messages: list[Message] = []
+    num_answers = 0
+    while True:
+        try:
+            text = ask("> ").strip()
+        except KeyboardInterrupt:
+            say(f"\n{HELP}\n")
+            continue
+        except EOFError:
+            say("\n")
+            return num_answers
+        if text == "/quit":
+            return num_answers
+        if text == "/new":
+            messages = []
+        elif text.startswith("/"):
+            say(f"there is no {text.split()[0]}; {HELP}\n")
+        elif text:
+            messages.append({"role": "user", "content": text})
+            if (ids := _fitting(decoder, messages, say)) is None:
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": _answer(decoder, ids, say)})
+            num_answers += 1
+
+
+def _answer(decoder: Decoder, ids: list[int], say: Callable[[str], object]) -> str:
+    """The answer, or what there was of it at Ctrl-C."""
+    parts: list[str] = []
+
+    def hear(text: str) -> None:
+        parts.append(text)
+        say(text)
+
+    try:
+        decoder.run([ids], hear)
+    except KeyboardInterrupt:
+        say(" [stopped]")
+    say("\n")
+    return "".join(parts).strip()
+
+
+def _fitting(decoder: Decoder, messages: list[Message], say: Callable[[str], object]) -> list[int] | None:
+    """The tokens of the conversation; its oldest turns are forgotten where the model's context has no room for them."""
+    room = context(decoder.model.config)
+    while True:
+        ids = chat_ids(decoder.tokenizer, messages)
+        over = 0 if room is None else len(ids) + decoder.settings.max_new_tokens - room
+        if over <= 0:
+            return ids
+        if len(messages) == 1:
+            say(f"That is {over} tokens more than the model's context of {room} has room for; shorten it.\n")
+            return None
+        del messages[:2]
+        say("[the oldest turn is forgotten: the model's context is full]\n")

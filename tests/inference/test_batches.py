@@ -1,0 +1,21 @@
+"""Batches: every prompt once, those of like length together, the same for a run that goes on."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_shard.inference.batches import windows
+
+
+@given(st.lists(st.integers(1, 50), max_size=200), st.integers(1, 5))
+def test_every_prompt_is_in_one_batch(lengths: list[int], batch_size: int) -> None:
+    found = list(windows(lengths, batch_size))
+    assert sorted(place for window in found for batch in window for place in batch) == list(range(len(lengths)))
+    first = 0
+    for window in found:
+        flat = [place for batch in window for place in batch]
+        assert sorted(flat) == list(range(first, first + len(flat)))
+        assert [lengths[place] for place in flat] == sorted((lengths[place] for place in flat), reverse=True)
+        assert all(0 < len(batch) <= batch_size for batch in window)
+        first += len(flat)

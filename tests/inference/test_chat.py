@@ -1,0 +1,142 @@
+"""A conversation: what the model is handed, what Ctrl-C does, and the whole of it on a real terminal."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pty
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_shard.inference.base import GenerationSettings
+from fsdp_shard.inference.chat import converse
+from fsdp_shard.inference.decode import Answer, Decoder
+from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.recipe import load_recipe
+from fsdp_shard.shell import run_as_program
+from tests.runs import RECIPES
+from tests.tiny import byte_tokenizer, llama_config, save_model
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+def chatty() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+class Scripted(Decoder):
+    """A decoder whose answers are given: `seen` is what it was asked, as text."""
+
+    def __init__(self, model: Any, answers: list[str]) -> None:
+        super().__init__(model, chatty(), GenerationSettings(max_new_tokens=60))
+        self.answers, self.seen = answers, []  # type: ignore[var-annotated]
+
+    def run(self, batch: Any, on_text: Any = None) -> list[Answer]:
+        self.seen.append(self.tokenizer.decode(batch[0]))
+        answer = self.answers.pop(0)
+        on_text(answer.removesuffix("!"))
+        if answer.endswith("!"):
+            raise KeyboardInterrupt
+        return [Answer([])]
+
+
+def talk(model: Any, answers: list[str], *lines: str | type[BaseException]) -> tuple[Scripted, str, int]:
+    said: list[str] = []
+    left = list(lines)
+
+    def ask(prompt: str) -> str:
+        line = left.pop(0) if left else EOFError
+        if isinstance(line, str):
+            return line
+        raise line
+
+    decoder = Scripted(model, answers)
+    count = converse(decoder, ask, said.append)
+    return decoder, "".join(said), count
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Any:
+    return load_dispatched(tiny_model, "cpu")
+
+
+def test_history_goes_along(model: Any) -> None:
+    decoder, said, count = talk(model, ["hi", "yes", "new"], "a", "", "b", "/new", "c", "/what", "/quit", "never")
+    assert decoder.seen == ["[u]a[a]", "[u]a[a]hi[u]b[a]", "[u]c[a]"]
+    assert count == 3
+    assert "hi\n" in said
+    assert "there is no /what" in said
+
+
+def test_ctrl_c_ends_an_answer_and_keeps_what_there_was(model: Any) -> None:
+    decoder, said, count = talk(model, ["half!", "rest"], "a", KeyboardInterrupt, "b")
+    assert decoder.seen == ["[u]a[a]", "[u]a[a]half[u]b[a]"]
+    assert "half [stopped]" in said
+    assert count == 2
+
+
+def test_a_full_context_forgets_the_oldest_turns(model: Any) -> None:
+    decoder, said, _ = talk(model, ["x", "y", "z"], "1" * 30, "2" * 30, "3" * 200, "4")
+    assert decoder.seen == [f"[u]{'1' * 30}[a]", f"[u]{'2' * 30}[a]", "[u]4[a]"]
+    assert "oldest turn is forgotten" in said
+    assert "more than the model's context of 128" in said
+
+
+def test_a_terminal(tmp_path: Path) -> None:
+    """On a real pty: Ctrl-C stops the answer and not the program, which /quit then ends."""
+    path = save_model(tmp_path / "model")
+    config = llama_config()
+    config.max_position_embeddings = 1_000_000
+    config.save_pretrained(path)
+    chatty().save_pretrained(path)
+    main = load_recipe(RECIPES / "generate.py")
+    arguments = [f"run_dir={tmp_path / 'run'}", f"checkpoint={path}", "chat=true", "generation.max_new_tokens=100000"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        gc.freeze()
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        sys.__stdout__, sys.__stdin__ = sys.stdout, sys.stdin  # type: ignore[misc]
+        try:
+            run_as_program(lambda: main.run(arguments, "generate"), debug=True)
+        except SystemExit as ended:
+            sys.stdout.flush()
+            os._exit(int(ended.code or 0))
+    try:
+        _until(terminal, "> ")
+        os.write(terminal, b"hello\n")
+        time.sleep(1.5)
+        os.write(terminal, b"\x03")
+        assert "[stopped]" in _until(terminal, "[stopped]")
+        os.write(terminal, b"/quit\n")
+        assert "1 completions" in _until(terminal, "a token")
+    finally:
+        time.sleep(0.5)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            os.kill(pid, 9)
+            status = os.waitpid(pid, 0)[1]
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def _until(terminal: int, text: str) -> str:
+    """What the terminal shows, up to `text`."""
+    seen, end = "", time.monotonic() + 90
+    while text not in seen:
+        ready, _, _ = select.select([terminal], [], [], max(end - time.monotonic(), 0))
+        assert ready, f"{text!r} does not come after {seen[-500:]!r}"
+        try:
+            seen += os.read(terminal, 65536).decode(errors="replace")
+        except OSError:
+            raise AssertionError(f"the program ended: {seen[-800:]}") from None
+    return seen

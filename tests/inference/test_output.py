@@ -1,0 +1,61 @@
+"""The file of completions: in order, gone on with, never another run's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_shard.errors import DataError
+from fsdp_shard.inference.base import GenerateSettings, GenerationSettings
+from fsdp_shard.inference.output import OutputFile, ingredients
+from fsdp_shard.inference.prompts import Completion
+
+SETTINGS = GenerateSettings(checkpoint="x", prompts="p.txt")
+MADE_OF = ingredients(SETTINGS, ["a", "b"], 0)
+ROWS = [Completion("a", "ü\u2028\n", 2), Completion("b", "", 1, [-0.5])]
+
+
+def written(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def test_each_completion_is_on_disk_when_it_is_passed_on(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.jsonl"
+    for number, _ in enumerate(OutputFile(path, MADE_OF).append(iter(ROWS)), start=1):
+        assert len(written(path)) == number
+    assert written(path) == [
+        {"prompt": "a", "completion": "ü\u2028\n", "num_new_tokens": 2},
+        {"prompt": "b", "completion": "", "num_new_tokens": 1, "log_probabilities": [-0.5]},
+    ]
+
+
+def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    list(OutputFile(path, MADE_OF).append(iter(ROWS)))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    again = OutputFile(path, MADE_OF)
+    assert [row["prompt"] for row in again.rows] == ["a"]
+    list(again.append(iter(ROWS[1:])))
+    assert path.read_bytes() == whole
+    assert len(OutputFile(path, MADE_OF).rows) == 2
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    list(OutputFile(path, MADE_OF).append(iter(ROWS)))
+    before = path.read_bytes()
+    for made_of, says in (
+        (ingredients(SETTINGS, ["a", "c"], 0), "of another prompts"),
+        (ingredients(SETTINGS, ["a", "b"], 1), "of another seed"),
+        (ingredients(replace(SETTINGS, generation=GenerationSettings(max_new_tokens=3)), ["a", "b"], 0), "generation"),
+    ):
+        with pytest.raises(DataError, match=says):
+            OutputFile(path, made_of)
+    (tmp_path / ".out.jsonl.settings").unlink()
+    with pytest.raises(DataError, match="nothing says what its rows were made of"):
+        OutputFile(path, MADE_OF)
+    assert path.read_bytes() == before
