@@ -106,6 +106,7 @@ class GenerateConfig(RunConfig, GenerateSettings):
 
     command: ClassVar[str] = "generate"
     ranks_are: ClassVar[Literal["started", "planned", "one"]] = "started"
+    unused: ClassVar[tuple[str, ...]] = ()
 
     run_dir: str = _run_dir("generate")
 

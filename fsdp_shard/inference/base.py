@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.inference.quantise import check_quantise
 from fsdp_shard.settings import REQUIRED, nearest, setting
 from fsdp_shard.sizes import parse_size
 
@@ -43,12 +44,19 @@ class DispatchConfig:
         2, "Blocks on disk, or on the CPU of a machine with GPUs, to fetch while one computes.", minimum=0
     )
 
+    quantize: str = setting(
+        "none",
+        "Hold the weights of linear layers in 8 or 4 bits (torchao, weight only; needs the extra `quantize`). The "
+        "model must then fit: nothing is streamed.",
+        choices=("none", "int8", "int4"),
+    )
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model. Only for sources you trust.")
 
     def check(self, prefix: str) -> None:
         """Refuse a map or a budget that cannot be read."""
         parse_device_map(self.device_map, f"{prefix}device_map")
         parse_budgets(self.max_memory, f"{prefix}max_memory")
+        check_quantise(self.quantize, f"{prefix}quantize")
 
 
 @dataclass

@@ -18,6 +18,7 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference.base import DispatchConfig, parse_budgets, parse_device_map
 from fsdp_shard.inference.device_map import DevicePlan, plan_device_map
 from fsdp_shard.inference.kv_cache import Room, cache_bytes
+from fsdp_shard.inference.quantise import check_stays, make_quantiser, quantised_blocks
 from fsdp_shard.inference.ranks import Share
 from fsdp_shard.settings import check
 
@@ -45,22 +46,24 @@ def load_dispatched(
     dtype: str | torch.dtype | None = None,
     prefetch_blocks: int = 2,
     *,
+    quantize: str = "none",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The transformers model at `path` (anything `locate` takes), in eval mode, ready for `generate()`.
 
     `device_map`: auto, balanced, balanced_low_0, sequential, cpu, disk, or {module: GPU number, cpu or disk}.
     `max_memory`: sizes such as {0: "20GB", "cpu": "64GB"}; without it, what the machine has free. `dtype`: None or
-    "keep" for that of the stored weights. `prefetch_blocks` on disk are read while one computes. Parameters take no
-    gradients; what is written to those of a block on disk is lost after its next pass. `hf_device_map` says where each
-    block lies; inputs may be on the CPU or on the first device. Raises CheckpointError, ModelError, PlanError or
-    ConfigError.
+    "keep" for that of the stored weights. `prefetch_blocks` on disk are read while one computes. `quantize`: none,
+    int8 or int4, of the linear layers' weights. Parameters take no gradients; what is written to those of a block on
+    disk is lost after its next pass. `hf_device_map` says where each block lies; inputs may be on the CPU or on the
+    first device. Raises CheckpointError, ModelError, PlanError or ConfigError.
     """
     settings = DispatchConfig(
         dict(device_map) if isinstance(device_map, Mapping) else device_map,
         None if max_memory is None else dict(max_memory),
         str(dtype or "keep").removeprefix("torch."),
         prefetch_blocks,
+        quantize,
         trust_remote_code,
     )
     check(settings)
@@ -95,7 +98,8 @@ def dispatch(
     tell(f"{source.weights}: {plan.describe()}")
     hold = "cpu" in (parse_budgets(settings.max_memory) or {})
     spare = Spare(hold, max(free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0))
-    place(model, blocks, plan, index, stored, spare)
+    quantise = make_quantiser(settings.quantize, "cpu" if plan.main == "cpu" else "cuda")
+    place(model, blocks, plan, index, stored, spare, quantise)
     model.__dict__["hf_device_map"] = dict(plan.devices)  # as transformers and accelerate call it
     _load_generation_config(model, source)
     return model
@@ -112,10 +116,11 @@ def plan_dispatch(
     if budgets is None:
         share = share or Share()
         budgets = {} if isinstance(strategy, dict) else machine_budgets(share.local_rank, share.world_size)
-    blocks = no_split_blocks(model)
+    blocks = quantised_blocks(model, no_split_blocks(model), settings.quantize)
     caches = {} if room is None else cache_bytes(model.config, blocks, model.dtype.itemsize, room)
     ties = tied_blocks(model, blocks)
     plan = plan_device_map(blocks, strategy, budgets, ties=ties, prefetch=settings.prefetch_blocks, cache_bytes=caches)
+    check_stays(plan, settings.quantize)
     return blocks, plan
 
 

@@ -80,6 +80,7 @@ def ingredients(settings: GenerateSettings, prompts: Sequence[str], seed: int) -
         "seed": seed,
         "chat": settings.chat,
         "dtype": settings.dispatch.dtype,
+        "quantize": settings.dispatch.quantize,
     }
 
 

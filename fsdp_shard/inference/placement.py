@@ -7,7 +7,7 @@ Knows blocks, a plan and names in a tensor index; how the plan came about is not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,8 @@ from fsdp_shard.inference.pages import FilePages
 from fsdp_shard.inference.reader import TensorReader
 from fsdp_shard.inference.ring import Content, make_ring, page_lock
 from fsdp_shard.inference.stream import BlockStream, Slot, StreamedBlock
+
+Quantise = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,17 @@ def place(
     index: TensorIndex,
     stored: Mapping[str, str],
     spare: Spare,
+    quantise: Quantise | None = None,
 ) -> None:
-    """Make `model` run as `plan` says; `stored` maps its parameters and persistent buffers to names in `index`."""
+    """Make `model` run as `plan` says; `stored` maps its parameters and persistent buffers to names in `index`.
+
+    `quantise` is called with each repeated block as soon as its weights are there.
+    """
     main = torch.device(device_name(plan.main))
     reader = TensorReader(index)
     models.rebuild_buffers(model, main)
     _fill_buffers(model, main, reader, stored)
-    _Placement(model, plan, reader, stored, spare).run(blocks)
+    _Placement(model, plan, reader, stored, spare).run(blocks, quantise)
     reader.release()
     _move_inputs(model, blocks, plan)
 
@@ -80,7 +86,7 @@ class _Placement:
         self._mapped = MappedFiles(reader.index) if plan.main == "cpu" else None
         self._cache_left = spare.cache_bytes
 
-    def run(self, blocks: Sequence[Block]) -> None:
+    def run(self, blocks: Sequence[Block], quantise: Quantise | None) -> None:
         streamed = []
         for block in blocks:
             module = self._model.get_submodule(block.fqn)
@@ -92,10 +98,21 @@ class _Placement:
             for owner, name, meta in slots:
                 if id(meta) in self._kept:
                     owner._parameters[name] = self._kept[id(meta)]
+            if quantise is not None and block.repeated:
+                self._quantise(module, [meta for _, _, meta in slots], quantise)
         main = torch.device(device_name(self._plan.main))
         stream = BlockStream(make_ring(main, self._reader.fill_all), self._plan.prefetch)
         for block_of_it in streamed:
             stream.add(block_of_it)
+
+    def _quantise(self, module: nn.Module, metas: Sequence[nn.Parameter], quantise: Quantise) -> None:
+        """Let go of a block's weights once they are there in fewer bits."""
+        quantise(module)
+        for meta in metas:
+            self._kept.pop(id(meta), None)
+        if self._mapped is not None:
+            for pages in self._mapped.pages(self._names[id(meta)] for meta in metas):
+                pages.drop(from_cache=False)
 
     def _keep(self, metas: Sequence[nn.Parameter], device: str) -> None:
         """Give parameters memory on `device`: views of files where the CPU computes, else memory of their own."""
