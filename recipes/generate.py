@@ -15,7 +15,7 @@ from fsdp_shard.inference.kv_cache import room_for
 from fsdp_shard.inference.output import open_output
 from fsdp_shard.inference.prompts import describe, read_prompts
 from fsdp_shard.inference.ranks import Share, shared_work
-from fsdp_shard.launch import world_size
+from fsdp_shard.launch import world_sizes
 from fsdp_shard.memory import peak_resident_bytes
 from fsdp_shard.models import load_config, load_tokenizer
 from fsdp_shard.results import write_result
@@ -26,7 +26,7 @@ def check(config: GenerateConfig) -> None:
     """What can be found wrong before torch is loaded."""
     if not config.is_conversation:
         open_output(config, config.run_dir, read_prompts(config), config.seed)
-    elif world_size(config.launch) > 1:
+    elif max(world_sizes(config.launch)) > 1:
         raise ConfigError("launch.ranks shares prompts out, and a conversation has none; leave it out.")
     check_checkpoint(config.checkpoint)
 
@@ -34,7 +34,7 @@ def check(config: GenerateConfig) -> None:
 @recipe(GenerateConfig, check=check)
 def main(config: GenerateConfig) -> None:
     """Complete each prompt with the model in `checkpoint`, or talk with it."""
-    with shared_work(world_size(config.launch), config.launch.device, config.launch.timeout_seconds) as share:
+    with shared_work(max(world_sizes(config.launch)), config.launch.device, config.launch.timeout_seconds) as share:
         generate(config, share)
 
 
