@@ -106,6 +106,7 @@ class Saver:
         self._flight: Flight | None = None
         self._failed: StorageError | None = None
         self._num_failures = 0
+        self._best: int | None = None  # of the steps saved here
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._settle())
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
@@ -207,10 +208,14 @@ class Saver:
             self._store.drop_optimizer(self._config.keep_optimizer_last)
 
     def _replace_best(self, step: int) -> None:
-        """Point to a better step, and let the one before go if it was saved for being the best only."""
-        before, every = self._store.best(), self._config.every
+        """Point to a better step, and let the one before go if it was saved for being the best only.
+
+        What an earlier part of the run has left is not touched: it may be the step that it ended with.
+        """
+        before, every = self._best, self._config.every
         self._store.set_best(step)
-        if self._config.save_best and before not in (None, step) and not (every and before % every == 0):
+        self._best = step
+        if before is not None and not (every and before % every == 0) and before in self._store.steps():
             self._store.delete(before)
 
     def _settle(self) -> None:

@@ -56,6 +56,18 @@ def test_the_best_step_is_kept_and_the_run_stops_early(settings: list[str], tmp_
     assert len(longer.metrics) == result["steps"] + 1, "it goes on counting where it was"
 
 
+def test_a_last_step_is_kept_when_a_later_run_does_better(settings: list[str], tmp_path: Path) -> None:
+    for steps in (1, 2, 4):
+        ended = run_recipe(
+            "finetune", tmp_path, *settings, "optim.lr=1e-3", f"train.steps={steps}", "train.eval_every=1"
+        )
+        assert ended.status == 0, ended.err
+    assert ended.result["best_step"] == 4
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        f"step-0000000{step}" for step in (1, 2, 4)
+    ]
+
+
 def test_a_loss_that_is_not_finite(settings: list[str], tmp_path: Path) -> None:
     arguments = [*settings, "train.steps=9", "optim.lr=1e30", "checkpoint.every=1"]
     ended = run_recipe("finetune", tmp_path / "stop", *arguments)
