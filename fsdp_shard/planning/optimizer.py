@@ -16,17 +16,26 @@ def optimizer_bytes(
     optim: OptimConfig, local: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> int:
     """State of `optim` for what this rank updates: parameters of shape `local`, whose logical shapes are `shapes`."""
+    _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao makes its tables at first use, from values
     with FakeTensorMode():
         params = {name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, shape in local.items()}
-        optimizer = optim.build(params, shapes)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = torch.empty_like(param)
-            # Adafactor looks at values, which there are none of, once it has made the state of a group.
-            with suppress(DataDependentOutputException):
-                optimizer.step()
-            optimizer.zero_grad()
+        optimizer = _step(optim, params, shapes)
         return sum(_num_bytes(value) for state in optimizer.state.values() for value in state.values())
+
+
+def _step(
+    optim: OptimConfig, params: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of `params`, with the state that a step makes."""
+    optimizer = optim.build(params, shapes or {name: tuple(param.shape) for name, param in params.items()})
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+        # Adafactor looks at values, which fake ones have none of, once it has made the state of a group.
+        with suppress(DataDependentOutputException):
+            optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
 
 
 def _num_bytes(value: object) -> int:
