@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test faults check lint docs coverage bench-convert bench-train clean
+.PHONY: help install demo test faults check lint docs coverage bench-convert bench-train bench-save clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
@@ -16,6 +16,7 @@ help:
 	@echo "make coverage  the tests again, with the lines that none of them runs"
 	@echo "make bench-convert  conversions beside cp and other libraries, in WORK (needs 30 GB and a quiet machine)"
 	@echo "make bench-train    training beside a bare loop and other trainers, in WORK; MODEL=DIR adds a real model"
+	@echo "make bench-save  what a save costs training beside plain copies, plain writes and torch, in WORK (needs 10 GB)"
 	@echo "make clean     remove $(VENV) and everything made"
 
 install: $(STAMP)
@@ -48,6 +49,9 @@ bench-convert: $(STAMP)
 
 bench-train: $(STAMP)
 	@$(VENV)/bin/python benchmarks/train.py --work "$(WORK)" $(if $(MODEL),--model "$(MODEL)")
+
+bench-save: $(STAMP)
+	@$(VENV)/bin/python benchmarks/save.py --work "$(WORK)"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

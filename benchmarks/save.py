@@ -62,7 +62,7 @@ class Training:
         for shard in self.model.local_shards().values():
             shard.data.normal_(std=0.02)
         self.optimizer = torch.optim.AdamW(self.model.module.parameters(), lr=1e-4, fused=True)
-        self.loaded = LoadedModel(self.model, 0, 0, tied_names(model), LoadFigures(0, 0, 0, 0))
+        self.loaded = LoadedModel(self.model, 0, 0, tied_names(model), LoadFigures(0, 0, 0, 0), [])
         self.batch = torch.randint(0, config.vocab_size, (1, 32))
         self.group = dist.new_group(backend="gloo")
         self.kept: dict[str, torch.Tensor] = {}
@@ -75,19 +75,17 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def run(self, save: Callable[[], Callable[[], None]]) -> tuple[float, float]:
-        """(seconds of the run, of the steps alone): `save` is called after a step, and what it returns at the end."""
+    def run(self, save: Callable[[], Callable[[], None]]) -> float:
+        """Seconds of a run: `save` is called after a step, and what it returns at the end."""
         self.fresh()
         start, finish = time.perf_counter(), _nothing
         for number in range(self.steps):
             self.step()
             if number == SAVE_AT:
                 finish = save()
-        dist.barrier()
-        stepped = time.perf_counter() - start
         finish()
         dist.barrier()
-        return time.perf_counter() - start, stepped
+        return time.perf_counter() - start
 
     def timed(self, work: Callable[[], None]) -> float:
         self.fresh()
@@ -262,9 +260,7 @@ def measure(context: DistributedContext, work: Path, size: str, steps: int, repe
         if repeat == 1:
             found.clear()  # the first round allocates what is used again
         for name, save in runs.items():
-            seconds, stepped = training.run(stall.of(save))
-            note(f"run: {name}", seconds)
-            note(f"steps: {name}", stepped)
+            note(f"run: {name}", training.run(stall.of(save)))
             note(f"stall: {name}", stall.seconds)
         for name, write in saves.items():
             note(f"save: {name}", training.timed(write))  # type: ignore[arg-type]
@@ -272,13 +268,12 @@ def measure(context: DistributedContext, work: Path, size: str, steps: int, repe
             training.fresh()
             note(f"memory: {layout}", extra_memory(saves[layout]))
     training.fresh()
-    bare = {kind: found[f"{kind}: nothing"] for kind in ("run", "steps")}
+    bare = found["run: nothing"]
     for name in runs:
-        for kind in bare:
-            pairs = zip(found[f"{kind}: {name}"], bare[kind], strict=True)
-            found[f"{kind}: {name}"] = [with_it - without for with_it, without in pairs]
+        pairs = zip(found[f"run: {name}"], bare, strict=True)
+        found[f"run: {name}"] = [with_it - without for with_it, without in pairs]
     return {name: statistics.median(values) for name, values in found.items()} | {
-        "run without a save": statistics.median(bare["run"]),
+        "run without a save": statistics.median(bare),
         "bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in training.own)),
     }
 
@@ -288,11 +283,11 @@ def rows(found: dict[str, float]) -> Iterator[Row]:
     yield Row("bytes of the state, a rank", found["bytes"] / MB, "MB")
     yield Row("a run without a save", found["run without a save"], "s")
     for name, value in found.items():
-        if name.startswith(("run: ", "steps: ", "stall: ", "save: ")) and not name.endswith("nothing"):
+        if name.startswith(("run: ", "stall: ", "save: ")) and not name.endswith("nothing"):
             yield Row(name, value, "s")
-    behind, copy = found["steps: ours, asynchronous"], found["steps: copy into fresh memory"]
-    yield Row("async lengthens the steps / a copy of the state does", behind / copy, "x", 1.2)
-    yield Row("the same against a copy into memory that is there", behind / found["steps: copy into reused memory"])
+    behind, copy = found["run: ours, asynchronous"], found["run: copy into fresh memory"]
+    yield Row("async lengthens the run / a copy of the state does", behind / copy, "x", 1.2)
+    yield Row("the same against a copy into memory that is there", behind / found["run: copy into reused memory"])
     yield Row("async lengthens the run / sync does", behind / found["run: ours, synchronous"], "x", 0.5)
     yield Row("stall of dcp.async_save / of ours", found["stall: dcp.async_save"] / _stall(found), "x", 3, True)
     plain = found["save: write and fsync"]

@@ -38,3 +38,13 @@ def test_conversions_are_measured(tmp_path: Path) -> None:
     assert len(rows) == 13
     assert all(row["value"] > 0 and math.isfinite(row["value"]) for row in rows)
     assert all(row["name"] in result.stdout for row in rows)
+
+
+def test_saves_are_measured(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    command = [sys.executable, "benchmarks/save.py", "--work", str(tmp_path), "--quick", "--repeats", "1"]
+    result = subprocess.run([*command, "--json", str(table)], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(table.read_text())
+    assert sum("limit" in row and row["limit"] is not None for row in rows) == 9
+    assert all(math.isfinite(row["value"]) for row in rows)
