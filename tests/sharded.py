@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,15 +22,20 @@ MAX_NORM = 0.5
 
 
 def sharded(
-    config: ShardConfig, context: DistributedContext, *, tied: bool = True, frozen: bool = False
+    config: ShardConfig,
+    context: DistributedContext,
+    *,
+    tied: bool = True,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
 ) -> ShardedModel:
     """The tiny Llama, sharded, with the weights of seed 0 written through its local shards."""
     model = build_on_meta(llama_config(tied=tied), "float32")
     rebuild_buffers(model, context.device)
-    if frozen:
-        freeze(model)
+    plain = llama(tied=tied)
+    prepare(model)
+    prepare(plain)
     wrapped = config.shard(model, context)
-    source = dict(llama(tied=tied).named_parameters())
+    source = dict(plain.named_parameters())
     shards = wrapped.local_shards()
     assert shards.keys() == source.keys()
     for name, shard in shards.items():
@@ -48,7 +54,7 @@ def train_sharded(
     context: DistributedContext, config: ShardConfig, tied: bool, frozen: bool = False, steps: int = STEPS
 ) -> dict[str, Any]:
     """Losses and gradient norms of some steps, and every element this rank holds afterwards."""
-    model = sharded(config, context, tied=tied, frozen=frozen)
+    model = sharded(config, context, tied=tied, prepare=freeze) if frozen else sharded(config, context, tied=tied)
     model.module.train()
     optimizer = torch.optim.AdamW([p for p in model.module.parameters() if p.requires_grad], lr=1e-3, fused=True)
     losses, norms = [], []

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +38,17 @@ MEMORY: dict[str, dict[str, Any]] = {
     "checkpointing": {"activation_checkpointing": True},
     "offload": {"cpu_offload": True},
 }
-TRAINED = ("full",)
+TRAINED = ("full", "lora")
+
+
+def prepare(model: nn.Module, trained: str) -> nn.Module:
+    """`model` with what is not `trained` frozen: with adapters of peft in each layer, drawn from a seed."""
+    if trained == "lora":
+        settings = peft.LoraConfig(r=3, lora_alpha=24, target_modules="all-linear", init_lora_weights=False)
+        on_meta = next(model.parameters()).is_meta
+        torch.manual_seed(1)
+        peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=on_meta)  # type: ignore[arg-type]
+    return model
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,9 @@ def run_cells(context: DistributedContext, cells: list[Cell]) -> list[list[float
 
 
 def _losses(context: DistributedContext, cell: Cell) -> list[float]:
-    model = sharded(cell.config, context)
+    model = sharded(cell.config, context, prepare=partial(prepare, trained=cell.trained))
     model.module.train()
-    optimizer = torch.optim.AdamW(model.module.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW([p for p in model.module.parameters() if p.requires_grad], lr=3e-3)
     losses = []
     for _ in range(STEPS):
         rows = token_batch(0).chunk(context.world_size)[context.rank]
@@ -89,8 +100,11 @@ def _losses(context: DistributedContext, cell: Cell) -> list[float]:
 @cache
 def unsharded(dtype: str, parts: int, trained: str) -> list[float]:
     """A plain loop over the same rows, `parts` of them at a time: weights in float32, a copy in `dtype` computes."""
-    weights, copy = llama().train(), llama().train().to(getattr(torch, dtype))
-    optimizer = torch.optim.AdamW(weights.parameters(), lr=3e-3)
+    weights, copy = (prepare(llama(), trained).train() for _ in range(2))
+    for param in copy.parameters():  # buffers stay in float32, as under the wrappers
+        param.data = param.data.to(getattr(torch, dtype))
+    trainable = [param for param in weights.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=3e-3)
     losses = []
     for _ in range(STEPS):
         total = 0.0
@@ -100,11 +114,13 @@ def unsharded(dtype: str, parts: int, trained: str) -> list[float]:
             loss.backward()
             total += float(loss.detach()) / parts
             for param, computed in zip(weights.parameters(), copy.parameters(), strict=True):
+                if not param.requires_grad:
+                    continue
                 assert computed.grad is not None
                 grad = computed.grad.float() / parts
                 param.grad = grad if param.grad is None else param.grad + grad
             copy.zero_grad()
-        torch.nn.utils.clip_grad_norm_(weights.parameters(), 0.5)
+        torch.nn.utils.clip_grad_norm_(trainable, 0.5)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
