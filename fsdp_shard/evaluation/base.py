@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fsdp_shard.data.base import DataConfig, check_source
+from fsdp_shard.data.task import CAUSAL, check_task
 from fsdp_shard.inference.base import DispatchConfig
 from fsdp_shard.settings import REQUIRED, setting
 
@@ -24,4 +25,5 @@ class EvaluateSettings:
 
 def check_text(data: DataConfig) -> None:
     """Raise DataError or ConfigError when the text to evaluate (see `evaluation_windows`) cannot be read."""
+    check_task(CAUSAL, data)
     check_source(data, held_out=data.eval_path is not None)

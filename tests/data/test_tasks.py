@@ -16,6 +16,7 @@ from fsdp_shard.data.prepare import Samples, open_samples, tokenise_all
 from fsdp_shard.data.task import SpecialTokens, Task, check_task
 from fsdp_shard.data.windows import MASKED, NO_WINDOW
 from fsdp_shard.errors import ConfigError, DataError, ModelError
+from fsdp_shard.evaluation.base import check_text
 from fsdp_shard.models import check_task as check_model_task
 from tests.data.conftest import byte_tokenizer
 from tests.data.test_base import write
@@ -107,6 +108,13 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
 def test_data_that_does_not_fit_the_task(task: str, values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_task(task, DataConfig(path="x", **values))
+
+
+def test_an_evaluation_refuses_what_it_has_no_use_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "text")
+    check_text(DataConfig(path=path))
+    with pytest.raises(ConfigError, match=r"data\.mask_fraction=0\.3 is for model\.task=masked_lm"):
+        check_text(DataConfig(path=path, mask_fraction=0.3))
 
 
 def test_models_that_are_not_for_the_task() -> None:
