@@ -22,6 +22,7 @@ from fsdp_shard import settings
 from fsdp_shard.config import OPTIONS, RunConfig, command_of, register, schema_name
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.explain import explain, unknown
+from fsdp_shard.redact import redact
 from fsdp_shard.reference import help_text
 from fsdp_shard.shipped import shipped
 
@@ -214,11 +215,13 @@ def write_config(config: RunConfig) -> None:
 
     It is a config for `--config-name`, so that the same run can be made again from it.
     """
-    directory = Path(config.run_dir)
+    directory, text = Path(config.run_dir), redact(_as_yaml(config))
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if (directory / "config.yaml").is_file() and (directory / "config.yaml").read_bytes() == text.encode():
+            return
         temporary = directory / f".config.yaml.{os.getpid()}"
-        temporary.write_text(_as_yaml(config), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(directory / "config.yaml")
     except OSError as error:
         raise ConfigError(

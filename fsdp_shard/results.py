@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.redact import redact
+
 RESULT = "result.json"
 
 
@@ -17,6 +19,6 @@ def write_result(run_dir: str | os.PathLike[str], figures: Mapping[str, Any]) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"status": "completed", **figures}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     partial = path.with_name(f".{RESULT}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(redact(text), encoding="utf-8")
     os.replace(partial, path)
     return path

@@ -16,6 +16,7 @@ from typing import NoReturn, TypeGuard
 
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
 from fsdp_shard.launch import is_joined_rank, joined_rank
+from fsdp_shard.redact import redact
 from fsdp_shard.signals import Stopped, interrupt_on_signals
 
 
@@ -60,7 +61,7 @@ def wants_debug(arguments: Sequence[str]) -> bool:
 def tell(error: BaseException, debug: bool) -> None:
     """Write what went wrong to standard error; one of several ranks that something else started says which it is."""
     if debug:
-        sys.stderr.write(_traceback(error))
+        sys.stderr.write(redact(_traceback(error)))
     where = f"rank {joined_rank()}: " if is_joined_rank() and not isinstance(error, InputError) else ""
     hint = " Give debug=true or --debug to see how it came to that." if _is_unexpected(error) and not debug else ""
     print(paragraph(f"{where}{message(error)}{hint}", error), file=sys.stderr)
@@ -90,7 +91,7 @@ def _is_unexpected(error: BaseException) -> bool:
 def paragraph(text: str, error: BaseException) -> str:
     """`error: ...` on one line, unless standard error is a terminal that would break it in the middle of words."""
     start = "" if isinstance(error, Interrupted) else "error: "
-    text = start + " ".join(text.split())
+    text = redact(start + " ".join(text.split()))
     if not sys.stderr.isatty():
         return text
     width = os.get_terminal_size(sys.stderr.fileno()).columns

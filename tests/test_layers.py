@@ -15,6 +15,7 @@ _PACKAGE = _ROOT / "fsdp_shard"
 
 # From the bottom up. Modules on one line never import each other; packages count as one.
 _LAYERS = (
+    ("redact",),
     ("errors", "results", "memory"),
     ("settings", "sizes", "signals"),
     ("shards", "gguf_side"),

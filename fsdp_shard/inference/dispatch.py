@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard import models
 from fsdp_shard.checkpoint.files import has_file
 from fsdp_shard.checkpoint.source import locate
-from fsdp_shard.errors import CheckpointError
+from fsdp_shard.errors import CheckpointError, ModelError
 from fsdp_shard.inference.base import DispatchConfig, parse_budgets, parse_device_map
 from fsdp_shard.inference.device_map import DevicePlan, plan_device_map
 from fsdp_shard.inference.kv_cache import Room, cache_bytes
@@ -178,4 +178,10 @@ def _load_generation_config(model: PreTrainedModel, source: ModelSource) -> None
     from transformers import GenerationConfig
 
     if model.can_generate() and has_file(source.directory, "generation_config.json"):
-        model.generation_config = GenerationConfig.from_pretrained(source.directory)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(source.directory)
+        except Exception as error:  # whatever is wrong with what the file says
+            raise ModelError(
+                f"{source.directory / 'generation_config.json'} is no generation config ({type(error).__name__}); "
+                "repair it, or remove it to use the defaults."
+            ) from error

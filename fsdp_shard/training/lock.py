@@ -32,6 +32,7 @@ def run_lock(run_dir: str, context: DistributedContext) -> Iterator[None]:
         yield
     finally:
         if handle is not None:
+            (Path(run_dir) / LOCK).unlink(missing_ok=True)
             os.close(handle)
 
 

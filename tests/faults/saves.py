@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,32 @@ def save_on(
         else:
             write(step, whole)
         saved(step)
+
+
+def in_fork(function: Callable[..., Any], *args: Any, seconds: float = 200) -> Any:
+    """What `function(*args)` returns in a process of its own, which begins with everything imported."""
+    receiver, sender = _FORK.Pipe(duplex=False)
+
+    def work() -> None:
+        gc.freeze()  # as in tests/ranks.py
+        torch.set_num_threads(1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        try:
+            sender.send((function(*args), ""))
+        except BaseException:
+            sender.send((None, traceback.format_exc()))
+
+    process = _FORK.Process(target=work)
+    process.start()
+    sender.close()
+    try:
+        assert receiver.poll(seconds), f"no answer within {seconds} s"
+        value, error = receiver.recv()
+        assert not error, error
+        return value
+    finally:
+        process.kill()
+        process.join()
 
 
 class Ranks:

@@ -22,7 +22,7 @@ from tests.faults.saves import LONG, Ranks, problems, save_on
 
 _WAYS = [("sharded", False), ("gathered", False), ("sharded", True), ("gathered", True)]
 _REACHED = [point for point in points.POINTS if point not in ("verified", "slimmed")]
-_RANDOM_KILLS = 59 if LONG else 6  # each way
+_RANDOM_KILLS = 59 if LONG else 9  # each way
 _SECONDS_TO_END = 20.0
 
 
@@ -47,7 +47,7 @@ def _trial(place: Path, layout: str, asynchronous: bool, kill: Callable[[Ranks, 
     return problems(root, at_least=safe)
 
 
-@pytest.mark.parametrize(("layout", "asynchronous"), _WAYS)
+@pytest.mark.parametrize(("layout", "asynchronous"), _WAYS if LONG else [_WAYS[1], _WAYS[2]])
 def test_a_kill_at_each_point(layout: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for point in _REACHED:
         if point == "staged" and not asynchronous:
