@@ -33,7 +33,7 @@ class Cost:
     inside: Mapping[str, float]
 
     def __str__(self) -> str:
-        inside = f", of which {self.inside['seconds']:.3f} s converting" if "seconds" in self.inside else ""
+        inside = f", of which {self.inside['seconds']:.3f} s inside" if "seconds" in self.inside else ""
         return f"{self.seconds:8.3f} s{inside}; CPU {self.cpu_seconds:.2f} s; peak {self.peak_bytes / MB:,.0f} MB"
 
 

@@ -16,7 +16,7 @@ from fsdp_shard.evaluation.base import EvaluateSettings
 from fsdp_shard.inference.base import DispatchConfig, GenerateSettings, GenerationSettings
 from fsdp_shard.launch import LaunchConfig
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.planning.base import PlanSettings
+from fsdp_shard.planning.base import PlannedDispatchConfig, PlanSettings
 from fsdp_shard.settings import setting
 from fsdp_shard.sharding.base import ShardConfig
 from fsdp_shard.sharding.wrappers import WRAPPERS
@@ -144,7 +144,7 @@ OPTIONS: dict[str, dict[str, type]] = {
     },
     "adapter": {"none": AdapterConfig, "lora": LoraConfig},
     "train": {"default": TrainConfig},
-    "dispatch": {"default": DispatchConfig},
+    "dispatch": {"default": DispatchConfig, "planned": PlannedDispatchConfig},
     "generation": {"default": GenerationSettings},
 }
 

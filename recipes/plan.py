@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import PlanConfig
+from fsdp_shard.inference.kv_cache import Room
 from fsdp_shard.models import load_config
 from fsdp_shard.results import write_result
 
@@ -16,7 +19,8 @@ def check(config: PlanConfig) -> None:
 
 @recipe(PlanConfig, check=check)
 def main(config: PlanConfig) -> None:
-    """Print what each rank of `finetune` with these settings would need."""
+    """Print what each rank of `finetune` would need, and with `dispatch.device_map` where `generate` puts blocks."""
+    from fsdp_shard.inference.dispatch import plan_from_config
     from fsdp_shard.planning.memory import PlannedRun, plan_memory
     from fsdp_shard.planning.report import figures, report
 
@@ -26,7 +30,13 @@ def main(config: PlanConfig) -> None:
     )
     plan = plan_memory(load_config(source, config.model.trust_remote_code), run)
     print(report(plan, config.device.memory_bytes))
-    write_result(config.run_dir, figures(plan, config.device.memory_bytes))
+    dispatched = {}
+    if config.dispatch.device_map is not None:
+        room = Room(config.train.micro_batch_size, config.data.sequence_length)
+        devices = plan_from_config(load_config(source, config.model.trust_remote_code), config.dispatch, room)
+        print(f"\n{devices.table()}\n{devices.describe()} of {room}")
+        dispatched = {"device_map": devices.devices, "dispatch": asdict(devices)}
+    write_result(config.run_dir, figures(plan, config.device.memory_bytes) | dispatched)
 
 
 if __name__ == "__main__":

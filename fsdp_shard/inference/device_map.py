@@ -41,6 +41,17 @@ class DevicePlan:
         """Whether the block's parameters come to the main device only while it runs."""
         return _is_streamed(self.devices[fqn], self.main)
 
+    def table(self) -> str:
+        """A line for each run of neighbouring blocks on one device."""
+        runs: list[tuple[Device, list[str]]] = []
+        for fqn, device in self.devices.items():
+            if not runs or runs[-1][0] != device:
+                runs.append((device, []))
+            runs[-1][1].append(fqn or "(root)")
+        return "\n".join(
+            f"{device_name(device):<8} {fqns[0]}{f' ... {fqns[-1]}' if len(fqns) > 1 else ''}" for device, fqns in runs
+        )
+
     def describe(self) -> str:
         """One line: how many blocks and bytes are where."""
         parts = []

@@ -124,6 +124,15 @@ def plan_dispatch(
     return blocks, plan
 
 
+def plan_from_config(config: PretrainedConfig, settings: DispatchConfig, room: Room | None) -> DevicePlan:
+    """Where the blocks of a model would lie whose weights need not be there: `keep` is the dtype of its config."""
+    import torch
+
+    wanted = None if settings.dtype == "keep" else settings.dtype
+    dtype = getattr(torch, wanted) if wanted else config.dtype or torch.float32
+    return plan_dispatch(_build(config, dtype, settings.trust_remote_code), settings, room)[1]
+
+
 def tied_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:
     """Groups of block FQNs that have a parameter in common."""
     holders: dict[int, list[str]] = {}

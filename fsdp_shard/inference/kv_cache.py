@@ -21,6 +21,9 @@ class Room:
     batch_size: int
     num_tokens: int
 
+    def __str__(self) -> str:
+        return f"{self.batch_size} texts of {self.num_tokens} tokens"
+
 
 _CONVERSATION = 4096  # tokens to keep room for where nobody knows how long it gets
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.inference.base import DispatchConfig
 from fsdp_shard.settings import setting
 from fsdp_shard.sizes import parse_size
 
@@ -32,8 +35,28 @@ class PlanDataConfig:
 
 
 @dataclass
+class PlannedDispatchConfig(DispatchConfig):
+    """As in `generate`; without a device map, only training is planned."""
+
+    device_map: Any = field(
+        default=None, metadata={"help": "Also show where the blocks would lie in generate: as there."}
+    )
+
+    def check(self, prefix: str) -> None:
+        """Refuse settings that nothing would look at."""
+        if self.device_map is not None:
+            super().check(prefix)
+        elif self != PlannedDispatchConfig():
+            raise ConfigError(
+                f"{prefix}device_map is not set, so the other settings of {prefix.rstrip('.')} would do nothing; add "
+                f"{prefix}device_map=auto."
+            )
+
+
+@dataclass
 class PlanSettings:
     """What `fsdp-shard plan` takes beside `model`, `shard`, `train`, `optim` and `launch`."""
 
     device: DeviceConfig = field(default_factory=DeviceConfig)
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
+    dispatch: DispatchConfig = field(default_factory=PlannedDispatchConfig)

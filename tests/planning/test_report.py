@@ -73,3 +73,20 @@ def test_bad_input_is_one_error(tmp_path: Path) -> None:
         ended = run_recipe("plan", tmp_path / "run", *overrides)
         assert (ended.status, ended.err.count("error: ")) == (2, 1)
         assert says in ended.err
+
+
+def test_a_device_map_is_shown_without_loading(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    settings = [f"model.path={tmp_path / 'model'}", "data.sequence_length=32", "train.micro_batch_size=2"]
+    wanted = ["dispatch.device_map=auto", "dispatch.max_memory={0: 70kB, cpu: 60kB}"]
+    ended = run_recipe("plan", tmp_path / "run", *settings, *wanted)
+    assert ended.status == 0, ended.err
+    assert ended.result["device_map"] == {
+        "model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "disk", "model.norm": "cpu",
+        "lm_head": "cpu",
+    }  # fmt: skip
+    plain = run_recipe("plan", tmp_path / "plain", *settings)
+    assert "device_map" not in plain.result
+    useless = run_recipe("plan", tmp_path / "useless", *settings, "dispatch.max_memory={cpu: 60kB}")
+    assert (useless.status, "add dispatch.device_map=auto" in useless.err) == (2, True)

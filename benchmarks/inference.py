@@ -1,0 +1,192 @@
+"""From a checkpoint to text beside transformers, accelerate and torch; prints times, memory and ratios.
+
+    python benchmarks/inference.py --work /big/disk/bench --size 2.4
+
+Wants a machine with nothing else to do. What is run is made once in `--work` and kept. Every figure is the median of
+`--repeats` rounds; in a round each side runs once, as a whole process. Targets are those of the issue that asked for
+this. `--quick` is one round on a tiny model, to see that everything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from convert import Bench as Sources
+from convert import Row
+from measure import Cost, forget, run, warm
+
+HERE = Path(__file__).resolve().parent
+PYTHON = sys.executable
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where things lie and how often each side runs."""
+
+    sources: Sources
+    repeats: int
+    tokens: int
+
+    def run(self, title: str, commands: Mapping[str, Sequence[str]], source: Path, tokens: int = 0) -> dict[str, Cost]:
+        """The medians of each command, all run once in each round; the page cache has `source` before each."""
+        os.environ["TOKENS"] = str(tokens)
+        forget(self.sources.work)
+        found: dict[str, list[Cost]] = {name: [] for name in commands}
+        for _ in range(self.repeats):
+            for name, command in commands.items():
+                warm(source)
+                found[name].append(run(command))
+                for left in self.sources.work.rglob("*-offload"), self.sources.work.rglob("*-merged"):
+                    for directory in list(left):
+                        shutil.rmtree(directory, ignore_errors=True)
+        print(f"\n{title}")
+        costs = {name: _median(these) for name, these in found.items()}
+        for name, cost in costs.items():
+            inside = ", ".join(f"{key} {value:.4g}" for key, value in cost.inside.items() if key != "token")
+            print(f"  {name:<26} {cost}; {inside}", flush=True)
+        tokens_found = {name: cost.inside.get("token") for name, cost in costs.items()}
+        assert len({token for token in tokens_found.values() if token is not None}) <= 1, tokens_found
+        return costs
+
+    def way(self, name: str, source: Path, *arguments: str) -> list[str]:
+        return [PYTHON, str(HERE / "generate_from.py"), name, str(source), *arguments]
+
+
+def _median(costs: Sequence[Cost]) -> Cost:
+    def of(pick: Callable[[Cost], float]) -> float:
+        return statistics.median(pick(cost) for cost in costs)
+
+    inside = {key: statistics.median(cost.inside[key] for cost in costs) for key in costs[0].inside}
+    return Cost(of(lambda c: c.seconds), of(lambda c: c.cpu_seconds), of(lambda c: c.peak_bytes), inside)
+
+
+def from_ranks(bench: Bench) -> Iterator[Row]:
+    """1. From rank files to the first token, beside merging with accelerate or torch and then loading."""
+    for count in (2, 8):
+        files = bench.sources.converted(f"ranks-{count}", "format=sharded", f"ranks={count}", "verify=false")
+        dcp = bench.sources.by_ranks(count) / "dcp"
+        shutil.copy(bench.sources.model() / "config.json", dcp / "config.json")
+        commands = {
+            "ours, rank files": bench.way("ours", files),
+            "ours, DCP": bench.way("ours", dcp),
+            "accelerate's merge, load": bench.way("merged", dcp, "accelerate"),
+            "torch's merge, load": bench.way("merged", dcp, "torch"),
+        }
+        costs = bench.run(f"{count} ranks to the first token", commands, files)
+        for ours in ("ours, rank files", "ours, DCP"):
+            for peer in ("accelerate's merge, load", "torch's merge, load"):
+                name = f"{count} ranks: {peer} / {ours}"
+                yield Row(f"{name}, seconds", costs[peer].seconds / costs[ours].seconds, limit=2, at_least=True)
+                yield Row(f"{name}, peak", costs[peer].peak_bytes / costs[ours].peak_bytes, limit=2, at_least=True)
+
+
+def from_directory(bench: Bench) -> Iterator[Row]:
+    """2. From a Hugging Face directory, beside `from_pretrained`."""
+    source = bench.sources.model()
+    costs = bench.run(
+        "a directory to the first token",
+        {"ours": bench.way("ours", source), "from_pretrained": bench.way("plain", source)},
+        source,
+    )
+    ours, plain = costs["ours"], costs["from_pretrained"]
+    weights = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    yield Row("load and first token / from_pretrained", ours.inside["seconds"] / plain.inside["seconds"], limit=1)
+    yield Row("whole process / from_pretrained", ours.seconds / plain.seconds, limit=0.8)
+    yield Row("anonymous memory / weights", ours.inside["anonymous_bytes"] / weights, limit=0.15)
+    yield Row("anonymous memory of from_pretrained / weights", plain.inside["anonymous_bytes"] / weights)
+
+
+def offload(bench: Bench) -> Iterator[Row]:
+    """3. Blocks on disk: seconds of a token, page cache warm and cold, nothing or half of the blocks kept."""
+    source = bench.sources.model()
+    weights = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    half = str(int(0.55 * weights))
+    commands = {
+        "in memory": bench.way("plain", source),
+        "ours, disk": bench.way("ours", source, "disk"),
+        "ours, disk, budget": bench.way("ours", source, "disk", str(weights // 4)),
+        "ours, half": bench.way("ours", source, "auto", half),
+        "transformers, disk": bench.way("transformers_disk", source),
+        "accelerate, disk": bench.way("accelerate", source),
+        "accelerate, half": bench.way("accelerate", source, half),
+        "best cold read": bench.way("read", source),
+    }
+    costs = bench.run("blocks on disk", commands, source, bench.tokens)
+    memory = costs["in memory"].inside["warm_token_seconds"]
+    warm_seconds = {name: cost.inside.get("warm_token_seconds", 0.0) for name, cost in costs.items()}
+    cold = {name: cost.inside.get("cold_token_seconds", 0.0) for name, cost in costs.items()}
+    best = costs["best cold read"].inside["seconds"]
+    yield Row("warm token: ours, disk / in memory", warm_seconds["ours, disk"] / memory, limit=1.1)
+    yield Row("warm token: ours, disk, budget held / in memory", warm_seconds["ours, disk, budget"] / memory)
+    yield Row("warm token: transformers, disk / in memory", warm_seconds["transformers, disk"] / memory)
+    yield Row("warm token: accelerate, disk / in memory", warm_seconds["accelerate, disk"] / memory)
+    yield Row("cold token: ours / best read of the same bytes", cold["ours, disk, budget"] / best, limit=1.15)
+    ratio = cold["accelerate, disk"] / cold["ours, disk, budget"]
+    yield Row("cold token: accelerate / ours", ratio, limit=1.8, at_least=True)
+    yield Row("cold token: transformers / ours", cold["transformers, disk"] / cold["ours, disk, budget"])
+    ratio = cold["accelerate, disk"] / cold["ours, half"]
+    yield Row("cold token, half kept: accelerate, all on disk / ours", ratio, limit=2.8, at_least=True)
+    yield Row("cold token, half kept: accelerate, half kept / ours", cold["accelerate, half"] / cold["ours, half"])
+
+
+def budget(bench: Bench) -> Iterator[Row]:
+    """4. A quarter of the weights as budget, from a directory and from rank files; the same token comes out."""
+    source = bench.sources.model()
+    ranks = bench.sources.converted("ranks-2", "format=sharded", "ranks=2", "verify=false")
+    weights = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    quarter = str(weights // 4)
+    commands = {
+        "in memory": bench.way("plain", source),
+        "ours": bench.way("ours", source, "auto", quarter),
+        "ours, rank files": bench.way("ours", ranks, "auto", quarter),
+        "accelerate": bench.way("accelerate", source, quarter),
+    }
+    costs = bench.run("a quarter of the weights as budget", commands, source)
+    for name in ("ours", "ours, rank files", "accelerate"):
+        yield Row(f"anonymous memory / budget: {name}", costs[name].inside["anonymous_bytes"] / float(quarter))
+
+
+def start(bench: Bench) -> Iterator[Row]:
+    """2. A tiny model, which is start-up and nothing else."""
+    tiny = bench.sources.made("llama-tiny", [PYTHON, str(HERE / "sources.py"), "llama", "TARGET", "0.001"])
+    commands = {"ours": bench.way("ours", tiny), "from_pretrained": bench.way("plain", tiny)}
+    costs = bench.run("start-up to the first token", commands, tiny)
+    ratio = costs["ours"].seconds / costs["from_pretrained"].seconds
+    yield Row("start-up to first token / from_pretrained", ratio, limit=0.8)
+
+
+GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    group.__name__: group for group in (start, from_directory, from_ranks, offload, budget)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="directory for what is made; it is kept")
+    parser.add_argument("--size", type=float, default=2.4, help="gigabytes of the model (default 2.4)")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of which the median counts (default 5)")
+    parser.add_argument("--tokens", type=int, default=6, help="tokens to time in each run (default 6)")
+    parser.add_argument("--quick", action="store_true", help="one round on a model of 30 MB")
+    parser.add_argument("--only", nargs="*", default=list(GROUPS), choices=list(GROUPS), help="groups")
+    parser.add_argument("--json", type=Path, help="write the table there too")
+    options = parser.parse_args()
+    size, repeats = (0.03, 1) if options.quick else (options.size, options.repeats)
+    options.work.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
+    bench = Bench(Sources(options.work.resolve(), size, repeats, "200MB", True), repeats, options.tokens)
+    rows = [row for name, group in GROUPS.items() if name in options.only for row in group(bench)]
+    print("\n" + "\n".join(map(str, rows)))
+    if options.json:
+        options.json.write_text(json.dumps([{**asdict(row), "is_met": row.is_met} for row in rows], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
