@@ -128,8 +128,8 @@ def plan_from_config(config: PretrainedConfig, settings: DispatchConfig, room: R
     """Where the blocks of a model would lie whose weights need not be there: `keep` is the dtype of its config."""
     import torch
 
-    wanted = None if settings.dtype == "keep" else settings.dtype
-    dtype = getattr(torch, wanted) if wanted else config.dtype or torch.float32
+    named = str(config.dtype or torch.float32) if settings.dtype == "keep" else settings.dtype
+    dtype: torch.dtype = getattr(torch, named.removeprefix("torch."))
     return plan_dispatch(_build(config, dtype, settings.trust_remote_code), settings, room)[1]
 
 
