@@ -25,6 +25,7 @@ from fsdp_shard.inference.pages import FilePages
 from fsdp_shard.inference.reader import TensorReader
 from fsdp_shard.inference.ring import Content, make_ring, page_lock
 from fsdp_shard.inference.stream import BlockStream, Slot, StreamedBlock
+from fsdp_shard.memory import give_back_free_memory
 
 Quantise = Callable[[nn.Module], None]
 
@@ -110,6 +111,7 @@ class _Placement:
         quantise(module)
         for meta in metas:
             self._kept.pop(id(meta), None)
+        give_back_free_memory()  # or the blocks before they were quantised would add up to the whole model
         if self._mapped is not None:
             for pages in self._mapped.pages(self._names[id(meta)] for meta in metas):
                 pages.drop(from_cache=False)
