@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_shard import settings
 from fsdp_shard.compose import Job, compose, write_config
-from fsdp_shard.config import COMMANDS, OPTIONS, FinetuneConfig, GenerateConfig, PlanConfig
+from fsdp_shard.config import COMMANDS, OPTIONS, ConvertConfig, FinetuneConfig, GenerateConfig, PlanConfig, is_used
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.reference import groups_of, help_text, markdown, settings_of
 from fsdp_shard.settings import setting
@@ -281,7 +281,9 @@ def _leaves(config: Any, prefix: str = "") -> set[str]:
 def test_every_setting_says_what_it_is(command: str) -> None:
     told = settings_of(COMMANDS[command])
     assert all(s.help for s in told), [s.name for s in told if not s.help]
-    assert {s.name for s in told} >= _leaves(_one(command))
+    used = {name for name in _leaves(_one(command)) if is_used(COMMANDS[command], name)}
+    assert {s.name for s in told} >= used
+    assert all(is_used(COMMANDS[command], s.name) for s in told)
     text = help_text(COMMANDS[command], f"fsdp-shard {command}")
     assert all(f"  {s.name}={s.default}\n" in text for s in told)
     assert max(map(len, text.split("\n"))) <= 120
@@ -311,4 +313,5 @@ def test_root_schemas_are_where_the_commands_are() -> None:
         assert dataclasses.is_dataclass(schema)
     assert PlanConfig.ranks_are == "planned"
     assert FinetuneConfig.ranks_are == "started"
-    assert GenerateConfig.ranks_are == "one"
+    assert GenerateConfig.ranks_are == "started"
+    assert ConvertConfig.ranks_are == "one"
