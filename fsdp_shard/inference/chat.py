@@ -38,15 +38,15 @@ def converse(decoder: Decoder, ask: Callable[[str], str], say: Callable[[str], o
             say(f"there is no {text.split()[0]}; {HELP}\n")
         elif text:
             messages.append({"role": "user", "content": text})
-            if (ids := _fitting(decoder, messages, say)) is None:
+            if (answer := _answer(decoder, messages, say)) is None:
                 messages.pop()
                 continue
-            messages.append({"role": "assistant", "content": _answer(decoder, ids, say)})
+            messages.append({"role": "assistant", "content": answer})
             num_answers += 1
 
 
-def _answer(decoder: Decoder, ids: list[int], say: Callable[[str], object]) -> str:
-    """The answer, or what there was of it at Ctrl-C."""
+def _answer(decoder: Decoder, messages: list[Message], say: Callable[[str], object]) -> str | None:
+    """The answer, or what there was of it at Ctrl-C; None where the question is too long."""
     parts: list[str] = []
 
     def hear(text: str) -> None:
@@ -54,6 +54,8 @@ def _answer(decoder: Decoder, ids: list[int], say: Callable[[str], object]) -> s
         say(text)
 
     try:
+        if (ids := _fitting(decoder, messages, say)) is None:
+            return None
         decoder.run([ids], hear)
     except KeyboardInterrupt:
         say(" [stopped]")

@@ -7,9 +7,12 @@ not, or is zeros; a name that was given or taken since its directory was last sy
 from __future__ import annotations
 
 import builtins
+import fcntl
+import functools
 import io
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +30,24 @@ def layer(root: Path, trace: list[Operation] | None = None, fail: Fail = lambda 
     real = {name: getattr(os, name) for name in ("open", "pwrite", "truncate", "fsync", "rename", "replace", "mkdir")}
     real |= {"unlink": os.unlink, "rmdir": os.rmdir, "write": os.write}
     real_open = builtins.open
+    turns = real["open"](f"{below}.turns", os.O_CREAT | os.O_RDWR) if trace is not None else None
+    turn = threading.Lock()
+
+    def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+        """One operation of one process at a time: what is noted then has the order in which it happened."""
+
+        @functools.wraps(function)
+        def taking_turns(*arguments: Any, **named: Any) -> Any:
+            if turns is None:
+                return function(*arguments, **named)
+            with turn:
+                fcntl.flock(turns, fcntl.LOCK_EX)
+                try:
+                    return function(*arguments, **named)
+                finally:
+                    fcntl.flock(turns, fcntl.LOCK_UN)
+
+        return taking_turns
 
     def place(path: Any, dir_fd: int | None = None) -> str:
         if isinstance(path, int):
@@ -103,7 +124,7 @@ def layer(root: Path, trace: list[Operation] | None = None, fail: Fail = lambda 
 
     def pwrite_here(file: io.FileIO, data: bytes) -> int:
         offset = file.tell()
-        done = pwrite(file.fileno(), data, offset)
+        done: int = os.pwrite(file.fileno(), data, offset)
         file.seek(offset + done)
         return done
 
@@ -122,14 +143,16 @@ def layer(root: Path, trace: list[Operation] | None = None, fail: Fail = lambda 
     fake |= {"rename": moving("rename"), "replace": moving("replace")}
     fake |= {"unlink": removing("unlink"), "rmdir": removing("rmdir")}
     for name, function in fake.items():
-        setattr(os, name, function)
-    builtins.open = io.open = open_file
+        setattr(os, name, in_turn(function))
+    builtins.open = io.open = in_turn(open_file)
     try:
         yield
     finally:
         for name in fake:
             setattr(os, name, real[name])
         builtins.open = io.open = real_open
+        if turns is not None:
+            os.close(turns)
 
 
 class _File:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pty
 import select
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,9 +17,7 @@ from fsdp_shard.inference.base import GenerationSettings
 from fsdp_shard.inference.chat import converse
 from fsdp_shard.inference.decode import Answer, Decoder
 from fsdp_shard.inference.dispatch import load_dispatched
-from fsdp_shard.recipe import load_recipe
-from fsdp_shard.shell import run_as_program
-from tests.runs import RECIPES
+from tests.commands import FSDP_SHARD, environment
 from tests.tiny import byte_tokenizer, llama_config, save_model
 
 TEMPLATE = (
@@ -99,34 +97,36 @@ def test_a_terminal(tmp_path: Path) -> None:
     config.max_position_embeddings = 1_000_000
     config.save_pretrained(path)
     chatty().save_pretrained(path)
-    main = load_recipe(RECIPES / "generate.py")
     arguments = [f"run_dir={tmp_path / 'run'}", f"checkpoint={path}", "chat=true", "generation.max_new_tokens=100000"]
     pid, terminal = pty.fork()
     if pid == 0:
-        gc.freeze()
-        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-        sys.__stdout__, sys.__stdin__ = sys.stdout, sys.stdin  # type: ignore[misc]
-        try:
-            run_as_program(lambda: main.run(arguments, "generate"), debug=True)
-        except SystemExit as ended:
-            sys.stdout.flush()
-            os._exit(int(ended.code or 0))
+        # A program of its own: torch's threads do not survive a fork.
+        os.execve(sys.executable, [*FSDP_SHARD, "generate", *arguments], environment())
     try:
         _until(terminal, "> ")
         os.write(terminal, b"hello\n")
-        time.sleep(1.5)
+        _until(terminal, "hello\r\n")
+        time.sleep(2)  # the answer has no end, and no word's end at which a part of it would be shown
         os.write(terminal, b"\x03")
         assert "[stopped]" in _until(terminal, "[stopped]")
         os.write(terminal, b"/quit\n")
         assert "1 completions" in _until(terminal, "a token")
     finally:
-        time.sleep(0.5)
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended:
-            os.kill(pid, 9)
-            status = os.waitpid(pid, 0)[1]
+        status = _end(pid)
         os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def _end(pid: int) -> int:
+    """The status of a process that should be ending; it is killed if it is not."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
 
 
 def _until(terminal: int, text: str) -> str:

@@ -290,7 +290,7 @@ def test_ddp_goes_on_from_another_wrapper_and_back(
     whole = runs["fsdp2", 2, "sharded"]
     overrides = ["shard=ddp", "shard.explain=true", "launch.ranks=2", "checkpoint.every=5"]
     ddp = _resume_from_half(whole, tmp_path / "ddp", settings, *overrides)
-    assert "model.layers.0-1  LlamaDecoderLayer" in ddp.out
+    assert "model.layers.0-1  LlamaDecoderLayer" in ddp.err
     assert ddp.losses == pytest.approx(whole.losses[10:], abs=1e-5)
     assert verify(ddp.checkpoint).is_sound
     half = f"resume={ddp.run_dir}/checkpoints/step-00000015"
