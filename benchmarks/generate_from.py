@@ -147,7 +147,7 @@ def main(name: str, source: str, *arguments: str) -> None:
     from transformers import LlamaForCausalLM  # noqa: F401 - so that imports do not count in what loading takes
 
     if name == "ours":
-        import fsdp_shard.inference.placement  # noqa: F401
+        import fsdp_shard.inference.placement  # noqa: F401 - likewise
     start, anonymous = time.perf_counter(), _status("RssAnon")
     model = WAYS[name](source, *arguments)
     found = {"token": first_token(model), "seconds": time.perf_counter() - start}

@@ -139,7 +139,7 @@ class Training:
 
     def dcp_async(self) -> Callable[[], None]:
         future = dcp.async_save(self.state_dict(), checkpoint_id=self.work / "dcp", process_group=self.group)
-        return lambda: future.result() and None  # type: ignore[union-attr]
+        return lambda: future.result() and None  # type: ignore[union-attr]  # a Future, as no staging is asked for
 
     def dcp_sync(self) -> Callable[[], None]:
         dcp.save(self.state_dict(), checkpoint_id=self.work / "dcp")
@@ -230,7 +230,7 @@ def measure(context: DistributedContext, work: Path, size: str, steps: int, repe
     training = Training(context, work, size, steps)
     stall = Stall(training)
     behind = {"asynchronous": True, "layout": "sharded"}
-    training.savers[json.dumps(behind)] = training._open(CheckpointConfig(**behind))  # type: ignore[arg-type]
+    training.savers[json.dumps(behind)] = training._open(CheckpointConfig(**behind))  # type: ignore[arg-type]  # values of several types
     stall.watch(training)
     runs: dict[str, Callable[[], Callable[[], None]]] = {
         "nothing": lambda: _nothing,
@@ -263,7 +263,7 @@ def measure(context: DistributedContext, work: Path, size: str, steps: int, repe
             note(f"run: {name}", training.run(stall.of(save)))
             note(f"stall: {name}", stall.seconds)
         for name, write in saves.items():
-            note(f"save: {name}", training.timed(write))  # type: ignore[arg-type]
+            note(f"save: {name}", training.timed(write))  # type: ignore[arg-type]  # what it returns is not used
         for layout in ("sharded", "gathered"):
             training.fresh()
             note(f"memory: {layout}", extra_memory(saves[layout]))

@@ -84,7 +84,7 @@ def trainer(network: Any, data: Any, dtype: str, steps: int, log: str, **argumen
 
     record = StepLog(log)
 
-    class Steps(TrainerCallback):  # type: ignore[misc]
+    class Steps(TrainerCallback):  # type: ignore[misc]  # untyped in transformers
         def on_step_end(self, *_: Any, **__: Any) -> None:
             record.step()
 

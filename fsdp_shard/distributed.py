@@ -116,7 +116,8 @@ class DistributedContext:
 
         Errors of ours and of the operating system are raised on every rank.
         """
-        return self.broadcast_object(self.together(lambda: work() if self.is_main else None))  # type: ignore[no-any-return]
+        value: T = self.broadcast_object(self.together(lambda: work() if self.is_main else None))
+        return value
 
     def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
         """The element-wise `sum`, `max` or `min` of `values` over the ranks, in double precision."""

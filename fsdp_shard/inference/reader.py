@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -31,7 +32,7 @@ class TensorReader:
 
     def fill_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
         """`fill` each, several at once; the first error is raised once none of them is being written to any more."""
-        self._together([lambda name=name, out=out: self.fill(name, out) for name, out in wanted])  # type: ignore[misc]
+        self._together([partial(self.fill, name, out) for name, out in wanted])
 
     def bring_in(self, pages: Sequence[FilePages]) -> None:
         """Have `pages` in memory."""
