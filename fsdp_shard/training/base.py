@@ -157,12 +157,14 @@ def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> 
 
 
 def check_held_out(config: TrainConfig, data: DataConfig, prefix: str = "train.") -> None:
-    """Raise ConfigError when the run is to stop by evaluations and there is no text to make them on."""
-    if config.patience is not None and data.eval_path is None and not data.eval_fraction:
-        raise ConfigError(
-            f"{prefix}patience={config.patience} needs held-out text to evaluate on; give data.eval_path or "
-            f"data.eval_fraction."
-        )
+    """Raise ConfigError when a setting asks for evaluations and there is no text to make them on."""
+    if data.eval_path is not None or data.eval_fraction:
+        return
+    for name in ("patience", "eval_every", "eval_windows"):
+        if value := getattr(config, name):
+            raise ConfigError(
+                f"{prefix}{name}={value} needs held-out text to evaluate on; give data.eval_path or data.eval_fraction."
+            )
 
 
 def _what_fits(size: int, unit: int, prefix: str) -> str:

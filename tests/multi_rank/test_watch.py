@@ -113,6 +113,8 @@ def test_what_else_is_written(settings: list[str], tmp_path: Path) -> None:
         (["train.profile=[0]"], "train.profile=[0] names step 0"),
         (["train.trackers=[tensorbord]"], "did you mean tensorboard?"),
         (["train.patience=2", "train.eval_every=5", "data.eval_path=null"], "needs held-out text"),
+        (["train.eval_every=5", "data.eval_path=null"], "train.eval_every=5 needs held-out text"),
+        (["train.eval_windows=5", "data.eval_path=null"], "train.eval_windows=5 needs held-out text"),
     ],
 )
 def test_settings_that_would_do_nothing(settings: list[str], tmp_path: Path, overrides: list[str], words: str) -> None:
