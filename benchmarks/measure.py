@@ -66,19 +66,22 @@ def side_by_side(
 ) -> dict[str, Cost]:
     """The medians of each command, all run once in each of `repeats` rounds, so that noise meets all of them.
 
+    Each round begins with another command: a process that frees much memory leaves the next one pages that cost less.
+
     `target`, which the commands write, is deleted before and after each run; what is left to be written to the disk is
     written before the clock starts. `source` is read once, so that it lies in the page cache, and everything else
     beside `target` is put out of it: where memory is full of old files, each new page has to be wrung from them.
     """
     forget(target.parent)
     found: dict[str, list[Cost]] = {name: [] for name in commands}
-    for _ in range(repeats):
-        for name, command in commands.items():
+    for number in range(repeats):
+        turn = number % len(commands)
+        for name in [*list(commands)[turn:], *list(commands)[:turn]]:
             shutil.rmtree(target, ignore_errors=True)
             if source is not None:
                 warm(source)
             os.sync()
-            found[name].append(run(command))
+            found[name].append(run(commands[name]))
     shutil.rmtree(target, ignore_errors=True)
     return {name: _median(costs) for name, costs in found.items()}
 

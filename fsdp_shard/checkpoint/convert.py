@@ -22,7 +22,7 @@ from fsdp_shard.checkpoint.carry import carry, side_bytes, side_files
 from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, torch_name
 from fsdp_shard.checkpoint.formats.dcp_layout import METADATA
 from fsdp_shard.checkpoint.formats.registry import recognise, writer
-from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
+from fsdp_shard.checkpoint.index import Span, TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.layout import INDEX_FILE, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
 from fsdp_shard.checkpoint.merge import open_weights
@@ -132,10 +132,18 @@ def plan_conversion(index: TensorIndex, settings: ConvertConfig, aliases: Mappin
     kept = [entry for name, entry in index.tensors.items() if name not in aliases]
     specs = [_target_spec(entry.spec, settings.dtype) for entry in kept]
     limit = parse_size(settings.max_shard_size, "max_shard_size")
-    request = WriteRequest(limit, settings.ranks, index.step, aliases, settings.nest)
+    phases = {spec.name: spans[0].start for spec in specs if (spans := _copied(index, spec))}
+    request = WriteRequest(limit, settings.ranks, index.step, aliases, settings.nest, phases)
     target = writer(settings.format).plan(specs, request)
     moves = [Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs]
     return ConversionPlan(target, tuple(moves), aliases)
+
+
+def _copied(index: TensorIndex, target: TensorSpec) -> list[Span] | None:
+    """Where the first element of a tensor lies that keeps its dtype."""
+    if target.dtype != index.tensors[target.name].dtype or not target.num_elements:
+        return None
+    return index.spans(target.name, 0, 1)
 
 
 def _ties(index: TensorIndex, format: str) -> dict[str, str]:

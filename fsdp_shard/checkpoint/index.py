@@ -80,6 +80,15 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """A range of bytes of a file."""
+
+    file: str
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Extra:
     """Tensors that lie in a checkpoint beside the weights: how many, and their logical bytes."""
 
@@ -169,6 +178,24 @@ class TensorIndex:
         for piece in self._touched(entry, start, start + count):
             self._read_piece(entry, piece, start, view)
 
+    def spans(self, name: str, start: int, stop: int) -> list[Span] | None:
+        """Where the bytes of the flat elements [start, stop) of `name` lie, in order.
+
+        None where they must be decoded, or lie in so many short runs that they are better read into memory.
+        """
+        entry = self.entry(name)
+        size, found = dtypes.itemsize(entry.dtype), []
+        for piece in self._touched(entry, start, stop):
+            if piece.codec is not None or not _has_long_runs(entry, piece):
+                return None
+            for at, inside, number in boxes.runs(entry.shape, piece.offsets, piece.shape, start, stop):
+                found.append((at, Span(piece.file, piece.start + inside * size, number * size)))
+        return [span for _, span in sorted(found, key=lambda run: run[0])]
+
+    def copy(self, span: Span, target: int, at: int) -> None:
+        """Copy the bytes of `span` to byte `at` of the open file `target`, without a way through our memory."""
+        self._files.copy(span.file, span.start, span.num_bytes, target, at)
+
     def _touched(self, entry: TensorEntry, start: int, stop: int) -> Sequence[Piece]:
         """The pieces that may hold elements of [start, stop); found by bisection where all are flat ranges."""
         if len(entry.pieces) == 1:
@@ -185,8 +212,7 @@ class TensorIndex:
     def _read_piece(self, entry: TensorEntry, piece: Piece, start: int, view: memoryview) -> None:
         size = dtypes.itemsize(entry.dtype)
         stop = start + len(view) // size
-        is_one_run = boxes.is_contiguous(entry.shape, piece.shape)
-        if is_one_run or boxes.run_elements(entry.shape, piece.shape) * size >= _SHORT_RUN_BYTES:
+        if _has_long_runs(entry, piece):
             for at, inside, count in boxes.runs(entry.shape, piece.offsets, piece.shape, start, stop):
                 self._fill(piece, size, inside, view[(at - start) * size : (at - start + count) * size])
         else:
@@ -322,6 +348,12 @@ class TensorIndex:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _has_long_runs(entry: TensorEntry, piece: Piece) -> bool:
+    if boxes.is_contiguous(entry.shape, piece.shape):
+        return True
+    return boxes.run_elements(entry.shape, piece.shape) * dtypes.itemsize(entry.dtype) >= _SHORT_RUN_BYTES
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

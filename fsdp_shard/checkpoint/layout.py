@@ -10,14 +10,14 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.boxes import Box
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, row_elements
 from fsdp_shard.checkpoint.files import parse_json
-from fsdp_shard.checkpoint.header import build_header
+from fsdp_shard.checkpoint.header import PAGE_BYTES, PAGED_BYTES, build_header
 from fsdp_shard.errors import CheckpointError
 
 SHARD_FORMAT_VERSION = 1
@@ -59,6 +59,7 @@ class WriteRequest:
     """What a format is asked to write. Each takes what it knows of; `ConvertConfig.check` refuses the rest.
 
     `ranks` None means that the user named no number; `nest` is a key to put the tensors under (`model`).
+    `phases` says at which byte a tensor begins that will be copied from a file as it is (see `build_header`).
     """
 
     max_shard_bytes: int | None
@@ -66,6 +67,7 @@ class WriteRequest:
     step: int | None
     aliases: Mapping[str, str]
     nest: str | None = None
+    phases: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def plan_gathered(
     max_shard_bytes: int | None,
     aliases: Mapping[str, str] | None = None,
     single_file: str = SINGLE_FILE,
+    phases: Mapping[str, int] | None = None,
 ) -> tuple[list[FilePlan], bytes | None]:
     """Files of a Hugging Face directory, and the content of `model.safetensors.index.json` if there are several.
 
@@ -101,7 +104,7 @@ def plan_gathered(
         name = single_file if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         kept = {spec.name for spec in group}
         tied = {alias: target for alias, target in (aliases or {}).items() if target in kept}
-        plans.append(_plan_file(name, group, {"format": "pt", **tied}))
+        plans.append(_plan_file(name, group, {"format": "pt", **tied}, phases or {}))
     if len(plans) == 1:
         return plans, None
     weight_map = {name: plan.name for plan in plans for name in plan.tensors}
@@ -112,12 +115,13 @@ def plan_gathered(
 
 def _split(specs: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[list[TensorSpec]]:
     groups: list[list[TensorSpec]] = [[]]
-    used = 0
+    padding = PAGE_BYTES if max_shard_bytes is not None and max_shard_bytes >= PAGED_BYTES else 0
+    used = padding
     for spec in specs:
         size = spec.num_bytes + _entry_bytes(spec)
         if groups[-1] and max_shard_bytes is not None and used + size > max_shard_bytes:
             groups.append([])
-            used = 0
+            used = padding
         groups[-1].append(spec)
         used += size
     return groups
@@ -128,10 +132,13 @@ def _entry_bytes(spec: TensorSpec) -> int:
     return len(json.dumps(spec.name, ensure_ascii=False).encode()) + 22 * len(spec.shape) + 96
 
 
-def _plan_file(name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> FilePlan:
+def _plan_file(
+    name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str], phases: Mapping[str, int]
+) -> FilePlan:
     # Wide types first keeps every tensor aligned to its own element, whatever is mixed; else the order stays.
     ordered = sorted(specs, key=lambda spec: -itemsize(spec.dtype))
-    header, offsets = build_header(ordered, metadata)
+    phase = phases.get(ordered[0].name, 0) if ordered else 0
+    header, offsets = build_header(ordered, metadata, phase)
     return FilePlan(name, ((0, header),), offsets, len(header) + sum(spec.num_bytes for spec in ordered))
 
 
@@ -144,6 +151,7 @@ def plan_sharded(
     save: str = "",
     aliases: Mapping[str, str] | None = None,
     boxes: Mapping[str, Box] | None = None,
+    phases: Mapping[str, int] | None = None,
 ) -> FilePlan:
     """The file of one rank: `pieces` are (tensor, flat element start, number of elements), one per tensor.
     `boxes` has those that are no flat range.
@@ -173,7 +181,8 @@ def plan_sharded(
         "tensors": ranges,
     }
     metadata = {"format": "pt", SHARD_KEY: json.dumps(document, separators=(",", ":"), ensure_ascii=False)}
-    return _plan_file(shard_name(rank, world_size), specs, metadata)
+    begins = {spec.name: (phases or {}).get(spec.name, 0) + start * itemsize(spec.dtype) for spec, start, _ in pieces}
+    return _plan_file(shard_name(rank, world_size), specs, metadata, begins if phases else {})
 
 
 def stored_shape(shape: tuple[int, ...], start: int, count: int) -> tuple[int, ...]:

@@ -1,29 +1,34 @@
 """Moves tensors from an index into planned files: read a range, cast it if asked, hash it, write it. Streams.
 
-A step holds at most a few MiB in reused buffers, whatever the size of a tensor. torch is imported only to cast.
+Bytes that stay as they are, in long runs, are copied by the kernel, as `cp` does, and read only to be hashed. A step
+holds at most a few MiB in reused buffers, whatever the size of a tensor. torch is imported only to cast.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import cycle
 from pathlib import Path
 from typing import TypeVar
 
 from fsdp_shard.checkpoint.atomic import fsync_file, naming, start_writeback
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.files import Handles, pwrite_all
-from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.header import PAGE_BYTES
+from fsdp_shard.checkpoint.index import Span, TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
 from fsdp_shard.checkpoint.layout import Extent, FilePlan
 from fsdp_shard.errors import CheckpointError
 
-NUM_THREADS = 2  # one reads while the other writes (docs/decisions.md)
-_JOB_BYTES = 32 << 20
+NUM_THREADS = 2
+_AHEAD = 4  # pieces read while one is written
+_COPY_BYTES = 32 << 20  # of a piece that is copied
+_PART_BYTES = 1 << 20  # of it that goes on its way to the disk at once
 
 Progress = Callable[[int], None]
 T = TypeVar("T")
@@ -39,12 +44,17 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """The flat elements [start, stop) of one move; begins and ends at chunk borders of both source and target."""
+class _Piece:
+    """Bytes of the target of `move`, from byte `start` on: `data`, or those that lie in `spans` of the source.
+
+    `data` is good until _AHEAD more pieces are made.
+    """
 
     move: Move
     start: int
-    stop: int
+    num_bytes: int
+    data: memoryview | None = None
+    spans: Sequence[Span] = ()
 
 
 def move_tensors(
@@ -67,18 +77,13 @@ def move_tensors(
     digests = {move.target.name: [b""] * num_chunks(move.target.num_bytes) for move in moves}
     for plan in plans:
         create_file(root, plan)
-    handles = Handles(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
-
-    def work(jobs: Iterator[_Job]) -> None:
-        mover = _Mover(index, handles, expected, digests, sync)
-        for job in jobs:
-            mover.run(job)
-            progress((job.stop - job.start) * itemsize(job.move.target.dtype))
-
+    writer = _Writer(index, root, sync)
     try:
-        in_threads(work, _apart(list(_jobs(moves))))
+        for piece in _ahead(_Reader(index, expected, digests).pieces(moves)):
+            writer.write(piece)
+            progress(piece.num_bytes)
     finally:
-        handles.close()
+        writer.close()
     if sync:
         in_threads(_sync, [root / plan.name for plan in plans])
     return digests
@@ -149,20 +154,23 @@ def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> Non
 _END = object()
 
 
-def _jobs(moves: Sequence[Move]) -> Iterator[_Job]:
-    for move in moves:
-        step = _step_elements(move)
-        total = move.target.num_elements
-        many = max(_JOB_BYTES // (step * itemsize(move.target.dtype)), 1) * step
-        for start in range(0, total, many):
-            yield _Job(move, start, min(start + many, total))
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """`items` in order, made by a thread while the caller is busy: one reads and the other writes.
+
+    Two that do both wait for each other at every file that both write (docs/decisions.md).
+    """
+    pool = ThreadPoolExecutor(1)
+    try:
+        made = deque(pool.submit(next, items, _END) for _ in range(_AHEAD))
+        while (item := made.popleft().result()) is not _END:
+            made.append(pool.submit(next, items, _END))
+            yield item  # type: ignore[misc]  # not _END, so a T
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _apart(jobs: Sequence[_Job]) -> list[_Job]:
-    """The jobs of the first and of the second half by turns: two threads at one file wait for each other's writes."""
-    half = max(-(-len(jobs) // NUM_THREADS), 1)
-    turns = zip_longest(*(jobs[start : start + half] for start in range(0, len(jobs), half)))
-    return [job for turn in turns for job in turn if job is not None]
+def _is_cast(move: Move) -> bool:
+    return move.target.dtype != move.source_dtype
 
 
 def _step_elements(move: Move) -> int:
@@ -170,40 +178,50 @@ def _step_elements(move: Move) -> int:
     return CHUNK_BYTES // min(itemsize(move.source_dtype), itemsize(move.target.dtype))
 
 
-class _Mover:
-    """One thread's buffers."""
+class _Reader:
+    """Reads, checks, casts and hashes what is to be written, in pieces of whole chunks."""
 
     def __init__(
-        self,
-        index: TensorIndex,
-        handles: Handles,
-        expected: Mapping[str, Sequence[str]],
-        digests: dict[str, list[bytes]],
-        sync: bool,
+        self, index: TensorIndex, expected: Mapping[str, Sequence[str]], digests: dict[str, list[bytes]]
     ) -> None:
-        self._index, self._handles, self._expected, self._digests = index, handles, expected, digests
-        self._sync = sync
-        self._source = memoryview(bytearray(CHUNK_BYTES))
-        self._target = memoryview(bytearray(CHUNK_BYTES))
+        self._index, self._expected, self._digests = index, expected, digests
+        self._source = _Buffer()  # of what is not to be written as it is
+        self._ring = cycle([_Buffer() for _ in range(_AHEAD + 1)])  # of what is to be written
 
-    def run(self, job: _Job) -> None:
-        move, step = job.move, _step_elements(job.move)
+    def pieces(self, moves: Iterable[Move]) -> Iterator[_Piece]:
+        for move in moves:
+            step, total = _step_elements(move), move.target.num_elements
+            size = itemsize(move.target.dtype)
+            many = max(_COPY_BYTES // (step * size), 1) * step
+            for first in range(0, total, many):
+                last = min(first + many, total)
+                spans = None if _is_cast(move) else self._index.spans(move.target.name, first, last)
+                if spans is not None and not _page_for_page(move, first * size, spans):
+                    spans = None
+                starts = range(first, last, step)
+                if spans is None:
+                    for start in starts:
+                        data = self._read(move, start, min(step, last - start), next(self._ring))
+                        yield _Piece(move, start * size, len(data), data)
+                else:
+                    for start in starts:
+                        self._read(move, start, min(step, last - start), self._source)
+                    yield _Piece(move, first * size, (last - first) * size, spans=spans)
+
+    def _read(self, move: Move, start: int, count: int, buffer: _Buffer) -> memoryview:
+        """What is to be written for `count` elements from `start` on, in `buffer`."""
         name, size = move.target.name, itemsize(move.source_dtype)
-        for start in range(job.start, job.stop, step):
-            count = min(step, job.stop - start)
-            if count * size > len(self._source):
-                self._source = memoryview(bytearray(step * size))
-            data = self._source[: count * size]
-            self._index.read_into(name, start, data)
+        is_cast = _is_cast(move)
+        data = (self._source if is_cast else buffer).take(count * size)
+        self._index.read_into(name, start, data)
+        found = _chunks(data)
+        self._check(name, start * size // CHUNK_BYTES, found)
+        if is_cast:
+            data = self._cast(move, data, buffer.take(count * itemsize(move.target.dtype)))
             found = _chunks(data)
-            self._check(name, start * size // CHUNK_BYTES, found)
-            if move.target.dtype != move.source_dtype:
-                data = self._cast(move, data, count)
-                found = _chunks(data)
-            at = start * itemsize(move.target.dtype)
-            first = at // CHUNK_BYTES
-            self._digests[name][first : first + len(found)] = found
-            self._write(move.extents, at, data)
+        first = start * itemsize(move.target.dtype) // CHUNK_BYTES
+        self._digests[name][first : first + len(found)] = found
+        return data
 
     def _check(self, name: str, first: int, found: Sequence[bytes]) -> None:
         expected = self._expected.get(name)
@@ -216,13 +234,9 @@ class _Mover:
                     f"{self._index.root}: the checkpoint is damaged, so it is not converted."
                 )
 
-    def _cast(self, move: Move, data: memoryview, count: int) -> memoryview:
+    def _cast(self, move: Move, data: memoryview, out: memoryview) -> memoryview:
         import torch
 
-        num_bytes = count * itemsize(move.target.dtype)
-        if num_bytes > len(self._target):
-            self._target = memoryview(bytearray(_step_elements(move) * itemsize(move.target.dtype)))
-        out = self._target[:num_bytes]
         source = torch.frombuffer(data, dtype=to_torch(move.source_dtype))
         cast = torch.frombuffer(out, dtype=to_torch(move.target.dtype)).copy_(source)
         if not cast.isfinite().all():
@@ -237,16 +251,71 @@ class _Mover:
                 f"large for {target} and would become infinite; choose another dtype, such as bfloat16 or float32."
             )
 
-    def _write(self, extents: Sequence[Extent], at: int, data: memoryview) -> None:
-        stop = at + len(data)
-        for extent in extents:
+
+def _page_for_page(move: Move, at: int, spans: Sequence[Span]) -> bool:
+    """Whether the bytes from `at` on, which lie in `spans`, go to the same bytes of pages as they come from.
+
+    Copying others takes the kernel half as long again, and reading and writing them does not.
+    """
+    for span in spans:
+        place = next(extent.offset + at - extent.start for extent in move.extents if extent.start <= at < extent.stop)
+        if (span.start - place) % PAGE_BYTES:
+            return False
+        at += span.num_bytes
+    return True
+
+
+class _Buffer:
+    """Memory that is used again, and grows to what is asked of it."""
+
+    def __init__(self) -> None:
+        self._view = memoryview(bytearray(CHUNK_BYTES))
+
+    def take(self, num_bytes: int) -> memoryview:
+        if num_bytes > len(self._view):
+            self._view = memoryview(bytearray(num_bytes))
+        return self._view[:num_bytes]
+
+
+class _Writer:
+    """Puts pieces in their places in the files of `root`."""
+
+    def __init__(self, index: TensorIndex, root: Path, sync: bool) -> None:
+        self._index, self._root, self._sync = index, root, sync
+        self._handles = Handles(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
+
+    def write(self, piece: _Piece) -> None:
+        if piece.data is not None:
+            self._put(piece, piece.start, piece.data)
+            return
+        at = piece.start
+        for span in piece.spans:
+            for part in _parts(span):
+                self._put(piece, at, part)
+                at += part.num_bytes
+
+    def _put(self, piece: _Piece, at: int, data: memoryview | Span) -> None:
+        """Write `data`, which begins at byte `at` of the tensor, to wherever its extents are."""
+        stop = at + (data.num_bytes if isinstance(data, Span) else len(data))
+        for extent in piece.move.extents:
             low, high = max(at, extent.start), min(stop, extent.stop)
             if low < high:
                 offset = extent.offset + low - extent.start
-                with self._handles.use(extent.file) as handle:
-                    pwrite_all(handle, offset, data[low - at : high - at])
+                with self._handles.use(extent.file) as handle, naming(self._root / extent.file):
+                    if isinstance(data, Span):
+                        self._index.copy(Span(data.file, data.start + low - at, high - low), handle, offset)
+                    else:
+                        pwrite_all(handle, offset, data[low - at : high - at])
                     if self._sync:
                         start_writeback(handle, offset, high - low)
+
+    def close(self) -> None:
+        self._handles.close()
+
+
+def _parts(span: Span) -> Iterator[Span]:
+    for skip in range(0, span.num_bytes, _PART_BYTES):
+        yield Span(span.file, span.start + skip, min(_PART_BYTES, span.num_bytes - skip))
 
 
 def _chunks(data: memoryview) -> list[bytes]:

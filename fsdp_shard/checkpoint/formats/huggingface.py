@@ -49,7 +49,7 @@ def read(path: Path) -> TensorIndex:
 
 def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
     """A directory with `model.safetensors`, or with several files of at most `max_shard_bytes` and their index."""
-    files, index = layout.plan_gathered(specs, request.max_shard_bytes, request.aliases)
+    files, index = layout.plan_gathered(specs, request.max_shard_bytes, request.aliases, phases=request.phases)
     starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
     extents = {spec.name: (Extent(0, spec.num_bytes, *starts[spec.name]),) for spec in specs}
     return TargetPlan(tuple(files), extents, {layout.INDEX_FILE: index} if index else {}, "gathered", 1)
