@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test faults check lint docs coverage bench-convert bench-train bench-save bench-inference clean
+.PHONY: help install demo test faults models check lint docs coverage bench-convert bench-train bench-save bench-inference clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
 	@echo "make demo      fine-tune, convert, evaluate and generate with a real model, in a few minutes"
 	@echo "make test      what CI runs: lint, types, tests"
 	@echo "make faults    kills, power cuts, failing disks, hostile files: many more than in make test (25 minutes)"
+	@echo "make models    dispatch each of MODELS=DIR:DIR under every map, beside transformers (minutes for each)"
 	@echo "make lint      repair formatting, and what ruff can"
 	@echo "make docs      write docs/config.md anew from the settings in the code"
 	@echo "make coverage  the tests again, with the lines that none of them runs"
@@ -33,6 +34,10 @@ test check: $(STAMP)
 
 faults: $(STAMP)
 	@FAULTS=long $(VENV)/bin/python -m pytest -q -s --timeout 1500 tests/faults
+
+models: $(STAMP)
+	@test -n "$(MODELS)" || { echo "make models needs MODELS=DIR:DIR, directories of models to dispatch" >&2; exit 2; }
+	@MODELS="$(MODELS)" $(VENV)/bin/python -m pytest -q --timeout 900 tests/inference/test_families.py -k real
 
 lint: $(STAMP)
 	@scripts/lint

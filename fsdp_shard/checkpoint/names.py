@@ -48,6 +48,29 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
     return {name: found[name] for name in shapes if name in found}
 
 
+def untie(model: PreTrainedModel, index: TensorIndex) -> None:
+    """Give `model`, on meta, a parameter of its own for each tied name that `index` holds other values for.
+
+    Only where the class of the config ties whatever it is told, as T5's does for models whose output head was trained
+    apart: the stored values then decide, as in `from_pretrained`. Elsewhere `match_names` refuses the contradiction.
+    """
+    for alias, kept in tied_names(model).items():
+        stored = _distinct(index, [name for name in (kept, alias) if name in index.tensors or name in index.aliases])
+        if len(stored) == 2 and not index.same_bytes(*stored) and _always_ties(model):
+            owner, _, name = alias.rpartition(".")
+            tied = model.get_parameter(kept)
+            own = type(tied)(tied.detach().clone(), requires_grad=tied.requires_grad)
+            model.get_submodule(owner)._parameters[name] = own
+            model.all_tied_weights_keys.pop(alias, None)
+
+
+def _always_ties(model: PreTrainedModel) -> bool:
+    """Whether the class of the model's config leaves it no word in what is tied."""
+    config = model.config
+    told = type(config).from_dict({**config.to_dict(), "tie_word_embeddings": False})
+    return bool(told.tie_word_embeddings)
+
+
 def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """Model name -> the names in `index` that mean it."""
     from transformers.conversion_mapping import get_model_conversion_mapping

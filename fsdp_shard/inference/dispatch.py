@@ -86,12 +86,13 @@ def dispatch(
     a `share`, this is one of several ranks that each hold the model.
     """
     from fsdp_shard.checkpoint.merge import open_weights
-    from fsdp_shard.checkpoint.names import match_names
+    from fsdp_shard.checkpoint.names import match_names, untie
     from fsdp_shard.inference.machine import check_devices, free_cpu_bytes
     from fsdp_shard.inference.placement import Spare, place
 
     index = open_weights(source.weights)
     model = _build(config, _dtype(settings.dtype, index), settings.trust_remote_code)
+    untie(model, index)
     stored = match_names(model, index)
     blocks, plan = plan_dispatch(model, settings, room, share)
     check_devices([*plan.devices.values(), plan.main])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from fsdp_shard import models
 from fsdp_shard.blocks import Block
@@ -63,6 +64,7 @@ def place(
     _Placement(model, plan, reader, stored, spare).run(blocks, quantise)
     reader.release()
     _move_inputs(model, blocks, plan)
+    _name_device(model, main)
 
 
 def _fill_buffers(model: nn.Module, device: torch.device, reader: TensorReader, stored: Mapping[str, str]) -> None:
@@ -192,6 +194,19 @@ def _slots(module: nn.Module, direct: bool) -> Iterator[tuple[nn.Module, str, nn
         for name, param in owner._parameters.items():
             if param is not None:
                 yield owner, name, param
+
+
+def _name_device(model: nn.Module, main: torch.device) -> None:
+    """Let `.device` be `main` where the first parameter is streamed, and so on meta between its passes.
+
+    transformers takes it for where to make tensors of its own (the first tokens of a decoder), and it is a property, so
+    each such model gets a class like its own.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.device.type == "meta":
+            cls = type(module)
+            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+            module.__class__ = type(cls.__name__, (cls,), {**names, "device": property(lambda _: main)})
 
 
 def _move_inputs(model: nn.Module, blocks: Sequence[Block], plan: DevicePlan) -> None:

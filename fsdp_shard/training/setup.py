@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from fsdp_shard.blocks import no_split_blocks, tied_names
 from fsdp_shard.checkpoint.carry import carry
 from fsdp_shard.checkpoint.merge import open_weights
-from fsdp_shard.checkpoint.names import match_names
+from fsdp_shard.checkpoint.names import match_names, untie
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.checkpoint.state import load_shards
 from fsdp_shard.data.base import DataConfig, check_tokenizer
@@ -129,10 +129,10 @@ def load_sharded(
     CheckpointError, on all ranks, when model, weights and adapter do not fit each other.
     """
     model = context.together(lambda: _on_meta(config, source))
-    blocks = no_split_blocks(model, shard.blocks)
-    aliases = tied_names(model)
     added: Adapter | None = None
     with context.together(lambda: open_weights(source.weights)) as index:
+        context.together(lambda: untie(model, index))
+        blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
         names = context.together(lambda: match_names(model, index))
         if isinstance(adapter, LoraConfig):
             base = Base(base_path(config, source), context.decide(lambda: fingerprint(index)))

@@ -12,22 +12,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPTNeoXConfig,
-    MixtralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fsdp_shard.blocks import tied_names
 from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.state import RunState, save_step
+from fsdp_shard.checkpoint.store import Store
+from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
 from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.models import ModelSource
+from fsdp_shard.training.setup import side_files
 from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
+from tests.ranks import on_ranks
+from tests.sharded import WRAPPERS, sharded
 from tests.tiny import llama, save_model, token_batch
 
 IDS = token_batch(0, rows=2, length=9)
@@ -42,19 +40,6 @@ MAPS: dict[str, dict[str, Any]] = {
 }
 
 
-def families() -> dict[str, PreTrainedModel]:
-    """Architectures that differ in what a device map meets: biases, fused projections, parallel residuals, ties."""
-    small = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
-    configs = {
-        "gpt2": GPT2Config(vocab_size=257, n_embd=24, n_layer=3, n_head=2, n_positions=64),
-        "qwen2": Qwen2Config(**small, **heads),
-        "neox": GPTNeoXConfig(**small, num_attention_heads=2, max_position_embeddings=64),
-    }
-    torch.manual_seed(1)
-    return {name: AutoModelForCausalLM.from_config(config) for name, config in configs.items()}
-
-
 def logits(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=IDS).logits.clone()
@@ -67,15 +52,36 @@ def plain(path: Path, dtype: str = "float32") -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def sources(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The tiny model as transformers wrote it, in several files, and as 2 and 3 ranks write it."""
+    """The tiny model as transformers wrote it, in several files, and as 2 and 8 ranks that train it save it."""
     root = tmp_path_factory.mktemp("formats")
     convert(tiny_model, root / "pieces", max_shard_size="60kB")
-    convert(tiny_model, root / "two", format="sharded", ranks=2)
-    convert(tiny_model, root / "three", format="sharded", ranks=3)
-    return {"one file": tiny_model, "pieces": root / "pieces", "2 ranks": root / "two", "3 ranks": root / "three"}
+    found = {"one file": tiny_model, "pieces": root / "pieces"}
+    for ranks in (2, 8):
+        directory = root / str(ranks)
+        on_ranks(ranks, _save, directory, tiny_model)
+        found |= {f"{ranks} ranks": directory / "sharded", f"gathered by {ranks}": directory / "gathered"}
+        found[f"dcp of {ranks}"] = directory / "dcp"
+        shutil.copytree(tiny_model, directory / "dcp", ignore=shutil.ignore_patterns("model*"), dirs_exist_ok=True)
+    return found
 
 
-@pytest.mark.parametrize("format", ["one file", "pieces", "2 ranks", "3 ranks"])
+def _save(context: DistributedContext, directory: Path, model_dir: Path) -> None:
+    """The tiny model, sharded over the ranks, saved in both layouts and by torch."""
+    model = sharded(WRAPPERS["fsdp2"](param_dtype="float32"), context)
+    state = RunState(
+        model.local_shards(), tied_names(llama()), side_files=side_files(ModelSource(model_dir), "float32")
+    )
+    for layout in ("sharded", "gathered"):
+        save_step(context, Store(directory / layout / "checkpoints"), 1, state, layout=layout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model.module.state_dict()}, checkpoint_id=directory / "dcp")
+
+
+SOURCES = ("one file", "pieces", "2 ranks", "8 ranks", "gathered by 2", "gathered by 8", "dcp of 2", "dcp of 8")
+
+
+@pytest.mark.parametrize("format", SOURCES)
 @pytest.mark.parametrize("wanted", list(MAPS))
 def test_logits_are_those_of_the_plain_model(sources: dict[str, Path], format: str, wanted: str) -> None:
     model = load_dispatched(sources[format], **MAPS[wanted])
@@ -123,42 +129,6 @@ def test_generate_gives_the_same_tokens(tmp_path: Path, tied: bool, wanted: str)
     model.generation_config.pad_token_id = 0
     expected = reference.generate(IDS, max_new_tokens=12, do_sample=False)
     assert torch.equal(model.generate(IDS, max_new_tokens=12, do_sample=False), expected)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "qwen2", "neox"])
-def test_other_families(tmp_path: Path, family: str) -> None:
-    families()[family].save_pretrained(tmp_path)
-    for wanted in ({"device_map": "cpu"}, {"device_map": "disk"}, {"max_memory": {"cpu": "35kB"}}):
-        assert torch.equal(logits(load_dispatched(tmp_path, **wanted)), logits(plain(tmp_path))), wanted
-
-
-@pytest.mark.parametrize("wanted", ["cpu", "disk"])
-def test_other_kinds_of_models(tmp_path: Path, wanted: str) -> None:
-    config = T5Config(vocab_size=257, d_model=16, d_kv=8, d_ff=20, num_layers=2, num_heads=2, decoder_start_token_id=0)
-    torch.manual_seed(1)
-    expected = T5ForConditionalGeneration(config).eval()
-    expected.save_pretrained(tmp_path)
-    model = load_dispatched(tmp_path, wanted)
-    with torch.no_grad():
-        found = model(input_ids=IDS, decoder_input_ids=IDS[:, :4]).logits
-        assert torch.equal(found, expected(input_ids=IDS, decoder_input_ids=IDS[:, :4]).logits)
-    tokens = model.generate(IDS, max_new_tokens=5, do_sample=False)
-    assert torch.equal(tokens, expected.generate(IDS, max_new_tokens=5, do_sample=False))
-
-
-@pytest.mark.parametrize("wanted", ["cpu", "disk"])
-def test_experts_that_transformers_merges_are_read_from_where_they_lie(tmp_path: Path, wanted: str) -> None:
-    config = MixtralConfig(
-        vocab_size=257, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=3,
-    )  # fmt: skip
-    expected = AutoModelForCausalLM.from_config(config).eval()
-    expected.save_pretrained(tmp_path)
-    with open_checkpoint(tmp_path) as index:
-        assert any("experts.2.w1" in name for name in index.names), "stored one by one"
-    model = load_dispatched(tmp_path, wanted)
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=IDS % 257).logits, expected(input_ids=IDS % 257).logits)
 
 
 @pytest.mark.parametrize("wanted", ["cpu", "disk"])

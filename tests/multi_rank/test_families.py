@@ -1,4 +1,4 @@
-"""Twelve families of models, tiny and random, on two ranks against a plain loop in one process."""
+"""Families of models, tiny and random, on two ranks against a plain loop in one process."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": ("BloomForCausalLM", "bloom", SMALL | {"n_layer": 2, "n_head": 4}),
     "mixtral": ("MixtralForCausalLM", "mixtral", GQA | {"num_local_experts": 4}),
     "t5": ("T5ForConditionalGeneration", "t5", T5),
+    "t5 with a head": ("T5ForConditionalGeneration", "t5", T5 | {"tie_word_embeddings": False}),
     "bert": ("BertForMaskedLM", "bert", BERT),
     "bert classifier": ("BertForSequenceClassification", "bert", BERT | {"num_labels": 3}),
 }
@@ -61,11 +62,11 @@ def data_of(name: str) -> Dataset:
     tokens = np.random.default_rng(1).integers(3, 131, 360)
     if name == "bert":
         return MaskedWindows(tokens, 16, "random", SpecialTokens(2, (0,), (1,), 131), 0.3, SEED)
-    if name in ("t5", "bert classifier"):
+    if name.startswith("t5") or name == "bert classifier":
         lengths = np.random.default_rng(2).integers(6, 15, 30)
         ends = np.cumsum(lengths)
         examples = Examples(tokens, np.ones(len(tokens)), ends, np.full(30, 4), np.arange(30) % 3, "random")
-        if name == "t5":
+        if name.startswith("t5"):
             return Seq2SeqRows(examples, np.arange(30), 16, "", 8, 0)
         return LabelledRows(examples, np.arange(30), 16, "", (2, 0, 1))
     return WindowDataset(tokens, 12, "random")
@@ -81,6 +82,9 @@ def fresh(name: str) -> Any:
     config = AutoConfig.for_model(kind, **values)
     model = getattr(transformers, cls)._from_config(config, attn_implementation=attention(name))
     with torch.no_grad():
+        if values.get("tie_word_embeddings") is False:  # which the class does not obey
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.1)
+            model.all_tied_weights_keys.pop("lm_head.weight")
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)  # so that norms and biases are not all alike
     return model
