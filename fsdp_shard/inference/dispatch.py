@@ -16,7 +16,8 @@ from fsdp_shard.checkpoint.files import has_file
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.errors import CheckpointError, ModelError
 from fsdp_shard.inference.base import DispatchConfig, parse_budgets, parse_device_map
-from fsdp_shard.inference.device_map import DevicePlan, plan_device_map
+from fsdp_shard.inference.device_map import plan_device_map
+from fsdp_shard.inference.device_plan import DevicePlan
 from fsdp_shard.inference.kv_cache import Room, cache_bytes
 from fsdp_shard.inference.quantise import check_stays, make_quantiser, quantised_blocks
 from fsdp_shard.inference.ranks import Share

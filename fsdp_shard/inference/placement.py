@@ -20,7 +20,7 @@ from fsdp_shard import models
 from fsdp_shard.blocks import Block
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.inference.base import Device
-from fsdp_shard.inference.device_map import DevicePlan, device_name
+from fsdp_shard.inference.device_plan import DevicePlan, device_name
 from fsdp_shard.inference.mapping import MappedFiles
 from fsdp_shard.inference.pages import FilePages
 from fsdp_shard.inference.reader import TensorReader

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fsdp_shard.blocks import Block
-    from fsdp_shard.inference.device_map import DevicePlan
+    from fsdp_shard.inference.device_plan import DevicePlan
 
 _GROUP = 32  # weights that share a scale in 4 bits
 

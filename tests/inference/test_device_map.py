@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from fsdp_shard.blocks import Block
 from fsdp_shard.errors import PlanError
 from fsdp_shard.inference.base import Device, parse_budgets
-from fsdp_shard.inference.device_map import DevicePlan, plan_device_map
+from fsdp_shard.inference.device_map import plan_device_map
+from fsdp_shard.inference.device_plan import DevicePlan
 
 
 def block(fqn: str, num_bytes: int, *, direct: bool = False) -> Block:
