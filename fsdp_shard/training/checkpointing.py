@@ -14,7 +14,8 @@ from fsdp_shard.checkpoint.files import has_file
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.manifest import MANIFEST
 from fsdp_shard.checkpoint.optimizer import check_slots, create_state, optimizer_shards
-from fsdp_shard.checkpoint.state import TRAINER, load_shards
+from fsdp_shard.checkpoint.restore import load_shards
+from fsdp_shard.checkpoint.state import TRAINER
 from fsdp_shard.checkpoint.store import CHECKPOINTS, OPTIMIZER, Store, has_optimizer, parse_step
 from fsdp_shard.checkpoint.store import resolve as resolve_step
 from fsdp_shard.errors import CheckpointError, ConfigError

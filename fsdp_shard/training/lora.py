@@ -22,7 +22,7 @@ from fsdp_shard.checkpoint.dtypes import itemsize
 from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.checkpoint.formats import peft as peft_format
 from fsdp_shard.checkpoint.index import open_checkpoint
-from fsdp_shard.checkpoint.state import load_shards
+from fsdp_shard.checkpoint.restore import load_shards
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
 

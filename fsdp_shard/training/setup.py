@@ -15,8 +15,8 @@ from fsdp_shard.blocks import no_split_blocks, tied_names
 from fsdp_shard.checkpoint.carry import carry
 from fsdp_shard.checkpoint.merge import open_weights
 from fsdp_shard.checkpoint.names import match_names, untie
+from fsdp_shard.checkpoint.restore import load_shards
 from fsdp_shard.checkpoint.source import locate
-from fsdp_shard.checkpoint.state import load_shards
 from fsdp_shard.data.base import DataConfig, check_tokenizer
 from fsdp_shard.data.task import MASKED_LM, SpecialTokens, Task
 from fsdp_shard.errors import ConfigError

@@ -21,8 +21,8 @@ import torch
 from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.staging import Staging
-from fsdp_shard.checkpoint.state import OPTIMIZER, RunState, save_step, step_trainer
-from fsdp_shard.checkpoint.store import Store
+from fsdp_shard.checkpoint.state import RunState, save_step, step_trainer
+from fsdp_shard.checkpoint.store import OPTIMIZER, Store
 from fsdp_shard.distributed import DistributedContext, distributed
 from fsdp_shard.shards import LocalShard
 from fsdp_shard.training.saving import Flight

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.optimizer import check_slots, create_state, optimizer_shards
-from fsdp_shard.checkpoint.state import RunState, load_shards, save_step
+from fsdp_shard.checkpoint.restore import load_shards
+from fsdp_shard.checkpoint.state import RunState, save_step
 from fsdp_shard.checkpoint.store import Store
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.distributed import DistributedContext

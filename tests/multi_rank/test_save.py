@@ -14,7 +14,8 @@ from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.optimizer import create_state, optimizer_shards
-from fsdp_shard.checkpoint.state import RunState, load_shards, save_step
+from fsdp_shard.checkpoint.restore import load_shards
+from fsdp_shard.checkpoint.state import RunState, save_step
 from fsdp_shard.checkpoint.store import Store
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, SaveError
@@ -111,7 +112,7 @@ def test_optimizer_state_moves_between_wrappers_and_ranks(
 
 def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -> list[str]:
     """A save that cannot be written on rank 1: what each rank is told, and what is there afterwards."""
-    import fsdp_shard.checkpoint.state as state_module
+    import fsdp_shard.checkpoint.ranges as ranges_module
 
     config = WRAPPERS["fsdp2"](param_dtype="float32")
     model = sharded(config, context)
@@ -127,14 +128,14 @@ def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -
         def no_space(descriptor: int) -> None:
             raise OSError(28, "No space left on device")
 
-        state_module.os.fsync = no_space  # type: ignore[assignment]
+        ranges_module.os.fsync = no_space  # type: ignore[assignment]
     try:
         save_step(context, store, 2, state, layout="sharded")
     except SaveError as error:
         return [str(error), *(f"step {step}" for step in store.steps())]
     finally:
         if context.rank == 1:
-            state_module.os.fsync = real
+            ranges_module.os.fsync = real
     return ["no error"]
 
 

@@ -12,7 +12,8 @@ from transformers import GPT2Config, LlamaForCausalLM, MixtralConfig
 
 from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.index import open_checkpoint
-from fsdp_shard.checkpoint.state import RunState, load_shards, save_step
+from fsdp_shard.checkpoint.restore import load_shards
+from fsdp_shard.checkpoint.state import RunState, save_step
 from fsdp_shard.checkpoint.store import Store
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError

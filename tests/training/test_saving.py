@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint.checks.step import check_content
 from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.optimizer import optimizer_shards
-from fsdp_shard.checkpoint.state import load_shards
+from fsdp_shard.checkpoint.restore import load_shards
 from fsdp_shard.checkpoint.store import Store
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError

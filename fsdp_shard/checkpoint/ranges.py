@@ -1,0 +1,164 @@
+"""What one rank writes of a step: its ranges of files that several ranks fill, hashed on their way to the disk.
+
+Local throughout: who waits for whom is `state`'s business. Knows shards and files, no process group and no loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from fsdp_shard.checkpoint import atomic, boxes
+from fsdp_shard.checkpoint.files import pwrite_all
+from fsdp_shard.checkpoint.index import open_checkpoint, tensor_bytes
+from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, RangeHasher, chunk_digest, digest_chunks, num_chunks
+from fsdp_shard.checkpoint.manifest import FileRecord
+from fsdp_shard.checkpoint.points import reach
+from fsdp_shard.checkpoint.store import OPTIMIZER
+from fsdp_shard.checkpoint.transfer import create_file
+from fsdp_shard.checkpoint.writes import WritePlan, spec_of
+from fsdp_shard.shards import LocalShard
+
+if TYPE_CHECKING:
+    import torch
+
+_STAGE_BYTES = 16 << 20  # moved between device, hash and file at a time
+
+Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
+Records = dict[str, FileRecord]  # file -> size and digest
+
+
+@dataclass(frozen=True)
+class RankPlans:
+    """What one rank writes: weights, optimizer state (its file lies in `OPTIMIZER`), and small files, by name."""
+
+    weights: WritePlan
+    optimizer: WritePlan
+    small_files: Mapping[str, bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the files that this rank creates: over all ranks, those of the whole step."""
+        files = [*self.weights.creates, *self.optimizer.creates]
+        return sum(file.num_bytes for file in files) + sum(map(len, self.small_files.values()))
+
+
+def create_files(directory: Path, plans: RankPlans) -> None:
+    for file in plans.weights.creates:
+        create_file(directory, file)
+    if plans.optimizer.creates:
+        (directory / OPTIMIZER).mkdir(exist_ok=True)
+    for file in plans.optimizer.creates:
+        create_file(directory / OPTIMIZER, file)
+    reach("created")
+
+
+def write_ranges(
+    directory: Path, plans: RankPlans, weights: Mapping[str, LocalShard], optimizer: Mapping[str, LocalShard]
+) -> tuple[Digests, Records]:
+    """Put all that is this rank's in its place and on the disk.
+
+    Returns the digests of the weights' chunks that lie wholly in its ranges, and the records of the files it made.
+    """
+    hashers = {name: _hasher(name, shard) for name in plans.weights.places if not (shard := weights[name]).box}
+    records = {
+        file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex())
+        for file in plans.weights.creates
+    }
+    with _Writer() as writer:
+        for name, (file, _) in plans.weights.places.items():
+            observe = hashers[name].update if name in hashers else _ignore
+            for offset, part in plans.weights.runs(name, weights[name]):
+                writer.write(directory / file, offset, weights[name].data[part], observe)
+        reach("weights-written")
+        for plan in plans.optimizer.creates:  # this rank's only one, so it is written front to back
+            hasher = xxhash.xxh3_128(plan.header)
+            for name, (_, offset) in plans.optimizer.places.items():
+                writer.write(directory / OPTIMIZER / plan.name, offset, optimizer[name].data, hasher.update)
+            records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=hasher.hexdigest())
+        small_files = {**plans.weights.small_files, **plans.small_files}
+        for name, content in small_files.items():
+            atomic.write_file(directory / name, content)
+            records[name] = FileRecord(len(content), digest=chunk_digest(content).hex())
+        reach("optimizer-written")
+        writer.sync([directory / plan.name for plan in plans.weights.creates])
+        writer.sync([directory / OPTIMIZER / plan.name for plan in plans.optimizer.creates])
+    reach("synced")
+    return {name: hashers[name].digests if name in hashers else {} for name in plans.weights.places}, records
+
+
+def hash_shared_chunks(directory: Path, shards: Mapping[str, LocalShard], digests: Digests) -> None:
+    """Hash the chunks that begin in this rank's range and end in another's, as they lie on the disk."""
+    with open_checkpoint(directory) as index:
+        for name in digests:
+            mine = _begins_in(name, shards[name])
+            digests[name].update(zip(mine, digest_chunks(index, name, mine), strict=True))
+    reach("hashed")
+
+
+def _begins_in(name: str, shard: LocalShard) -> list[int]:
+    """The chunks of a tensor that begin in this rank's part of it and were not hashed as they were written."""
+    size = shard.data.element_size()
+    if shard.box is None:
+        return [chunk for chunk in _hasher(name, shard).missing if chunk * CHUNK_BYTES >= shard.start * size]
+    firsts = (number * CHUNK_BYTES // size for number in range(num_chunks(spec_of(name, shard).num_bytes)))
+    return [number for number, first in enumerate(firsts) if boxes.contains(shard.shape, *shard.box, first)]
+
+
+def _hasher(name: str, shard: LocalShard) -> RangeHasher:
+    size = shard.data.element_size()
+    total = spec_of(name, shard).num_bytes
+    return RangeHasher(total, shard.start * size, (shard.start + len(shard.data)) * size)
+
+
+def _ignore(data: memoryview) -> None:
+    """The rows of a box lie in chunks of several ranks: those are hashed when they are on the disk."""
+
+
+class _Writer:
+    """Writes ranges of files that are there already, and has them on the disk when `sync` returns."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def write(self, path: Path, offset: int, data: torch.Tensor, observe: Callable[[memoryview], object]) -> None:
+        """The elements of the flat tensor `data` from byte `offset` on; `observe` sees their bytes, in order."""
+        descriptor = self._open(path)
+        for position, part in _staged(data):
+            observe(part)
+            with atomic.naming(path):
+                pwrite_all(descriptor, offset + position, part)
+            atomic.start_writeback(descriptor, offset + position, len(part))
+
+    def sync(self, paths: Iterable[Path]) -> None:
+        """Have all that was written, and the files `paths`, on the disk."""
+        for path in paths:
+            self._open(path)
+        for path, descriptor in self._descriptors.items():
+            with atomic.naming(path):
+                os.fsync(descriptor)
+
+    def _open(self, path: Path) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        return self._descriptors[path]
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+
+def _staged(data: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
+    """(byte position, bytes) of a flat tensor, some MiB at a time; on a GPU each part is copied to the host first."""
+    per_stage = max(1, _STAGE_BYTES // data.element_size())
+    for start in range(0, len(data), per_stage):
+        part = data[start : start + per_stage].cpu()
+        yield start * data.element_size(), tensor_bytes(part)
