@@ -177,6 +177,7 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
     # Hydra takes `+name=value` for any name, and then nothing would read it.
     if (name := next(_unread(composed), None)) is not None:
         raise ConfigError(unknown(name, schema))
+    _let_others_stand_in(composed)
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ConfigError(_not_given(missing, schema))
     try:
@@ -186,6 +187,18 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
     if number is not None:
         config = dataclasses.replace(config, run_dir=str(Path(config.run_dir) / str(number)))
     return Job(config, overrides)
+
+
+def _let_others_stand_in(composed: Any) -> None:
+    """Settings that must be given, but for another one of their section (its dataclass's `instead`): empty then."""
+    from omegaconf import DictConfig, OmegaConf
+
+    for name, other in getattr(OmegaConf.get_type(composed), "instead", {}).items():
+        if OmegaConf.is_missing(composed, name) and composed[other]:
+            composed[name] = ""
+    for key in composed:
+        if isinstance(node := composed._get_node(key), DictConfig) and not node._is_none() and not node._is_missing():
+            _let_others_stand_in(node)
 
 
 def _unread(composed: Any, prefix: str = "") -> Iterator[str]:

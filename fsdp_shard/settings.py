@@ -64,11 +64,12 @@ def check(config: Any) -> None:
     A dataclass may also have a method `check(self, prefix: str)` for rules that tie several of its fields together.
     """
     for name, field, value in walk(config):
-        _check_one(name, field, value)
+        check_one(name, field, value)
     _check_rules(config, "")
 
 
-def _check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
+def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
+    """`check` of one setting."""
     if value == REQUIRED:
         raise ConfigError(f"{name} is not set: {field.metadata.get('help', 'it is required')} Add {name}=VALUE.")
     if value is None:

@@ -7,10 +7,11 @@ Imports neither torch, numpy nor `datasets`, so that composing a config stays qu
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from fsdp_shard.data.mixture_base import MixtureSource, parse_sources
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.settings import REQUIRED, setting
 
@@ -25,14 +26,26 @@ if TYPE_CHECKING:
 class DataConfig:
     """Settings of the text that is trained on and of the text that is held out."""
 
+    # What need not be given where another setting is.
+    instead: ClassVar[dict[str, str]] = {"path": "mixture"}
+
     path: str = setting(
         REQUIRED,
         "What to train on: a .txt, .md, .jsonl, .parquet or .csv file, a directory of such files, or a hub data set.",
     )
+    mixture: Any = field(
+        default=None,
+        metadata={
+            "help": "Several sources instead of data.path, by names of your own: {books: {path: a.jsonl, weight: 2}, "
+            "web: {path: b.parquet}}. weight (1) is a source's part of the samples; one that comes to its end begins "
+            "anew. kind, subset, split, sample_by and the columns may be given for each."
+        },
+    )
     eval_path: str | None = setting(None, "Held-out text, given like data.path. Default: see data.eval_fraction.")
     eval_fraction: float = setting(
         0.0,
-        "Part of data.path to hold out when data.eval_path is not given: its last windows, which are then not trained.",
+        "Part of data.path (of each source of data.mixture) to hold out when data.eval_path is not given: its last "
+        "windows, which are then not trained.",
         minimum=0.0,
         maximum=0.5,
     )
@@ -97,8 +110,14 @@ class DataConfig:
         None, "Where tokenised text is kept; every rank must see it. Default: ~/.cache/fsdp-shard/tokens."
     )
 
+    @property
+    def where(self) -> str:
+        """Where the settings of this source stand, for messages."""
+        return "data"
+
     def check(self, prefix: str) -> None:
-        """Refuse two ways of naming the held-out text at once."""
+        """Refuse settings that are at odds with each other."""
+        _check_mixture(self, prefix)
         if self.eval_path is not None and self.eval_fraction > 0:
             raise ConfigError(
                 f"{prefix}eval_path={self.eval_path} and {prefix}eval_fraction={self.eval_fraction} both say what to "
@@ -133,6 +152,61 @@ _ONLY_FOR = {
 }
 
 
+@dataclass
+class OneOfMixture(DataConfig):
+    """The settings of the source `source_name` of a mixture: its own, and those of `data.*` for what it leaves open."""
+
+    source_name: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"data.mixture.{self.source_name}"
+
+
+def sources_of(config: DataConfig) -> dict[str, DataConfig]:
+    """The settings of each source that is trained on, by its name; without a mixture there is one, without a name."""
+    if not config.mixture:
+        return {"": config}
+    shared = {member.name: getattr(config, member.name) for member in fields(DataConfig)} | {"mixture": None}
+    return {
+        name: OneOfMixture(**(shared | _own(source)), source_name=name) for name, source in mixture_of(config).items()
+    }
+
+
+def mixture_of(config: DataConfig, prefix: str = "data.") -> dict[str, MixtureSource]:
+    """The sources of `data.mixture` by name; raises ConfigError when something in it is wrong."""
+    return parse_sources(config.mixture, f"{prefix}mixture") if config.mixture else {}
+
+
+def _own(source: MixtureSource) -> dict[str, str]:
+    """What is given for this source, beside its weight."""
+    given = {member.name: getattr(source, member.name) for member in fields(source) if member.name != "weight"}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _check_mixture(config: DataConfig, prefix: str) -> None:
+    if not config.mixture:
+        return
+    if config.path not in ("", REQUIRED):
+        raise ConfigError(
+            f"{prefix}path={config.path} and {prefix}mixture both say what to train on; give one of them, or make the "
+            f"path a source of the mixture."
+        )
+    for setting_name in ("subset", "split"):
+        value = getattr(config, setting_name)
+        if value != DataConfig.__dataclass_fields__[setting_name].default:
+            raise ConfigError(
+                f"{prefix}{setting_name}={value} is for {prefix}path; give it to a source of {prefix}mixture."
+            )
+    for name, source in mixture_of(config, prefix).items():
+        kind = source.kind or config.kind
+        for setting_name in _own(source):
+            if kind not in (kinds := _ONLY_FOR.get(setting_name, (kind,))):
+                raise ConfigError(
+                    f"{prefix}mixture.{name}.{setting_name} is for kind={' or '.join(kinds)}, not {kind}; leave it out."
+                )
+
+
 def is_stream(config: DataConfig, task: str) -> bool:
     """Whether documents run on from window to window, so that there are no rows."""
     return config.kind == "text" and not config.packing and task in ("causal_lm", "masked_lm")
@@ -152,7 +226,8 @@ def check_data(config: DataConfig, task: str = "causal_lm") -> None:
     Reads up to the first row that has something to learn in it, and no further. Nothing is written and no torch is
     imported; a hub data set is downloaded into the `datasets` cache, where the ranks will find it.
     """
-    check_source(config, held_out=False, task=task)
+    for source in sources_of(config).values():
+        check_source(source, held_out=False, task=task)
     if config.eval_path is not None:
         check_source(config, held_out=True, task=task)
 
@@ -173,8 +248,9 @@ def check_tokenizer(config: DataConfig, tokenizer: PreTrainedTokenizerBase, task
     """Raise DataError when the tokenizer lacks what rows of this kind need, such as a chat template."""
     from fsdp_shard.data.kinds.registry import kind_of
 
-    if not is_stream(config, task):
-        kind_of(config, task).check_tokenizer(tokenizer)
+    for source in sources_of(config).values():
+        if not is_stream(source, task):
+            kind_of(source, task).check_tokenizer(tokenizer)
 
 
 def _require_rows(source: Source, kind: Kind) -> None:

@@ -6,19 +6,21 @@ process, `prepare_on_ranks` over the ranks of a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_shard.data.base import DataConfig, cache_directory, is_stream
+from fsdp_shard.data.base import DataConfig, cache_directory, is_stream, mixture_of, sources_of
 from fsdp_shard.data.dataset import HeldOut
 from fsdp_shard.data.examples import ExampleFile, encode_source
 from fsdp_shard.data.framed import LabelledRows, Seq2SeqRows, cut_pairs, cut_texts
 from fsdp_shard.data.kinds.registry import kind_of
 from fsdp_shard.data.masked import MaskedWindows
+from fsdp_shard.data.mixture import Mixture
 from fsdp_shard.data.packing import PackedDataset
 from fsdp_shard.data.rows import CausalRows, Cut, cut_causal
+from fsdp_shard.data.shares import whole_shares
 from fsdp_shard.data.sources import open_source
 from fsdp_shard.data.task import CAUSAL, CLASSIFICATION, MASKED_LM, SEQ2SEQ, SpecialTokens, Task
 from fsdp_shard.data.tokens import TokenFile, tokenise
@@ -31,12 +33,17 @@ if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
 
 
+File = TokenFile | ExampleFile
+
+
 @dataclass(frozen=True)
 class Tokenised:
-    """The files of a config; `held_out` is None when nothing, or a part of `train`, is held out."""
+    """The files of a config: one of each source by its name; `held_out` is None when nothing, or a part of `train`, is
+    held out.
+    """
 
-    train: TokenFile | ExampleFile
-    held_out: TokenFile | ExampleFile | None
+    train: Mapping[str, File]
+    held_out: File | None
     special: SpecialTokens | None = None
 
 
@@ -54,24 +61,48 @@ def tokenise_all(
 ) -> Tokenised:
     """Tokenise what the cache does not have; for one process. Raises DataError."""
     special = SpecialTokens.of(tokenizer) if task == MASKED_LM else None
-    train = _tokenise(config, False, tokenizer, cache_dir, task)
+    sources = sources_of(config)
+    train = {name: _tokenise(source, False, tokenizer, cache_dir, task) for name, source in sources.items()}
     held_out = _tokenise(config, True, tokenizer, cache_dir, task) if config.eval_path is not None else None
     return Tokenised(train, held_out, special)
 
 
 def open_samples(config: DataConfig, tokenised: Tokenised, task: Task | None = None, seed: int = 0) -> Samples:
     """Map the files and cut them into samples; for every process. `seed` hides tokens. Raises DataError."""
-    shape = _Shape(config, task or Task(), tokenised.special, seed)
-    train, note = shape.open(tokenised.train)
-    held_out, notes = None, [f"train: {note}"]
+    sources = sources_of(config)
+    shares = whole_shares({name: source.weight for name, source in mixture_of(config).items()})
+    train: dict[str, HeldOut] = {}
+    held_out: dict[str, HeldOut] = {}
+    notes = []
+    for name, source in sources.items():
+        train[name], note = _Shape(source, task or Task(), tokenised.special, seed).open(tokenised.train[name])
+        notes.append(f"{_title(name, shares)}: {note}")
+        if config.eval_fraction > 0:
+            train[name], held_out[name] = _divide(source, train[name])
+            kept, out = len(train[name]), len(held_out[name])
+            notes.append(f"held out: the last {out} of these windows, so {kept} are trained")
     if tokenised.held_out is not None:
-        held_out, note = shape.open(tokenised.held_out)
+        held_out[""], note = _Shape(config, task or Task(), tokenised.special, seed).open(tokenised.held_out)
         notes.append(f"held out: {note}")
-    elif config.eval_fraction > 0:
-        num_train = _num_train(config, len(train))
-        train, held_out = train.slice(0, num_train), train.slice(num_train, len(train))
-        notes.append(f"held out: the last {len(held_out)} of these windows, so {len(train)} are trained")
-    return Samples(train, held_out, tuple(notes))
+    mixed = _mix(train, shares)
+    if isinstance(mixed, Mixture):
+        again = ", ".join(f"{name} {num:,}" for name, num in mixed.samples_for_one_epoch().items())
+        notes.append(f"a source begins anew when so many samples of the mixture were trained: {again}")
+    return Samples(mixed, _mix(held_out, shares) if held_out else None, tuple(notes))
+
+
+def _title(name: str, shares: Mapping[str, int]) -> str:
+    return f"train, {name} ({shares[name]} of {sum(shares.values())} samples)" if shares else "train"
+
+
+def _divide(config: DataConfig, windows: HeldOut) -> tuple[HeldOut, HeldOut]:
+    """What is trained and what is held out."""
+    num_train = _num_train(config, len(windows))
+    return windows.slice(0, num_train), windows.slice(num_train, len(windows))
+
+
+def _mix(parts: Mapping[str, HeldOut], shares: Mapping[str, int]) -> HeldOut:
+    return Mixture.of(parts, shares) if parts.keys() == shares.keys() else next(iter(parts.values()))
 
 
 def prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache_dir: Path | None = None) -> Samples:
@@ -111,7 +142,7 @@ def prepare_on_ranks(
 
 def _tokenise(
     config: DataConfig, held_out: bool, tokenizer: PreTrainedTokenizerBase, cache_dir: Path | None, task: str
-) -> TokenFile | ExampleFile:
+) -> File:
     """Running text is one stream of tokens; all else is examples."""
     source, cache = open_source(config, held_out), cache_dir or cache_directory(config)
     if is_stream(config, task):
@@ -128,7 +159,7 @@ class _Shape:
     special: SpecialTokens | None
     seed: int
 
-    def open(self, file: TokenFile | ExampleFile) -> tuple[HeldOut, str]:
+    def open(self, file: File) -> tuple[HeldOut, str]:
         """The samples of one file, and what became of its rows."""
         return self._windows(file) if isinstance(file, TokenFile) else self._rows(file)
 
@@ -159,7 +190,10 @@ class _Shape:
             cut = cut_causal(examples, length)
         note = _row_note(config, file, cut)
         if not len(cut.kept):
-            raise DataError(f"Of {note}: nothing is left to train on. Give a larger data.sequence_length.")
+            raise DataError(
+                f"{config.where}.path={config.path}: of {note}, nothing is left to train on. Give a larger "
+                f"data.sequence_length."
+            )
         if self.task.name == SEQ2SEQ:
             pairs = Seq2SeqRows(examples, cut.kept, length, "", targets, self.task.decoder_start)
             return pairs, f"{note}, sources of up to {length} and targets of up to {targets}"
@@ -200,8 +234,8 @@ def _row_note(config: DataConfig, file: ExampleFile, cut: Cut) -> str:
 def _num_train(config: DataConfig, num_windows: int) -> int:
     if num_windows < 2:
         raise DataError(
-            f"data.eval_fraction={config.eval_fraction} cannot hold out a part of data.path={config.path}: the text is "
-            f"a single window of data.sequence_length={config.sequence_length} tokens. Give more text, shorter "
-            f"windows, or data.eval_path."
+            f"data.eval_fraction={config.eval_fraction} cannot hold out a part of {config.where}.path={config.path}: "
+            f"the text is a single window of data.sequence_length={config.sequence_length} tokens. Give more text, "
+            f"shorter windows, or data.eval_path."
         )
     return num_windows - min(num_windows - 1, max(1, round(num_windows * config.eval_fraction)))

@@ -43,7 +43,7 @@ class Source(Protocol):
 
 def open_source(config: DataConfig, held_out: bool) -> Source:
     """The source that `data.path` names (`data.eval_path` when `held_out`); raises DataError or ConfigError."""
-    name = "data.eval_path" if held_out else "data.path"
+    name = "data.eval_path" if held_out else f"{config.where}.path"
     given = config.eval_path if held_out else config.path
     assert given is not None
     path = Path(given).expanduser()
@@ -158,8 +158,12 @@ def _may_be_hub_name(given: str) -> bool:
 
 
 def _refuse_hub_settings(config: DataConfig, name: str, held_out: bool) -> None:
-    split = ("data.eval_split", config.eval_split, "validation") if held_out else ("data.split", config.split, "train")
-    for setting, value, default in (split, ("data.subset", config.subset, None)):
+    split = (
+        ("data.eval_split", config.eval_split, "validation")
+        if held_out
+        else (f"{config.where}.split", config.split, "train")
+    )
+    for setting, value, default in (split, (f"{config.where}.subset", config.subset, None)):
         if value != default:
             raise ConfigError(
                 f"{setting}={value} is for data sets on the hub, but {name} is a local path; leave it out."

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data.base import DataConfig, sources_of
 from fsdp_shard.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -63,16 +63,17 @@ class SpecialTokens:
 
 def check_task(task: str, data: DataConfig) -> None:
     """Raise ConfigError for data that the task has no use for."""
-    if data.kind not in _KINDS[task]:
-        raise ConfigError(
-            f"data.kind={data.kind} does not fit model.task={task}, which is trained on data.kind="
-            f"{' or '.join(_KINDS[task])}."
-        )
+    for source in sources_of(data).values():
+        if source.kind not in _KINDS[task]:
+            raise ConfigError(
+                f"{source.where}.kind={source.kind} does not fit model.task={task}, which is trained on data.kind="
+                f"{' or '.join(_KINDS[task])}."
+            )
+        if task == CLASSIFICATION and source.sample_by != "document":
+            raise ConfigError(f"{source.where}.sample_by is for plain text files, which have no labels; leave it out.")
+        for name, needs in _ONLY_FOR.items():
+            value = getattr(source, name)
+            if task != needs and value != DataConfig.__dataclass_fields__[name].default:
+                raise ConfigError(f"{source.where}.{name}={value} is for model.task={needs}, not {task}; leave it out.")
     if data.packing and task != CAUSAL:
         raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")
-    for name, needs in _ONLY_FOR.items():
-        value = getattr(data, name)
-        if task != needs and value != DataConfig.__dataclass_fields__[name].default:
-            raise ConfigError(f"data.{name}={value} is for model.task={needs}, not {task}; leave it out.")
-    if task == CLASSIFICATION and data.sample_by != "document":
-        raise ConfigError("data.sample_by is for plain text files, which have no labels; leave it out.")

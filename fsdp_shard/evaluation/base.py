@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fsdp_shard.data.base import DataConfig, check_source
 from fsdp_shard.data.task import CAUSAL, check_task
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.base import DispatchConfig
 from fsdp_shard.settings import REQUIRED, setting
 
@@ -25,5 +26,9 @@ class EvaluateSettings:
 
 def check_text(data: DataConfig) -> None:
     """Raise DataError or ConfigError when the text to evaluate (see `evaluation_windows`) cannot be read."""
+    if data.mixture:
+        raise ConfigError(
+            "data.mixture is a way to train on several texts; evaluate each of them on its own, with data.path."
+        )
     check_task(CAUSAL, data)
     check_source(data, held_out=data.eval_path is not None)

@@ -17,7 +17,7 @@ from fsdp_shard.checkpoint.merge import open_weights
 from fsdp_shard.checkpoint.names import match_names, untie
 from fsdp_shard.checkpoint.restore import load_shards
 from fsdp_shard.checkpoint.source import locate
-from fsdp_shard.data.base import DataConfig, check_tokenizer
+from fsdp_shard.data.base import DataConfig, check_tokenizer, sources_of
 from fsdp_shard.data.task import MASKED_LM, SpecialTokens, Task
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.memory import peak_resident_bytes
@@ -97,7 +97,7 @@ def check_model(
         check_packing(model_config)
     if config.task == MASKED_LM:
         SpecialTokens.of(load_tokenizer(source, config.trust_remote_code))
-    if data.kind != "text":
+    if any(source.kind != "text" for source in sources_of(data).values()):
         check_tokenizer(data, load_tokenizer(source, config.trust_remote_code), config.task)
     model = _on_meta(config, source)
     shard.check_model(model)

@@ -1,0 +1,244 @@
+"""Several sources in one order: shares kept at every place, the same on any ranks, each source as it is on its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_shard import settings
+from fsdp_shard.compose import compose, write_config
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.data.base import DataConfig, check_data, mixture_of, sources_of
+from fsdp_shard.data.batch import micro_batches
+from fsdp_shard.data.mixture import Mixture, sources_seen
+from fsdp_shard.data.mixture_base import MixtureSource
+from fsdp_shard.data.prepare import Samples, open_samples, prepare, tokenise_all
+from fsdp_shard.data.shares import LONGEST_ROUND, counts_before, places_until, turns, whole_shares
+from fsdp_shard.data.task import MASKED_LM, Task, check_task
+from fsdp_shard.data.windows import NO_WINDOW, WindowDataset
+from fsdp_shard.errors import ConfigError, DataError
+from fsdp_shard.evaluation.base import check_text
+from tests.data.conftest import byte_tokenizer
+from tests.data.test_base import write
+
+SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+@given(shares=SHARES, cuts=st.lists(st.integers(0, 90), max_size=5))
+def test_each_source_has_its_part_of_every_beginning(shares: list[int], cuts: list[int]) -> None:
+    num, total = 2 * sum(shares) + 3, sum(shares)
+    sequence = turns(shares, 0, num).tolist()
+    counts = np.zeros(len(shares), int)
+    for place, source in enumerate(sequence):
+        assert counts_before(shares, place).tolist() == counts.tolist()
+        counts[source] += 1
+        off = [abs(count - share * (place + 1) / total) for count, share in zip(counts, shares, strict=True)]
+        assert max(off) < 1
+        assert places_until(shares, source, int(counts[source])) == place + 1
+    ends = list(itertools.accumulate(cuts, initial=0))
+    pieces = [turns(shares, first, last - first).tolist() for first, last in itertools.pairwise(ends)]
+    assert list(itertools.chain(*pieces)) == turns(shares, 0, ends[-1]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ({"a": 2.0, "b": 1.0}, {"a": 2, "b": 1}),
+        ({"a": 0.3, "b": 0.6}, {"a": 1, "b": 2}),
+        ({"a": 7.0}, {"a": 1}),
+        ({"a": 0.125, "b": 0.5, "c": 0.375}, {"a": 1, "b": 4, "c": 3}),
+        ({"a": 1e9, "b": 1e-9}, {"a": LONGEST_ROUND, "b": 1}),
+    ],
+)
+def test_weights_are_whole_shares(weights: dict[str, float], shares: dict[str, int]) -> None:
+    assert whole_shares(weights) == shares
+
+
+def test_weights_without_a_short_round_are_rounded() -> None:
+    weights = {"a": 0.123456789, "b": 0.7654321, "c": 3.1415926}
+    shares = whole_shares(weights)
+    assert sum(shares.values()) == LONGEST_ROUND
+    for name, weight in weights.items():
+        assert abs(shares[name] - weight / sum(weights.values()) * LONGEST_ROUND) < 1
+
+
+def lines(path: Path, words: list[str]) -> str:
+    return write(path, "".join(json.dumps({"text": word}) + "\n" for word in words))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    """14 and 5 windows, and chats beside them."""
+    chats = [{"source": f"{i}", "target": f"{i}" * (i + 1)} for i in range(4)]
+    sources = {
+        "web": MixtureSource(lines(tmp_path / "web.jsonl", ["".join(f"w{i:06d}," for i in range(14))])),
+        "books": MixtureSource(lines(tmp_path / "books.jsonl", ["".join(f"b{i:06d}," for i in range(5))]), weight=2),
+        "asked": MixtureSource(
+            write(tmp_path / "asked.jsonl", "".join(json.dumps(row) + "\n" for row in chats)), kind="pairs"
+        ),
+    }
+    return DataConfig(mixture=sources, sequence_length=8, cache_dir=str(tmp_path / "cache"))
+
+
+def test_its_order_is_that_of_a_plain_loop_over_the_sources(config: DataConfig, tokenizer: Any) -> None:
+    samples = prepare(config, tokenizer)
+    mixed = samples.train
+    assert isinstance(mixed, Mixture)
+    assert mixed.names == ("asked", "books", "web")
+    assert mixed.shares == (1, 2, 1)
+    # What each source gives on its own, one sample at a time, epoch after epoch.
+    plain = {name: prepare(source, tokenizer).train for name, source in sources_of(config).items()}
+    epochs: dict[str, list[int]] = {name: [] for name in plain}
+    drawn, at = [], dict.fromkeys(plain, 0)
+    batch = mixed.batch(mixed.order(3, 0, 60))
+    for row, number in enumerate(turns(mixed.shares, 0, 60)):
+        name = mixed.names[number]
+        inner = int(np.flatnonzero(_matches(plain[name], batch, row))[0])
+        epochs[name].append(inner)
+        at[name] += 1
+        drawn.append(name)
+    assert drawn.count("books") == 30
+    for name, seen in epochs.items():
+        size = len(plain[name])
+        for start in range(0, len(seen), size):
+            assert len(set(seen[start : start + size])) == min(size, len(seen) - start), "each once an epoch"
+    assert epochs["books"][:5] != epochs["books"][5:10], "another order each time"
+    assert mixed.seen(60)["books"] == {"share": 0.5, "samples": 30, "epochs": 6.0}
+    assert sources_seen(mixed, 60) == {"sources": mixed.seen(60)}
+    assert sources_seen(plain["web"], 60) == {}
+    assert samples.notes[0].startswith("train, web (1 of 4 samples): 1 documents, 112 tokens, 14 windows")
+    assert samples.notes[3] == (
+        "a source begins anew when so many samples of the mixture were trained: asked 14, books 9, web 56"
+    )
+
+
+def _matches(dataset: Any, batch: Any, row: int) -> list[bool]:
+    """Which samples of `dataset` are row `row` of `batch`."""
+    found = []
+    for index in range(len(dataset)):
+        one = dataset.batch([index])
+        width = one.input_ids.shape[1]
+        same = np.array_equal(one.input_ids[0], batch.input_ids[row, :width])
+        same &= np.array_equal(one.labels[0], batch.labels[row, :width])
+        found.append(same and bool((batch.labels[row, width:] == -100).all()))
+    return found
+
+
+def test_any_cut_of_the_order_and_any_ranks_give_the_same_samples(config: DataConfig, tokenizer: Any) -> None:
+    mixed = prepare(config, tokenizer).train
+    whole = mixed.order(1, 0, 96).tolist()
+    assert [int(i) for first in range(0, 96, 8) for i in mixed.order(1, first, 8)] == whole
+    assert mixed.order(2, 0, 96).tolist() != whole
+    for num_ranks in (1, 2, 4):
+        parts = [micro_batches(mixed.order(1, 8, 8), 2, rank, num_ranks) for rank in range(num_ranks)]
+        together = np.stack(parts, axis=1).reshape(-1)
+        assert together.tolist() == whole[8:16]
+    # The order of the settings does not matter, the weights do.
+    turned = DataConfig(**{**vars(config), "mixture": dict(reversed(config.mixture.items()))})
+    again = prepare(turned, tokenizer).train
+    assert (again.identity, again.order(1, 0, 96).tolist()) == (mixed.identity, whole)
+    config.mixture["web"].weight = 5
+    assert prepare(config, tokenizer).train.identity != mixed.identity
+
+
+def test_a_part_of_each_source_is_held_out(config: DataConfig, tokenizer: Any) -> None:
+    config.eval_fraction = 0.4
+    samples = prepare(config, tokenizer)
+    assert isinstance(samples.train, Mixture)
+    assert isinstance(samples.held_out, Mixture)
+    assert [len(part) for part in samples.train.parts] == [2, 3, 8]
+    assert [len(part) for part in samples.held_out.parts] == [2, 2, 6]
+    batches = [samples.held_out.batch([index]) for index in range(10)]
+    assert sum(batch.num_predictions for batch in batches) == samples.held_out.num_predictions
+    assert [len(part) for part in samples.held_out.head(5).parts] == [1, 1, 3]
+    assert len(samples.held_out.head(1)) == 1
+    assert samples.held_out.slice(3, 10).batch([0]).input_ids.tolist() == batches[3].input_ids.tolist()
+    nothing = samples.held_out.batch([9, NO_WINDOW])
+    assert nothing.num_predictions == batches[9].num_predictions
+
+
+def test_what_is_hidden_differs_between_epochs(tmp_path: Path) -> None:
+    sources = {name: MixtureSource(write(tmp_path / f"{name}.txt", name * 60)) for name in ("ab", "cd")}
+    config = DataConfig(mixture=sources, sequence_length=16, cache_dir=str(tmp_path / "cache"))
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    samples: Samples = open_samples(config, tokenise_all(config, tokenizer, task=MASKED_LM), Task(MASKED_LM), seed=1)
+    mixed = samples.train
+    order = mixed.order(0, 0, 4 * len(mixed))
+    assert len(set(order.tolist())) == len(order), "numbers count on through the epochs"
+    assert order.max() >= 3 * len(mixed)
+    assert mixed.batch(order).input_ids.shape == (len(order), 16)
+
+
+def test_it_is_given_on_a_command_line_and_written_down(tmp_path: Path, config: DataConfig) -> None:
+    path = config.mixture["web"].path
+    given = f"data.mixture={{books:{{path:'{path}',weight:2}},web:{{path:'{path}',kind:chat}}}}"
+    arguments = ["model.path=org/name", given, f"run_dir={tmp_path / 'run'}"]
+    (job,) = compose(FinetuneConfig, arguments, "fsdp-shard finetune")
+    assert job.config.data.mixture == {"books": {"path": path, "weight": 2}, "web": {"path": path, "kind": "chat"}}
+    assert mixture_of(job.config.data) == {"books": MixtureSource(path, 2), "web": MixtureSource(path, kind="chat")}
+    write_config(job.config)
+    rerun = ["--config-dir", str(tmp_path / "run"), "--config-name", "config"]
+    (again,) = compose(FinetuneConfig, rerun, "fsdp-shard finetune")
+    assert again.config == job.config
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("data.mixture={a:{path:x,weigth:2}}", r"data\.mixture\.a\.weigth"),
+        ("data.mixture={a:{weight:2}}", r"data\.mixture\.a\.path"),
+        ("data.mixture={a:{path:x,weight:-1}}", r"data\.mixture\.a\.weight=-1 is out of range"),
+        ("data.mixture={a:{path:x,weight:heavy}}", r"data\.mixture\.a\.weight=heavy is not a number"),
+        ("data.mixture={a:{path:x,kind:chats}}", r"data\.mixture\.a\.kind=chats is not one of"),
+        ("data.mixture={a:{path:x,messages_column:m}}", "messages_column is for kind=chat, not text"),
+        ("data.mixture={}", r"data\.path .* is not set"),
+        ("data.mixture=[a.jsonl]", r"data\.mixture=\['a.jsonl'\] is no mapping"),
+        ("data.mixture={a:x}", r"data\.mixture\.a=x is no mapping"),
+    ],
+)
+def test_what_is_wrong_with_it_is_named(given: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        compose(FinetuneConfig, ["model.path=org/name", given], "fsdp-shard finetune")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"path": "x.txt"}, "both say what to train on"),
+        ({"split": "test"}, "split=test is for path"),
+        ({"subset": "raw"}, "subset=raw is for path"),
+    ],
+)
+def test_settings_at_odds_with_it(config: DataConfig, more: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settings.check(DataConfig(**{**vars(config), "path": "", **more}))
+
+
+def test_errors_name_the_source(config: DataConfig, tmp_path: Path) -> None:
+    settings.check(DataConfig(**{**vars(config), "path": ""}))
+    check_data(config)
+    with pytest.raises(ConfigError, match=r"data\.mixture\.web\.kind=text does not fit model\.task=seq2seq"):
+        check_task("seq2seq", config)
+    with pytest.raises(ConfigError, match="evaluate each of them on its own"):
+        check_text(config)
+    config.mixture["web"].split = "test"
+    with pytest.raises(ConfigError, match=r"data\.mixture\.web\.split=test is for data sets on the hub"):
+        check_data(config)
+    config.mixture["web"] = MixtureSource(str(tmp_path / "gone.jsonl"))
+    with pytest.raises(DataError, match=r"data\.mixture\.web\.path=.*gone\.jsonl: there is no such file"):
+        check_data(config)
+
+
+def test_a_source_alone_is_as_without_a_mixture() -> None:
+    windows = WindowDataset(np.arange(100), 8, "x")
+    alone = Mixture.of({"x": windows}, {"x": 1})
+    assert len(alone) == len(windows)
+    assert np.array_equal(alone.batch([3, 12]).labels, windows.batch([3, 12]).labels)

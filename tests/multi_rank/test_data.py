@@ -1,0 +1,62 @@
+"""Sample orders of more than one plain file, through the recipe: on any ranks, and resumed, the same training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_shard.checkpoint.index import open_checkpoint
+from tests.runs import Ended, run_recipe
+
+SETTINGS = [
+    "train.global_batch_size=4",
+    "train.steps=8",
+    "optim.lr=3e-3",
+    "train.schedule=constant",
+    "shard.param_dtype=float32",
+    "data.sequence_length=32",
+    "launch.device=cpu",
+    "seed=5",
+]
+
+
+def digests(ended: Ended) -> dict[str, str]:
+    with open_checkpoint(ended.checkpoint) as index:
+        return {name: index.digest(name) for name in index.names}
+
+
+def train(run_dir: Path, *overrides: str) -> Ended:
+    ended = run_recipe("finetune", run_dir, *SETTINGS, *overrides)
+    assert ended.status == 0, ended.err
+    return ended
+
+
+def test_a_mixture_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    rows = [{"instruction": f"Say {i}.", "output": "x" * i} for i in range(1, 12)]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = f"asked:{{path:{tmp_path}/asked.jsonl,kind:instruction,weight:0.5}}"
+    mixture = f"data.mixture={{prose:{{path:{texts}/train.txt,weight:1.5}},{asked}}}"
+    given = [f"model.path={tiny_model}", f"data.cache_dir={tmp_path / 'cache'}", mixture, "data.eval_fraction=0.1"]
+    given.append("data.sequence_length=128")
+    whole = train(tmp_path / "whole", *given)
+    assert whole.result["sources"] == {
+        "asked": {"share": 0.25, "samples": 8, "epochs": 0.8},
+        "prose": {"share": 0.75, "samples": 24, "epochs": pytest.approx(24 / 423, abs=1e-2)},
+    }
+    assert "train, prose (3 of 4 samples): 1 documents, " in whole.err
+    assert "train, asked (1 of 4 samples): 11 rows" in whole.err
+    assert len(train(tmp_path / "parts", *given, "train.steps=3").losses) == 3
+    second = train(tmp_path / "parts", *given)
+    assert second.losses == whole.losses
+    assert digests(second) == digests(whole)
+    for ranks in (2, 4):
+        many = train(tmp_path / f"ranks-{ranks}", *given, f"launch.ranks={ranks}")
+        assert many.losses == pytest.approx(whole.losses, rel=1e-5)
+        assert [row["tokens"] for row in many.metrics] == [row["tokens"] for row in whole.metrics]
+    refused = run_recipe(
+        "finetune", tmp_path / "parts", *SETTINGS, *given, "train.steps=9", mixture.replace("1.5", "2")
+    )
+    assert refused.status == 2
+    assert "not that of the run to resume" in refused.err
