@@ -12,14 +12,18 @@ from fsdp_shard.inference.encode import Message, chat_ids, context
 
 if TYPE_CHECKING:
     from fsdp_shard.inference.decode import Decoder
+    from fsdp_shard.inference.turns import Turns
 
 HELP = "/quit ends the conversation, /new begins another; Ctrl-C stops an answer"
 
 
 def converse(decoder: Decoder, ask: Callable[[str], str], say: Callable[[str], object]) -> int:
     """Talk until `ask` (as `input`) raises EOFError or gives /quit; returns the number of answers."""
+    from fsdp_shard.inference.turns import Turns
+
     say(f"{HELP}\n")
     messages: list[Message] = []
+    turns = Turns()
     num_answers = 0
     while True:
         try:
@@ -38,14 +42,14 @@ def converse(decoder: Decoder, ask: Callable[[str], str], say: Callable[[str], o
             say(f"there is no {text.split()[0]}; {HELP}\n")
         elif text:
             messages.append({"role": "user", "content": text})
-            if (answer := _answer(decoder, messages, say)) is None:
+            if (answer := _answer(decoder, messages, turns, say)) is None:
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer})
             num_answers += 1
 
 
-def _answer(decoder: Decoder, messages: list[Message], say: Callable[[str], object]) -> str | None:
+def _answer(decoder: Decoder, messages: list[Message], turns: Turns, say: Callable[[str], object]) -> str | None:
     """The answer, or what there was of it at Ctrl-C; None where the question is too long."""
     parts: list[str] = []
 
@@ -56,7 +60,7 @@ def _answer(decoder: Decoder, messages: list[Message], say: Callable[[str], obje
     try:
         if (ids := _fitting(decoder, messages, say)) is None:
             return None
-        decoder.run([ids], hear)
+        decoder.run([ids], hear, turns)
     except KeyboardInterrupt:
         say(" [stopped]")
     say("\n")

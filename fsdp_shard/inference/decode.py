@@ -16,6 +16,7 @@ from fsdp_shard.inference.base import GenerationSettings
 from fsdp_shard.inference.batches import windows
 from fsdp_shard.inference.prompts import Completion, Prompt
 from fsdp_shard.inference.ranks import Share
+from fsdp_shard.inference.turns import Turns
 from fsdp_shard.memory import disk_bytes_read
 
 if TYPE_CHECKING:
@@ -68,12 +69,17 @@ class Decoder:
         self.config = generation_config(model, tokenizer, settings)
         self.figures = Figures()
 
-    def run(self, batch: Sequence[Sequence[int]], on_text: OnText | None = None) -> list[Answer]:
-        """The answer to each row; `on_text` is handed the text of a single row as it comes."""
+    def run(
+        self, batch: Sequence[Sequence[int]], on_text: OnText | None = None, turns: Turns | None = None
+    ) -> list[Answer]:
+        """The answer to each row; `on_text` is handed the text of a single row as it comes.
+
+        With `turns`, what its row has in common with the row before is not computed again.
+        """
         start, disk = time.perf_counter(), disk_bytes_read()
         watch = _Watch(self.model, self.figures, start, scores=self.settings.output_scores)
         try:
-            answers = self._generate(batch, watch, on_text)
+            answers = self._generate(batch, watch, on_text, turns)
         finally:
             watch.remove()
             self.figures.seconds += time.perf_counter() - start
@@ -84,7 +90,9 @@ class Decoder:
     def text(self, answer: Answer) -> str:
         return str(self.tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
-    def _generate(self, batch: Sequence[Sequence[int]], watch: _Watch, on_text: OnText | None) -> list[Answer]:
+    def _generate(
+        self, batch: Sequence[Sequence[int]], watch: _Watch, on_text: OnText | None, turns: Turns | None
+    ) -> list[Answer]:
         length, pad = max(map(len, batch)), int(self.config.pad_token_id or 0)
         is_pair = self.model.config.is_encoder_decoder
         ids = torch.full((len(batch), length), pad)
@@ -93,6 +101,9 @@ class Decoder:
             place = slice(0, len(prompt)) if is_pair else slice(length - len(prompt), length)
             ids[row, place] = torch.tensor(prompt)
             mask[row, place] = 1
+        if self.config.cache_implementation is not None:  # transformers then makes the cache itself
+            turns = None
+        cache = None if turns is None else turns.take(batch[0])
         generate: Any = self.model.generate
         output = generate(
             input_ids=ids,
@@ -100,9 +111,12 @@ class Decoder:
             generation_config=self.config,
             stopping_criteria=StoppingCriteriaList([watch]),
             streamer=None if on_text is None else _Streamer(self.tokenizer, on_text),
+            **({} if cache is None else {"past_key_values": cache}),
         )
+        if turns is not None:
+            turns.keep(output.sequences[0].tolist(), output.get("past_key_values"))
         ends, begin = set(_end_tokens(self.config)), 1 if is_pair else length
-        tokens = [_until_end(row, ends) for row in output[:, begin:].tolist()]
+        tokens = [_until_end(row, ends) for row in output.sequences[:, begin:].tolist()]
         scores = watch.scores()
         return [Answer(row, None if scores is None else scores[n][: len(row)]) for n, row in enumerate(tokens)]
 
@@ -159,6 +173,7 @@ def generation_config(
             setattr(config, name, value)
         elif not settings.do_sample and name != "repetition_penalty":
             setattr(config, name, None)
+    config.return_dict_in_generate = True
     config.use_cache = settings.cache != "none"
     if settings.cache == "offloaded":
         if not torch.cuda.is_available():

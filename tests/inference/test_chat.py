@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from fsdp_shard.inference.base import GenerationSettings
 from fsdp_shard.inference.chat import converse
 from fsdp_shard.inference.decode import Answer, Decoder
 from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.inference.turns import Turns
 from tests.commands import FSDP_SHARD, environment
 from tests.tiny import byte_tokenizer, llama_config, save_model
 
@@ -39,7 +41,7 @@ class Scripted(Decoder):
         super().__init__(model, chatty(), GenerationSettings(max_new_tokens=60))
         self.answers, self.seen = answers, []  # type: ignore[var-annotated]
 
-    def run(self, batch: Any, on_text: Any = None) -> list[Answer]:
+    def run(self, batch: Any, on_text: Any = None, turns: Any = None) -> list[Answer]:
         self.seen.append(self.tokenizer.decode(batch[0]))
         answer = self.answers.pop(0)
         on_text(answer.removesuffix("!"))
@@ -88,6 +90,86 @@ def test_a_full_context_forgets_the_oldest_turns(model: Any) -> None:
     assert decoder.seen == [f"[u]{'1' * 30}[a]", f"[u]{'2' * 30}[a]", "[u]4[a]"]
     assert "oldest turn is forgotten" in said
     assert "more than the model's context of 128" in said
+
+
+class Counted(Decoder):
+    """A decoder that notes its rows, and the tokens that the model is run on for each, prompt and answer together."""
+
+    def __init__(self, model: Any, *, cache: str, forgets: bool = False) -> None:
+        super().__init__(model, chatty(), GenerationSettings(max_new_tokens=5, cache=cache))
+        self.forgets = forgets
+        self.rows, self.computed, self.answers = [], [], []  # type: ignore[var-annotated]
+
+    def run(self, batch: Any, on_text: Any = None, turns: Any = None) -> list[Answer]:
+        self.rows.append(list(batch[0]))
+        self.computed.append([])
+
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            self.computed[-1].append(kwargs["input_ids"].shape[1])
+
+        handle = self.model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            answers = super().run(batch, on_text, None if self.forgets else turns)
+        finally:
+            handle.remove()
+        self.answers.append(answers[0].tokens)
+        return answers
+
+
+def _said(decoder: Decoder, *lines: str | type[BaseException]) -> str:
+    said: list[str] = []
+    left = list(lines)
+    converse(decoder, lambda _: left.pop(0) if left else "/quit", said.append)  # type: ignore[arg-type, return-value]
+    return "".join(said)
+
+
+@pytest.mark.parametrize("wanted", ["cpu", "disk"])
+def test_a_turn_computes_only_what_is_new(tiny_model: Path, wanted: str) -> None:
+    lines = ("hello", "and then?", "x", "/new", "help me")
+    model = load_dispatched(tiny_model, wanted)
+    decoder, forgetful = Counted(model, cache="dynamic"), Counted(model, cache="dynamic", forgets=True)
+    assert _said(decoder, *lines) == _said(forgetful, *lines)
+    assert decoder.rows == forgetful.rows
+    assert decoder.answers == forgetful.answers
+    before: list[int] = []
+    for row, passes, answer in zip(decoder.rows, decoder.computed, decoder.answers, strict=True):
+        common = next((n for n, (a, b) in enumerate(zip(before, row, strict=False)) if a != b), len(before))
+        assert passes == [len(row) - min(common, len(row) - 1), *[1] * (len(answer) - 1)]
+        before = [*row, *answer[:-1]]
+    assert [passes[0] < len(row) for row, passes in zip(decoder.rows, decoder.computed, strict=True)][1:] == [True] * 3
+    assert all(passes[0] == len(row) for row, passes in zip(forgetful.rows, forgetful.computed, strict=True))
+    without = Counted(model, cache="none")
+    assert _said(without, *lines) == _said(decoder, *lines)
+
+
+def test_what_an_interruption_leaves_is_not_used(model: Any) -> None:
+    decoder, fresh = Counted(model, cache="dynamic"), Counted(model, cache="dynamic")
+    turns = Turns()
+    first = decoder.run([[5, 6, 7, 8]], turns=turns)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.run([[5, 6, 7, 8, 9]], turns=turns)
+    handle.remove()
+    assert decoder.run([[5, 6, 7, 8]], turns=turns) == first
+    assert decoder.computed[-1][0] == 4
+    assert decoder.run([[5, 6, 7, 1, 2]], turns=turns) == fresh.run([[5, 6, 7, 1, 2]])
+    assert decoder.computed[-1][0] == 2
+
+
+def test_a_sliding_window_is_not_cut_back(tmp_path: Path) -> None:
+    config = Gemma3TextConfig(
+        vocab_size=257, hidden_size=24, intermediate_size=44, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=12, sliding_window=4, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).save_pretrained(tmp_path)
+    decoder, turns = Counted(load_dispatched(tmp_path, "cpu"), cache="dynamic"), Turns()
+    rows = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10, 11])
+    assert [decoder.run([row], turns=turns) for row in rows] == [decoder.run([row]) for row in rows]
+    assert [passes[0] for passes in decoder.computed] == [6, 7, 6, 7]
 
 
 def test_a_terminal(tmp_path: Path) -> None:
