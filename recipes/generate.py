@@ -28,13 +28,19 @@ def check(config: GenerateConfig) -> None:
         open_output(config, config.run_dir, read_prompts(config), config.seed)
     elif max(world_sizes(config.launch)) > 1:
         raise ConfigError("launch.ranks shares prompts out, and a conversation has none; leave it out.")
+    if any(ranks % config.tensor_parallel for ranks in world_sizes(config.launch)):
+        raise ConfigError(
+            f"tensor_parallel={config.tensor_parallel} needs a multiple of so many ranks, and launch.ranks has "
+            f"{max(world_sizes(config.launch))}; give launch.ranks={config.tensor_parallel}."
+        )
     check_checkpoint(config.checkpoint)
 
 
 @recipe(GenerateConfig, check=check)
 def main(config: GenerateConfig) -> None:
     """Complete each prompt with the model in `checkpoint`, or talk with it."""
-    with shared_work(max(world_sizes(config.launch)), config.launch.device, config.launch.timeout_seconds) as share:
+    ranks, launch = max(world_sizes(config.launch)), config.launch
+    with shared_work(ranks, launch.device, launch.timeout_seconds, config.tensor_parallel) as share:
         generate(config, share)
 
 

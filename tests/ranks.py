@@ -22,7 +22,12 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def on_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, replicas: int = 1, timeout_seconds: float = 120.0
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    replicas: int = 1,
+    tensor_parallel: int = 1,
+    timeout_seconds: float = 120.0,
 ) -> list[Any]:
     """`function(context, *args)` on each of `world_size` ranks; what each returned, in rank order.
 
@@ -32,7 +37,15 @@ def on_ranks(
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = _FORK.Pipe(duplex=False)
-            task = (rank, world_size, f"file://{directory}/rendezvous", replicas, sender, function, args)
+            task = (
+                rank,
+                world_size,
+                f"file://{directory}/rendezvous",
+                (replicas, tensor_parallel),
+                sender,
+                function,
+                args,
+            )
             processes.append(_FORK.Process(target=_rank_main, args=task, daemon=True))
             pipes.append(receiver)
             processes[-1].start()
@@ -61,13 +74,22 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, world_size: int, rendezvous: str, replicas: int, out: Connection, function: Callable[..., Any], args: Any
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    mesh: tuple[int, int],
+    out: Connection,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
+    replicas, divided = mesh
     gc.freeze()  # what the parent left is never collected here: a process group of its would wait for threads of its
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
-        with distributed("cpu", replicas, timeout_seconds=60, rendezvous=rendezvous) as context:
+        with distributed(
+            "cpu", replicas, timeout_seconds=60, rendezvous=rendezvous, tensor_parallel=divided
+        ) as context:
             value = function(context, *args)
             context.barrier()
         answer = (value, None)

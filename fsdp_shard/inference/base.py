@@ -119,11 +119,19 @@ class GenerateSettings:
         "Give each prompt to the model as a user's message, through its chat template. Without prompts: a conversation "
         "on the terminal.",
     )
+    tensor_parallel: int = setting(
+        1,
+        "Ranks that divide each layer (transformers' tensor-parallel plan). launch.ranks is a multiple of it: so many "
+        "groups share the prompts.",
+        minimum=1,
+    )
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     generation: GenerationSettings = field(default_factory=GenerationSettings)
 
     def check(self, prefix: str) -> None:
-        """Refuse no prompt, or two kinds of it, or one that is empty."""
+        """Refuse no prompt, or two kinds of it, or one that is empty; and a device map of what is divided."""
+        if self.tensor_parallel > 1:
+            self._check_divided(prefix)
         if self.is_conversation:
             if self.output is not None:
                 raise ConfigError(
@@ -141,6 +149,15 @@ class GenerateSettings:
             raise ConfigError(f"{prefix}prompt is empty; give some text to go on from.")
         if self.output is not None and Path(self.output).suffix != ".jsonl":
             raise ConfigError(f"{prefix}output={self.output} must end in .jsonl: it gets one JSON row for each prompt.")
+
+    def _check_divided(self, prefix: str) -> None:
+        default = DispatchConfig()
+        for name in ("device_map", "max_memory", "prefetch_blocks", "quantize"):
+            if (value := getattr(self.dispatch, name)) != getattr(default, name):
+                raise ConfigError(
+                    f"{prefix}dispatch.{name}={value} would do nothing with {prefix}tensor_parallel="
+                    f"{self.tensor_parallel}, where each rank holds its part of every layer; leave one of them out."
+                )
 
     @property
     def is_conversation(self) -> bool:

@@ -141,15 +141,15 @@ def complete(
         wanted = [batch for batch in window if max(batch) >= done]
         answers: dict[int, Answer] = {}
         for number, batch in enumerate(wanted):
-            if number % share.world_size == share.rank:
+            if number % share.num_groups == share.group:
                 torch.manual_seed(seed * 1_000_003 + min(batch))
                 found = decoder.run([encoded[place] for place in batch], on_text)
                 answers.update(zip(batch, found, strict=True))
-            if share.world_size == 1:
+            if share.num_groups == 1:
                 while done in answers:
                     yield _completion(decoder, prompts[done], answers.pop(done))
                     done += 1
-        if share.world_size > 1 and wanted:
+        if share.num_groups > 1 and wanted:
             answers = share.merge(answers)
             for place in sorted(place for place in answers if place >= done):
                 yield _completion(decoder, prompts[place], answers[place])

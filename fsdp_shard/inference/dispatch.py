@@ -84,27 +84,59 @@ def dispatch(
     """`load_dispatched` for a model that has been located, with its config read, as the settings of a command say.
 
     `room` is what to keep free for keys and values. `tell` is handed the plan in words before any weight is read. With
-    a `share`, this is one of several ranks that each hold the model.
+    a `share`, this is one of several ranks that each hold the model, or divide its layers.
     """
     from fsdp_shard.checkpoint.merge import open_weights
     from fsdp_shard.checkpoint.names import match_names, untie
-    from fsdp_shard.inference.machine import check_devices, free_cpu_bytes
-    from fsdp_shard.inference.placement import Spare, place
 
     index = open_weights(source.weights)
     model = _build(config, _dtype(settings.dtype, index), settings.trust_remote_code)
     untie(model, index)
     stored = match_names(model, index)
+    if share is not None and share.layers is not None:
+        _divide(model, index, stored, share, tell)
+    else:
+        _place(model, index, stored, settings, room, share, tell)
+    _load_generation_config(model, source)
+    return model
+
+
+def _divide(
+    model: PreTrainedModel,
+    index: TensorIndex,
+    stored: Mapping[str, str],
+    share: Share,
+    tell: Callable[[str], object],
+) -> None:
+    from fsdp_shard.inference import divided
+
+    assert share.layers is not None
+    assert share.device is not None
+    tell(f"{index.place}: {divided.divide(model, share.layers, share.device)}")
+    divided.fill(model, index, stored)
+    model.__dict__["hf_device_map"] = {"": str(share.device)}
+
+
+def _place(
+    model: PreTrainedModel,
+    index: TensorIndex,
+    stored: Mapping[str, str],
+    settings: DispatchConfig,
+    room: Room | None,
+    share: Share | None,
+    tell: Callable[[str], object],
+) -> None:
+    from fsdp_shard.inference.machine import check_devices, free_cpu_bytes
+    from fsdp_shard.inference.placement import Spare, place
+
     blocks, plan = plan_dispatch(model, settings, room, share)
     check_devices([*plan.devices.values(), plan.main])
-    tell(f"{source.weights}: {plan.describe()}")
+    tell(f"{index.place}: {plan.describe()}")
     hold = "cpu" in (parse_budgets(settings.max_memory) or {})
     spare = Spare(hold, max(free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0))
     quantise = make_quantiser(settings.quantize, "cpu" if plan.main == "cpu" else "cuda")
     place(model, blocks, plan, index, stored, spare, quantise)
     model.__dict__["hf_device_map"] = dict(plan.devices)  # as transformers and accelerate call it
-    _load_generation_config(model, source)
-    return model
 
 
 def plan_dispatch(
@@ -117,7 +149,7 @@ def plan_dispatch(
     strategy, budgets = parse_device_map(settings.device_map), parse_budgets(settings.max_memory)
     if budgets is None:
         share = share or Share()
-        budgets = {} if isinstance(strategy, dict) else machine_budgets(share.local_rank, share.world_size)
+        budgets = {} if isinstance(strategy, dict) else machine_budgets(share.local_rank, share.num_groups)
     blocks = quantised_blocks(model, no_split_blocks(model), settings.quantize)
     caches = {} if room is None else cache_bytes(model.config, blocks, model.dtype.itemsize, room)
     ties = tied_blocks(model, blocks)

@@ -6,13 +6,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
 from fsdp_shard.sharding.shares import Shape, row_shares
-from fsdp_shard.shards import LocalShard, row_major_range
+from fsdp_shard.shards import LocalShard
 
 if TYPE_CHECKING:
     import torch
@@ -152,21 +151,15 @@ class Fsdp2Model:
 
     def _shard_of(self, param: nn.Parameter) -> LocalShard:
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        from fsdp_shard.sharding.tensor import part_of
 
         assert isinstance(param, DTensor)
-        shape = tuple(param.shape)
-        local, offset = compute_local_shape_and_global_offset(shape, param.device_mesh, param.placements)
-        start, _ = row_major_range(shape, range(offset[0], offset[0] + local[0]))
-        data = param.to_local().detach().view(-1)
         mesh = self._context.mesh
         writes = mesh.get_local_rank("replicate") == 0
         if mesh.ndim > 2 and "tensor" not in (param.device_mesh.mesh_dim_names or ()):  # whole on each tensor rank
             writes = writes and mesh.get_local_rank("tensor") == 0
-        if tuple(local[1:]) == shape[1:]:
-            return LocalShard(param, data, start, shape, writes)
-        start = sum(at * prod(shape[axis + 1 :]) for axis, at in enumerate(offset)) if data.numel() else 0
-        return LocalShard(param, data, start, shape, writes, box=(tuple(offset), tuple(local)))
+        return part_of(param, writes=writes)
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:

@@ -8,6 +8,7 @@ by rows over the sharding ranks: one box of the whole.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from fsdp_shard.blocks import tied_names
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.shards import LocalShard, row_major_range
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,19 +26,29 @@ if TYPE_CHECKING:
 _STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"})
 
 
-def check_plan(model: nn.Module, num_ranks: int) -> None:
-    """Raise ConfigError unless `model` has a plan that can be followed here on `num_ranks` ranks a layer."""
-    where, name = f"shard.tensor_parallel={num_ranks}", type(model).__name__
+# Styles of what is whole on each rank, and whose gradient would have to be added up.
+RUN_ONLY_STYLES = frozenset({"replicated_with_grad_allreduce"})
+
+
+def check_plan(
+    model: nn.Module, num_ranks: int, setting: str = "shard.tensor_parallel", *, also: frozenset[str] = frozenset()
+) -> None:
+    """Raise ConfigError, naming `setting`, unless `model` has a plan that can be followed on `num_ranks` ranks.
+
+    `also` are styles that are understood beside those that can be trained.
+    """
+    styles = _STYLES | also
+    where, name = f"{setting}={num_ranks}", type(model).__name__
     plan = _plan(model)
     if not plan:
         raise ConfigError(
             f"{where}: transformers has no tensor-parallel plan for {name}, so its layers cannot be divided; use "
-            f"shard.tensor_parallel=1."
+            f"{setting}=1."
         )
-    if others := sorted(set(plan.values()) - _STYLES):
+    if others := sorted(set(plan.values()) - styles):
         raise ConfigError(
             f"{where}: the plan of {name} asks for {', '.join(others)}, which fsdp-shard cannot load and save; it "
-            f"knows {', '.join(sorted(_STYLES))}. Use shard.tensor_parallel=1."
+            f"knows {', '.join(sorted(styles))}. Use {setting}=1."
         )
     config: Any = model.config
     text = config.get_text_config()
@@ -57,6 +69,23 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     for alias, kept in ties.items():  # each parameter was replaced, under its first name only
         owner, _, name = alias.rpartition(".")
         model.get_submodule(owner)._parameters[name] = model.get_parameter(kept)
+
+
+def part_of(param: nn.Parameter, *, writes: bool) -> LocalShard:
+    """What this rank holds of a parameter: all of it, some rows, or where columns were cut, a box."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape = tuple(param.shape)
+    if not isinstance(param, DTensor):
+        return LocalShard(param, param.detach().view(-1), 0, shape, writes)
+    local, offset = compute_local_shape_and_global_offset(shape, param.device_mesh, param.placements)
+    data = param.to_local().detach().view(-1)
+    if tuple(local[1:]) == shape[1:]:
+        start, _ = row_major_range(shape, range(offset[0], offset[0] + local[0]))
+        return LocalShard(param, data, start, shape, writes)
+    start = sum(at * prod(shape[axis + 1 :]) for axis, at in enumerate(offset)) if data.numel() else 0
+    return LocalShard(param, data, start, shape, writes, box=(tuple(offset), tuple(local)))
 
 
 def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
