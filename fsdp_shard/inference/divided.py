@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_shard import models
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.state import load_shards
+from fsdp_shard.checkpoint.restore import load_shards
 from fsdp_shard.sharding.tensor import RUN_ONLY_STYLES, check_plan, divide_layers, part_of
 from fsdp_shard.shards import LocalShard
 from fsdp_shard.sizes import format_size
