@@ -7,6 +7,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from fsdp_shard.checkpoint.remote_url import is_remote
 from fsdp_shard.errors import CheckpointError, DifferenceError
 
 
@@ -59,6 +60,6 @@ def diff(options: Namespace) -> None:
 
 
 def _there(path: str) -> str:
-    if not Path(path).exists():
+    if not is_remote(path) and not Path(path).exists():
         raise CheckpointError(f"{path}: there is no such file or directory.")
     return path

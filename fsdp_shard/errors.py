@@ -11,6 +11,7 @@
         ├── RankError               a rank died or raised; carries that rank's traceback
         ├── SaveError               a checkpoint could not be written; the earlier ones are untouched
         │   └── StorageError        as the disk is full or fails: training can go on without it
+    │       └── RemoteError     or as a remote store cannot be reached, refuses or fails
         ├── LossError               the loss or a gradient became NaN or infinite
         └── DifferenceError         verify or diff found that contents differ
     Interrupted                     a signal asked the run to stop; the message says what is saved
@@ -72,6 +73,10 @@ class SaveError(RunError):
 
 class StorageError(SaveError):
     """A disk is full or fails, so a checkpoint could not be written; training can go on without it for a while."""
+
+
+class RemoteError(StorageError):
+    """A remote store cannot be reached, or refuses what was asked, or fails; what is on this machine is untouched."""
 
 
 class LossError(RunError):

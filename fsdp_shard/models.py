@@ -29,6 +29,13 @@ _PICKLES = ("*.bin", "*.bin.index.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", ".metadata", "global_step*")
 
 
+# What a run says first that has one of the settings `trust_remote_code` on.
+REMOTE_CODE = (
+    "Python files that come with the model are run on each rank and can do whatever you can: read your files and "
+    "secrets, change them, use the network. Read them first, or leave it off."
+)
+
+
 @dataclass
 class ModelConfig:
     """Which model, and how it is held while it trains."""
@@ -57,7 +64,9 @@ class ModelConfig:
         "auto: for a vocabulary of 65,536 tokens or more, where the model allows it.",
         choices=("auto", "true", "false"),
     )
-    trust_remote_code: bool = setting(False, "Run Python code that comes with the model. Only for sources you trust.")
+    trust_remote_code: bool = setting(
+        False, "Run Python code that comes with the model. Only for sources you trust.", warning=REMOTE_CODE
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from fsdp_shard.checkpoint.remote_url import refuse_remote
 from fsdp_shard.config import RunConfig, command_of, is_used
 from fsdp_shard.errors import ConfigError, InputError, RunError
 from fsdp_shard.launch import check_machine, joined_rank, launch
-from fsdp_shard.settings import walk
+from fsdp_shard.settings import walk, warnings_of
 from fsdp_shard.shell import run_as_program, tell, wants_debug
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ def _prepare(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
     jobs = compose(schema, [argument for argument in arguments if argument != "--debug"], program)
     for job in jobs:
         job.config.debug |= "--debug" in arguments
+    if joined_rank() == 0:
+        for line in dict.fromkeys(line for job in jobs for line in warnings_of(job.config)):
+            print(line, file=sys.stderr, flush=True)
     for job in jobs:
         _check(find(), job.config)
     return jobs
@@ -122,6 +126,7 @@ def _check(recipe: Recipe[C], config: C) -> None:
     if config.ranks_are == "started":
         check_machine(config.launch)
     _refuse_unused(config)
+    refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
     if recipe.check is not None:
         recipe.check(config)
 

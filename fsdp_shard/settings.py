@@ -35,13 +35,16 @@ def setting(
     above: float | None = None,
     maximum: float | None = None,
     choices: Sequence[str] | None = None,
+    warning: str | None = None,
 ) -> T:
     """Declare a field of a config dataclass.
 
-    `minimum` and `maximum` are inclusive, `above` is exclusive; `choices` are the accepted strings. Lists, dicts and
-    nested dataclasses are given as `default` too and are copied for each instance.
+    `minimum` and `maximum` are inclusive, `above` is exclusive; `choices` are the accepted strings. A run that
+    has the setting on says `warning` first. Lists, dicts and nested dataclasses are given as `default` too and are
+    copied for each instance.
     """
     metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "choices": choices}
+    metadata["warning"] = warning
     if isinstance(default, (list, dict)) or dataclasses.is_dataclass(default):
         field: T = dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
         return field
@@ -56,6 +59,12 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
             yield from walk(value, name + ".")
         else:
             yield name, field, value
+
+
+def warnings_of(config: Any) -> list[str]:
+    """What whoever starts a run must know of settings that are on, one line each."""
+    said = ((name, field.metadata.get("warning"), value) for name, field, value in walk(config))
+    return [f"warning: {name}={str(value).lower()}: {text}" for name, text, value in said if text and value]
 
 
 def check(config: Any) -> None:

@@ -52,7 +52,7 @@ def check(config: FinetuneConfig) -> None:
     check_data(config.data, config.model.task)
     check_held_out(config.train, config.data)
     config.adapter.check_installed()
-    resumed = find_step(config.resume, config.run_dir)
+    resumed = find_step(config.resume, config.run_dir, config.checkpoint.remote)
     check_continues(config.adapter, resumed)
     check_model(config.model, config.shard, config.data, config.adapter, model_source(config.model, resumed))
     check_trackers(config.train.trackers)
@@ -72,7 +72,7 @@ def main(config: FinetuneConfig) -> None:
         run_lock(config.run_dir, context),
         StopSignal() as stop,
     ):
-        resumed = context.decide(lambda: find_step(config.resume, config.run_dir))
+        resumed = context.decide(lambda: find_step(config.resume, config.run_dir, config.checkpoint.remote))
         if context.decide(lambda: is_finished(resumed, config.run_dir, settings)):
             return
         verify_resumed(resumed, config.checkpoint, context)

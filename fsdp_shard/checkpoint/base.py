@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp_shard.checkpoint.remote_url import check_remote, refuse_remote
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.settings import REQUIRED, setting
 from fsdp_shard.sizes import parse_size
@@ -63,6 +64,13 @@ class CheckpointConfig:
         "Save each step with the lowest held-out loss so far (train.eval_every), too. When a later one is better, it "
         "is deleted, unless `every` asked for it.",
     )
+    remote: str | None = setting(
+        None,
+        "A directory of a remote store, such as s3://bucket/run, that each saved checkpoint is uploaded to behind the "
+        "training; what is kept there goes by keep_last and keep_every too. An upload that fails counts as a save that "
+        "fails (max_failures). A run whose run_dir has no checkpoint as late goes on from there. Any store that fsspec "
+        "has a package for; credentials and endpoint come from the environment.",
+    )
     optimizer: bool = setting(True, "Keep the optimizer state too, which resuming needs.")
     max_shard_size: str = setting(DEFAULT_SHARD_SIZE, "Largest file of a gathered checkpoint, such as 200MB or 5GB.")
 
@@ -78,6 +86,13 @@ class CheckpointConfig:
                 f"{prefix}keep_optimizer_last={self.keep_optimizer_last} needs {prefix}optimizer=true: without it no "
                 "checkpoint has an optimizer state."
             )
+        if self.remote is not None:
+            check_remote(self.remote, f"{prefix}remote")
+            if self.keep_optimizer_last is not None:
+                raise ConfigError(
+                    f"{prefix}keep_optimizer_last={self.keep_optimizer_last} cannot be had with {prefix}remote: a "
+                    f"checkpoint there is never changed. Bound what is kept by {prefix}keep_last."
+                )
         if self.layout == "sharded" and self.max_shard_size != DEFAULT_SHARD_SIZE:
             raise ConfigError(
                 f"{prefix}max_shard_size={self.max_shard_size} is for {prefix}layout=gathered; with "
@@ -126,6 +141,7 @@ class ConvertConfig:
     def check(self, prefix: str) -> None:
         """Rules that tie several settings together."""
         parse_size(self.max_shard_size, f"{prefix}max_shard_size")
+        refuse_remote(self.target, f"{prefix}target", "convert into a directory here and copy that.")
         if self.format == "sharded" and self.ranks is None:
             raise ConfigError(f"{prefix}ranks is not set: format=sharded writes one file per rank. Add ranks=N.")
         if self.format == "huggingface" and self.ranks is not None:

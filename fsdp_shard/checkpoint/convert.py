@@ -26,6 +26,7 @@ from fsdp_shard.checkpoint.index import Span, TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.layout import INDEX_FILE, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
 from fsdp_shard.checkpoint.merge import open_weights
+from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.checkpoint.ties import absent_ties, stored_twice
 from fsdp_shard.checkpoint.transfer import Move, Progress, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
@@ -90,7 +91,7 @@ def convert(
     )
     check(settings)
     place = Path(target).expanduser().absolute()
-    with open_weights(Path(source).expanduser(), base) as index:
+    with open_weights(here(source), base) as index:
         _check_target(place, index, overwrite)
         plan = plan_conversion(index, settings, _ties(index, format))
         stamps = _stamps(index)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fsdp_shard.checkpoint import boxes, dtypes
 from fsdp_shard.checkpoint.dtypes import TensorSpec
 from fsdp_shard.checkpoint.files import Files
+from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -410,9 +411,10 @@ def aliases_in(metadata: Mapping[str, str], tensors: Mapping[str, object]) -> di
 def open_checkpoint(path: str | Path) -> TensorIndex:
     """The tensor index of what lies at `path`, recognised by content.
 
-    A directory or a file of a known format, a step directory, or a run directory (its latest step). Headers only are
-    read. Raises CheckpointError naming the file that is wrong, or saying what was found instead of a checkpoint.
+    A directory or a file of a known format, a step directory, a run directory (its latest step), or one of these two on
+    a remote store, which is downloaded into a cache. Headers only are read. Raises CheckpointError naming the file that
+    is wrong, or saying what was found instead of a checkpoint.
     """
     from fsdp_shard.checkpoint.formats.registry import read_any
 
-    return read_any(Path(path))
+    return read_any(here(path))

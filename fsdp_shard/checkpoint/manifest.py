@@ -112,12 +112,17 @@ def read_manifest(root: Path) -> Manifest | None:
     is_like_ours = isinstance(document, dict) and len(document.keys() & _keys()) > len(_keys()) // 2
     if not is_ours(document) and not is_like_ours:
         return None
-    manifest = Manifest.from_json(document, str(path))
+    return parse_manifest(content, str(path))
+
+
+def parse_manifest(content: bytes, where: str) -> Manifest:
+    """The manifest that a file has as its content; `where` names the file in the CheckpointError."""
+    manifest = Manifest.from_json(parse_json(content, where), where)
     start = content.rfind(f'"{_DIGEST}"'.encode())
     if content != _sealed(content[:start].decode()).encode():
         raise CheckpointError(
-            f"{path} does not have the digest that it ends with: it is not what was written, so nothing can be checked "
-            "by it."
+            f"{where} does not have the digest that it ends with: it is not what was written, so nothing can be "
+            "checked by it."
         )
     return manifest
 

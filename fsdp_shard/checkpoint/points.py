@@ -28,6 +28,14 @@ POINTS = (
     "deleted",  # rank 0: and is gone
     "slimmed",  # rank 0: an older step's manifest lists no optimizer state any more (checkpoint.keep_optimizer_last)
 )
+# With `checkpoint.remote`, after a step is committed and verified.
+REMOTE_POINTS = (
+    "uploading",  # what an earlier upload left of the step is gone
+    "uploaded",  # this rank's files are on the remote store
+    "remote-committed",  # rank 0: and the manifest
+    "remote-hidden",  # rank 0: the manifest of what retention deletes is gone
+    "remote-deleted",  # rank 0: and the rest
+)
 MAIN_POINTS = frozenset(
     ("begun", "manifest-written", "directory-synced", "renamed", "committed", "pointed", "slimmed", "hidden", "deleted")
 )
@@ -37,6 +45,6 @@ hook: Callable[[str], None] | None = None
 
 def reach(point: str) -> None:
     """Say that the save of this rank has come to `point`."""
-    assert point in POINTS, point
+    assert point in POINTS or point in REMOTE_POINTS, point
     if hook is not None:
         hook(point)

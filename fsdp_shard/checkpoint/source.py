@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from fsdp_shard import models
 from fsdp_shard.checkpoint.formats import peft, registry
+from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.models import ModelSource
 
 
@@ -16,7 +16,7 @@ def locate(path: str | os.PathLike[str], gguf_file: str | None = None, *, need_w
     Of an adapter, config and tokenizer are its base model's. Raises ModelError when there is no config, or (with
     `need_weights`) there are no weights; CheckpointError where several checkpoints lie there.
     """
-    place = Path(path).expanduser()
+    place = here(path)
     if not place.exists() or gguf_file is not None:
         return models.resolve(path, gguf_file, need_weights=need_weights)
     found = registry.locate(place)

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 from fsdp_shard.checkpoint import atomic
@@ -149,10 +150,7 @@ class Store:
         Returns the deleted steps. A step loses its name first, so that a crash in between leaves no half one. Steps
         that lack something are neither counted nor deleted: a sound one is never given up for them.
         """
-        steps = self.complete_steps()
-        milestones = [step for step in steps if keep_every is not None and step % keep_every == 0]
-        kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, self.pointer(LATEST), self.best()}
-        doomed = [step for step in steps if step not in kept]
+        doomed = retired(self.complete_steps(), keep_last, keep_every, {self.pointer(LATEST), self.best()})
         for step in doomed:
             self.delete(step)
         return doomed
@@ -201,6 +199,13 @@ class Store:
         for step in self.steps():
             found += _clean_step(self.path(step))
         return found
+
+
+def retired(steps: Sequence[int], keep_last: int, keep_every: int | None, pinned: Set[int | None]) -> list[int]:
+    """Those of `steps`, ascending, that retention deletes."""
+    milestones = {step for step in steps if keep_every is not None and step % keep_every == 0}
+    kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, *pinned}
+    return [step for step in steps if step not in kept]
 
 
 def is_of_optimizer(name: str) -> bool:

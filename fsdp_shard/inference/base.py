@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.quantise import check_quantise
+from fsdp_shard.models import REMOTE_CODE
 from fsdp_shard.settings import REQUIRED, nearest, setting
 from fsdp_shard.sizes import parse_size
 
@@ -50,7 +51,9 @@ class DispatchConfig:
         "model must then fit: nothing is streamed.",
         choices=("none", "int8", "int4"),
     )
-    trust_remote_code: bool = setting(False, "Run Python code that comes with the model. Only for sources you trust.")
+    trust_remote_code: bool = setting(
+        False, "Run Python code that comes with the model. Only for sources you trust.", warning=REMOTE_CODE
+    )
 
     def check(self, prefix: str) -> None:
         """Refuse a map or a budget that cannot be read."""

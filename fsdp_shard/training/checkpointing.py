@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING
 
 from fsdp_shard.checkpoint.base import CheckpointConfig
 from fsdp_shard.checkpoint.checks.step import check_content, check_files
+from fsdp_shard.checkpoint.fetch import fetch_latest, local_copy
 from fsdp_shard.checkpoint.files import has_file
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.manifest import MANIFEST
 from fsdp_shard.checkpoint.optimizer import check_slots, create_state, optimizer_shards
+from fsdp_shard.checkpoint.remote import RemoteStore
+from fsdp_shard.checkpoint.remote_url import is_remote
 from fsdp_shard.checkpoint.restore import load_shards
 from fsdp_shard.checkpoint.state import TRAINER
 from fsdp_shard.checkpoint.store import CHECKPOINTS, OPTIMIZER, Store, has_optimizer, parse_step
@@ -30,24 +33,35 @@ if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
 
 
-def find_step(resume: str, run_dir: str) -> Path | None:
+def find_step(resume: str, run_dir: str, remote: str | None = None) -> Path | None:
     """The step directory that a run goes on from, or None where it begins anew.
 
-    `resume` is auto (the latest step in `run_dir`, if there is one), never, or the path of a run or a step. Raises
-    ConfigError when steps in `run_dir` would be written over, CheckpointError when a step cannot be resumed from.
+    `resume` is auto (the latest step in `run_dir`, if there is one), never, or the path of a run or a step. Where
+    `remote` has a later step than `run_dir`, auto downloads it. Raises ConfigError when steps would be written over,
+    CheckpointError when a step cannot be resumed from, RemoteError when a remote store cannot be read.
     """
     store = Store(Path(run_dir) / CHECKPOINTS)
+    _refuse_nameless(store, store.latest())
+    above = None if remote is None else RemoteStore(remote)
+    if resume == "auto" and above is not None:
+        fetch_latest(above, store)
     latest = store.latest()
-    _refuse_nameless(store, latest)
-    if resume == "never":
-        if latest is not None:
-            raise ConfigError(
-                f"resume=never, but run_dir={run_dir} already holds checkpoints up to step {latest}; give another "
-                f"run_dir, or resume=auto to go on from there."
-            )
-        return None
     if resume == "auto":
         return None if latest is None else _check_complete(store.path(latest))
+    held = None if above is None else above.latest()
+    if resume == "never":
+        for there, place, name in (
+            (latest, f"run_dir={run_dir}", "run_dir"),
+            (held, f"checkpoint.remote={remote}", "checkpoint.remote"),
+        ):
+            if there is not None:
+                raise ConfigError(
+                    f"resume=never, but {place} already holds checkpoints up to step {there}; give another {name}, or "
+                    f"resume=auto to go on from there."
+                )
+        return None
+    if is_remote(resume):
+        resume = str(local_copy(resume))
     if not Path(resume).exists():
         raise CheckpointError(f"resume={resume} does not exist; give a run directory, a step directory, auto or never.")
     for root in (Path(resume), Path(resume) / CHECKPOINTS):
@@ -57,6 +71,11 @@ def find_step(resume: str, run_dir: str) -> Path | None:
         raise ConfigError(
             f"resume={resume} would go on beside the checkpoints that run_dir={run_dir} already holds, up to step "
             f"{latest}, and in the end write over them; give another run_dir."
+        )
+    if above is not None and held is not None and above.manifest(held) != (found / MANIFEST).read_bytes():
+        raise ConfigError(
+            f"resume={resume} would go on beside the checkpoints that checkpoint.remote={remote} already holds, up to "
+            f"step {held}; give another checkpoint.remote."
         )
     return found
 

@@ -19,10 +19,12 @@ from fsdp_shard.checkpoint.base import CheckpointConfig
 from fsdp_shard.checkpoint.checks.step import check_content, check_files, drop_cache
 from fsdp_shard.checkpoint.optimizer import optimizer_shards
 from fsdp_shard.checkpoint.points import reach
+from fsdp_shard.checkpoint.remote import RemoteStore
 from fsdp_shard.checkpoint.staging import Copy, Staging
 from fsdp_shard.checkpoint.state import RunState, save_step
 from fsdp_shard.checkpoint.store import CHECKPOINTS, Store
-from fsdp_shard.errors import CheckpointError, FsdpShardError, Interrupted, SaveError, StorageError
+from fsdp_shard.checkpoint.upload import catch_up, prune_remote, upload_step
+from fsdp_shard.errors import CheckpointError, FsdpShardError, Interrupted, RemoteError, SaveError, StorageError
 from fsdp_shard.sizes import parse_size
 from fsdp_shard.training.schedule import is_due
 from fsdp_shard.training.setup import LoadedModel
@@ -102,6 +104,7 @@ class Saver:
         self._context, self._store, self._config = context, store, config
         self._loaded, self._optimizer, self._side_files, self._log = loaded, optimizer, side_files, log
         self._saving = context.beside(config.timeout_seconds)
+        self._remote = None if config.remote is None else RemoteStore(config.remote)
         self._staging = Staging()
         self._flight: Flight | None = None
         self._failed: StorageError | None = None
@@ -113,6 +116,11 @@ class Saver:
         """Whether the settings ask for a save where the run stands."""
         every_nth = is_due(state.step, self._config.every, num_steps)
         return every_nth or (self._config.save_best and state.is_best)
+
+    def catch_up(self) -> None:
+        """Upload the latest step where an earlier part of the run could not."""
+        if self._remote is not None and (step := catch_up(self._saving, self._remote, self._store)) is not None:
+            self._log.note(f"uploaded {self._remote.address(step)}, which was in the run directory only")
 
     def save(self, state: TrainerState) -> None:
         """Save the state as it is now, once the save in flight has ended."""
@@ -148,7 +156,8 @@ class Saver:
             directory = self._context.together(lambda: self._in_our_words(step, result))
         except StorageError as error:
             self._num_failures += 1
-            self._failed = StorageError(f"Step {step} could not be saved. {error} Earlier checkpoints are kept.")
+            what = "uploaded, and is in the run directory only" if isinstance(error, RemoteError) else "saved"
+            self._failed = type(error)(f"Step {step} could not be {what}. {error} Earlier checkpoints are kept.")
             if self._num_failures >= self._config.max_failures:
                 raise self._failed from error
             count = f"failure {self._num_failures} of checkpoint.max_failures={self._config.max_failures} in a row"
@@ -156,6 +165,8 @@ class Saver:
         else:
             self._num_failures, self._failed = 0, None
             self._log.saved(directory)
+            if self._remote is not None:
+                self._log.note(f"uploaded {self._remote.address(step)}")
 
     def _in_our_words(self, step: int, result: Callable[[], Path]) -> Path:
         try:
@@ -177,13 +188,18 @@ class Saver:
         return RunState(shards, self._loaded.aliases, optimizer, trainer, self._side_files)
 
     def _write(self, step: int, state: RunState, is_best: bool) -> Path:
-        """Commit the step and delete what `checkpoint.keep_*` no longer keep; no logging, as this may be a thread."""
+        """Commit the step, upload it, and delete what `checkpoint.keep_*` no longer keep.
+
+        No logging, as this may be a thread.
+        """
         layout = self._config.layout if self._loaded.adapter is None else "gathered"  # peft knows one file only
         limits = layout == "gathered" and self._loaded.adapter is None
         size = parse_size(self._config.max_shard_size, "checkpoint.max_shard_size") if limits else None
         directory = save_step(self._saving, self._store, step, state, layout=layout, max_shard_bytes=size)
         if self._config.verify:
             self._read_back(step, directory)
+        if self._remote is not None:
+            upload_step(self._saving, self._remote, step, directory)
         self._saving.together(lambda: self._tidy(step, is_best))
         return directory
 
@@ -206,6 +222,8 @@ class Saver:
             self._store.prune(self._config.keep_last, self._config.keep_every)
         if self._config.keep_optimizer_last is not None:
             self._store.drop_optimizer(self._config.keep_optimizer_last)
+        if self._remote is not None:
+            prune_remote(self._remote, step, self._config.keep_last, self._config.keep_every)
 
     def _replace_best(self, step: int) -> None:
         """Point to a better step, and let the one before go if it was saved for being the best only.
@@ -214,9 +232,13 @@ class Saver:
         """
         before, every = self._best, self._config.every
         self._store.set_best(step)
+        if self._remote is not None:
+            self._remote.set_best(step)
         self._best = step
         if before is not None and not (every and before % every == 0) and before in self._store.steps():
             self._store.delete(before)
+            if self._remote is not None and self._remote.has(before):
+                self._remote.delete(before)
 
     def _settle(self) -> None:
         """What the weights' next change has to wait for."""
@@ -248,7 +270,11 @@ def open_saver(
     side_files: Mapping[str, bytes],
     log: SaveLog,
 ) -> Saver:
-    """The saver of the run in `run_dir`, after removing what an interrupted save may have left there; a collective."""
+    """The saver of the run in `run_dir`, after removing what an interrupted save may have left there, and uploading the
+    latest step where that was interrupted; a collective.
+    """
     store = Store(Path(run_dir) / CHECKPOINTS)
     context.decide(store.clean_leftovers)
-    return Saver(context, store, config, loaded, optimizer, side_files, log)
+    saver = Saver(context, store, config, loaded, optimizer, side_files, log)
+    saver.catch_up()
+    return saver

@@ -23,6 +23,7 @@ from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.integrity import file_digest, frame_digest, header_digest
 from fsdp_shard.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.errors import CheckpointError
 
 _CONFIG = "config.json"
@@ -40,8 +41,8 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
     """
     start = time.perf_counter()
     with ExitStack() as stack:
-        one = _Checkpoint(Path(path), stack)
-        two = None if against is None else _Checkpoint(Path(against), stack)
+        one = _Checkpoint(here(path), stack)
+        two = None if against is None else _Checkpoint(here(against), stack)
         one.open()
         num_cast = 0
         if two is None:
