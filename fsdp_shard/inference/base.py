@@ -28,8 +28,8 @@ class DispatchConfig:
         default="auto",
         metadata={
             "help": "auto and balanced: GPUs evenly, then CPU, then disk; balanced_low_0: least on GPU 0; "
-            "sequential: each device filled before the next; cpu; disk; or a mapping from module names to a GPU's "
-            "number, cpu or disk."
+            "sequential: each device filled before the next; cpu; disk; or a mapping from module names (* for the "
+            "rest) to a GPU's number, cpu or disk."
         },
     )
     # Any, not dict | None: OmegaConf cannot put a mapping in the place of an optional dict that is None.
@@ -173,7 +173,9 @@ def parse_device_map(value: Any, setting: str = "device_map") -> str | dict[str,
     if isinstance(value, str) and value in STRATEGIES:
         return value
     if isinstance(value, dict):
-        return {str(name): parse_device(device, f"{setting}.{name}") for name, device in value.items()}
+        # Others write '' for the rest, which the command line cannot take for a key.
+        names = {name: "" if name == "*" else str(name) for name in value}
+        return {names[name]: parse_device(device, f"{setting}.{name}") for name, device in value.items()}
     raise ConfigError(
         f"{setting}={value} is not one of {', '.join(STRATEGIES)}{nearest(str(value), STRATEGIES)}, nor a mapping such "
         f"as {{model.embed_tokens: cpu, model.layers: disk}}."

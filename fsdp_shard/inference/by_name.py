@@ -28,7 +28,7 @@ def place_by_name(
         devices = {device for device in found.values() if device is not None}
         if not devices:
             raise PlanError(
-                f"device_map names no device for {', '.join(unit.fqns)}; add it, or one for '' as the rest."
+                f"device_map names no device for {', '.join(unit.fqns)}; add it, or one for '*' as the rest."
             )
         if len(devices) > 1:
             where = ", ".join(f"{fqn}: {device_name(d)}" for fqn, d in found.items() if d is not None)

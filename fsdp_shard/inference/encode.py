@@ -41,9 +41,11 @@ def encode(
         # An encoder reads the prompt and a decoder writes the answer: each has the whole context for it.
         taken = 0 if config.is_encoder_decoder else max_new_tokens
         if room is not None and max(len(ids) + taken, max_new_tokens) > room:
+            fewer = room if config.is_encoder_decoder else room - len(ids)
+            advice = f", or generate at most {fewer}" if 0 < fewer < max_new_tokens else ""
             raise DataError(
                 f"{prompt.place} has {len(ids)} tokens, which with generation.max_new_tokens={max_new_tokens} exceeds "
-                f"the model's context of {room}; shorten it, or generate at most {max(room - len(ids), 0)}."
+                f"the model's context of {room}; shorten it{advice}."
             )
         encoded.append(ids)
     return encoded

@@ -27,6 +27,10 @@ class OutputFile:
 
     def __init__(self, path: Path, ingredients: Any) -> None:
         self.path = path
+        above = next(parent for parent in path.absolute().parents if parent.exists())
+        if not above.is_dir() or path.is_dir():
+            wrong, why = (path, "is a directory") if path.is_dir() else (above, "is no directory")
+            raise DataError(f"output={path} cannot be written: {wrong} {why}; give another name.")
         self._side = path.with_name(f".{path.name}.settings")
         self._document = json.dumps(ingredients, indent=1, sort_keys=True) + "\n"
         self._lines: list[bytes] = []

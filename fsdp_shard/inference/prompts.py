@@ -88,7 +88,7 @@ def _checked(text: str, place: str) -> Prompt:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise DataError(f"prompts={path}: there is no such file.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -105,5 +105,8 @@ def _standard_input(setting: str) -> str:
 
 def _numbered(name: str, text: str) -> Iterator[tuple[str, str]]:
     """(place, line) of every line but empty ones at the end."""
-    for number, line in enumerate(text.rstrip().splitlines(), start=1):
+    lines = text.split("\n")  # a string in JSON may hold what else Unicode ends lines with
+    while lines and not lines[-1].strip():
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
         yield f"{name}, line {number},", line

@@ -21,6 +21,7 @@ def test_devices_are_read_as_people_write_them() -> None:
     mapping = {"model.layers": "cuda:1", "model.norm": "0", "lm_head": 2, "": "disk", "model.embed_tokens": "cuda"}
     expected = {"model.layers": 1, "model.norm": 0, "lm_head": 2, "": "disk", "model.embed_tokens": 0}
     assert parse_device_map(mapping) == expected
+    assert parse_device_map({"*": "disk", "model.norm": "cpu"}) == {"": "disk", "model.norm": "cpu"}
 
 
 def test_budgets_are_bytes_by_device() -> None:

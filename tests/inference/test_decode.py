@@ -113,6 +113,8 @@ def test_prompts_that_leave_no_room_are_refused() -> None:
     encode(TOKENIZER, long, llama_config(), 28)
     with pytest.raises(DataError, match=r"line 7, has 100 tokens.*context of 128; shorten it, or generate at most 28"):
         encode(TOKENIZER, long, llama_config(), 29)
+    with pytest.raises(DataError, match=r"has 200 tokens.*context of 128; shorten it\.$"):
+        encode(TOKENIZER, [Prompt("x" * 200, "prompt")], llama_config(), 1)
 
 
 def test_models_that_do_not_predict_the_next_token_are_refused() -> None:

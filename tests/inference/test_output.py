@@ -44,6 +44,15 @@ def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path: Path) -> None:
     assert len(OutputFile(path, MADE_OF).rows) == 2
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "directory.jsonl").mkdir()
+    with pytest.raises(DataError, match="file is no directory"):
+        OutputFile(tmp_path / "file" / "in" / "out.jsonl", MADE_OF)
+    with pytest.raises(DataError, match="is a directory"):
+        OutputFile(tmp_path / "directory.jsonl", MADE_OF)
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     list(OutputFile(path, MADE_OF).append(iter(ROWS)))

@@ -33,6 +33,10 @@ def test_both_kinds_of_files(tmp_path: Path) -> None:
     lines = tmp_path / "a.txt"
     lines.write_text("one \r\n  two\n\n \n", encoding="utf-8")
     assert texts(lines) == ["one ", "  two"]
+    lines.write_bytes("\ufeffone\u2028still one\ntwo ".encode())
+    assert texts(lines) == ["one\u2028still one", "two "]
+    rows.write_bytes('\ufeff{"prompt": "one\u2028still one"}\n'.encode())
+    assert texts(rows) == ["one\u2028still one"]
 
 
 @pytest.mark.parametrize(
