@@ -18,7 +18,8 @@ from fsdp_shard import models
 from fsdp_shard.blocks import Block, no_split_blocks
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.planning.activations import Activations, measure_activations
+from fsdp_shard.planning.activations import measure_activations
+from fsdp_shard.planning.head import take_out_head
 from fsdp_shard.planning.optimizer import optimizer_bytes
 from fsdp_shard.sharding.activations import recomputed_fqns
 from fsdp_shard.sharding.base import ShardConfig
@@ -120,9 +121,8 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     blocks = no_split_blocks(model, run.shard.blocks)
     units = plan_units(model, run.shard)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    activations, problem = _activations(config, run)
+    kept, problem = _kept_bytes(config, run)
     unsharded = run.shard.unsharded_bytes(units, run.num_shards, accumulates=_num_micro_batches(run) > 1)
-    kept = None if activations is None else activations.saved_bytes + 2 * activations.logits_bytes
     states = _state_bytes(run.shard.shares(shapes, units, run.num_shards), shapes, run)
     per_rank = []
     for rank in range(run.num_ranks):
@@ -162,9 +162,13 @@ def _num_micro_batches(run: PlannedRun) -> int:
     return -(-run.train.global_batch_size // (run.train.micro_batch_size * run.num_ranks))
 
 
-def _activations(config: PretrainedConfig, run: PlannedRun) -> tuple[Activations | None, str | None]:
-    """Measured in the compute dtype; or why that cannot be done: control flow that depends on values, no text input."""
+def _kept_bytes(config: PretrainedConfig, run: PlannedRun) -> tuple[int | None, str | None]:
+    """Of a micro-batch: what is saved for the backward pass, and the loss with its gradient, in the compute dtype.
+
+    Or why that cannot be measured: control flow that depends on values, no text input.
+    """
     model = _build(config, run, run.shard.param_dtype)
+    of_head = take_out_head(model, run.model.chunked_loss, run.train.micro_batch_size * run.sequence_length)
     blocks = no_split_blocks(model, run.shard.blocks)
     try:
         activations = measure_activations(
@@ -178,4 +182,4 @@ def _activations(config: PretrainedConfig, run: PlannedRun) -> tuple[Activations
         )
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         return None, (str(error).strip() or type(error).__name__).splitlines()[0]
-    return activations, None
+    return activations.saved_bytes + (2 * activations.logits_bytes if of_head is None else of_head), None

@@ -27,7 +27,7 @@ from fsdp_shard.errors import ModelError
 # From this vocabulary on the logits are what fills the memory, and products of a chunk are large enough to be quick.
 _LARGE_VOCABULARY = 1 << 16
 # Bytes of float32 logits in a chunk: not too few, as the gradient of the head's weight is read and written for each.
-_CHUNK_BYTES = 128 << 20
+CHUNK_BYTES = 128 << 20
 
 
 def use_loss_head(model: PreTrainedModel, when: str) -> bool:
@@ -118,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         wanted = of_hidden or of_weight or of_bias
         rows = torch.nonzero(labels != MASKED).flatten()
-        num_rows = max(1, _CHUNK_BYTES // (4 * len(weight)))
+        num_rows = max(1, CHUNK_BYTES // (4 * len(weight)))
         chunks = [rows[start : start + num_rows] for start in range(0, len(rows), num_rows)]
         precise = weight.dtype if len(chunks) <= 1 else torch.float32
         slope_hidden = torch.zeros_like(hidden) if of_hidden else None
@@ -136,6 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 slope_hidden[chunk] = slope @ weight
             if slope_weight is not None:
                 _add_product(slope_weight, slope, part)
+            del part, slope  # before the next chunk has its own
         ctx.slopes = (
             slope_hidden,
             None if slope_weight is None else slope_weight.to(weight.dtype),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig, T5Config, ViTConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CohereConfig, PretrainedConfig, T5Config, ViTConfig
 
 from fsdp_shard.blocks import no_split_blocks
 from fsdp_shard.config import OPTIONS
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta
+from fsdp_shard.planning import head
 from fsdp_shard.planning.activations import measure_activations
 from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.planning.optimizer import optimizer_bytes
@@ -21,11 +24,16 @@ from fsdp_shard.sharding.base import ShardConfig
 from fsdp_shard.sharding.ddp import DdpConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.training import loss_head
 from fsdp_shard.training.adamw import AdamWConfig
 from fsdp_shard.training.adamw8bit import AdamW8bitConfig
 from fsdp_shard.training.base import TrainConfig
 from tests.tiny import llama, llama_config
 
+COHERE = CohereConfig(
+    architectures=["CohereForCausalLM"], hidden_size=32, intermediate_size=40, num_hidden_layers=1,
+    num_attention_heads=2, vocab_size=257, logit_scale=0.5,
+)  # fmt: skip
 T5_3B = T5Config(
     architectures=["T5ForConditionalGeneration"],
     d_model=1024,
@@ -230,3 +238,69 @@ def test_a_model_without_text_input_is_planned_without_activations() -> None:
     assert found.per_rank[0].parameters_bytes > 0
     assert (found.peak_bytes, found.fits(10**9)) == (None, None)
     assert found.problem
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of storages that were there at one time, of those made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor)
+        return result
+
+    def known(self, *tensors: torch.Tensor) -> None:
+        self._known |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        key, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if key in self._known or tensor._is_view() or not size:
+            return
+        self._known.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(tensor.untyped_storage(), self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("is_capped", [False, True])
+@pytest.mark.parametrize("rows", [40, 400])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_head_takes_what_it_takes(
+    dtype: torch.dtype, rows: int, is_capped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (loss_head, head):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 3000 * 100)  # 100 rows
+    hidden, weight = (torch.randn(n, 64, dtype=dtype, requires_grad=True) for n in (rows, 3000))
+    labels = torch.randint(0, 3000, (rows,))
+    with Live() as live:
+        live.known(hidden, weight, labels)
+        loss = loss_head.linear_cross_entropy(hidden, weight, None, labels, 1.0, 30.0 if is_capped else None)
+    del loss
+    assert head.head_bytes(rows, (3000, 64), dtype, is_capped=is_capped) == pytest.approx(live.most, rel=0.03)
+
+
+def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
+    def kept(length: int, chunked: str, vocabulary: int = 257) -> int:
+        config = llama_config()
+        config.vocab_size = vocabulary
+        settings = ModelConfig(path="x", chunked_loss=chunked)
+        return plan(config, model=settings, sequence_length=length).per_rank[0].activations_bytes or 0
+
+    logits, hidden = 512 * 257 * 2, 512 * 36 * 2  # the hidden state is kept for the gradient of the head
+    in_chunks = head.head_bytes(512, (257, 36), torch.bfloat16)
+    assert kept(512, "auto") == kept(512, "false")
+    assert kept(512, "false") - kept(512, "true") == 2 * logits + hidden - in_chunks
+    large = [kept(4096, chunked, 1 << 17) for chunked in ("auto", "true", "false")]
+    assert large[0] == large[1] < large[2] / 4
+    with pytest.raises(ModelError, match="chunked_loss=true cannot be had"):
+        plan(COHERE, model=ModelConfig(path="x", chunked_loss="true"))
