@@ -5,8 +5,8 @@ from __future__ import annotations
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data.base import check_data
-from fsdp_shard.data.mixture import sources_seen
 from fsdp_shard.data.prepare import prepare_on_ranks
+from fsdp_shard.data.report import data_figures
 from fsdp_shard.data.task import check_task
 from fsdp_shard.distributed import distributed
 from fsdp_shard.launch import uses_gpus, world_sizes
@@ -121,7 +121,7 @@ def main(config: FinetuneConfig) -> None:
                     saver.finish()
                     raise stopped(report, config.run_dir)
             saver.finish()
-            seen = sources_seen(data.train, state.num_samples)
+            seen = data_figures(data.train, state.num_samples)
             log.finish(
                 config.model.path, state, {"num_params": loaded.num_params, "load": loaded.figures.row(), **seen}
             )

@@ -41,6 +41,17 @@ class DataConfig:
             "anew. kind, subset, split, sample_by and the columns may be given for each."
         },
     )
+    streaming: bool = setting(
+        False,
+        "Read and tokenise data.path while training, no further than needed, for what is too large to be tokenised "
+        "first. Every rank reads all of it.",
+    )
+    shuffle_buffer: int = setting(
+        1000,
+        "With data.streaming: so many rows are read and trained in a seeded order before the next; 1: in that of the "
+        "files. With data.packing, these are what is packed together.",
+        minimum=1,
+    )
     eval_path: str | None = setting(None, "Held-out text, given like data.path. Default: see data.eval_fraction.")
     eval_fraction: float = setting(
         0.0,
@@ -118,6 +129,7 @@ class DataConfig:
     def check(self, prefix: str) -> None:
         """Refuse settings that are at odds with each other."""
         _check_mixture(self, prefix)
+        _check_streaming(self, prefix)
         if self.eval_path is not None and self.eval_fraction > 0:
             raise ConfigError(
                 f"{prefix}eval_path={self.eval_path} and {prefix}eval_fraction={self.eval_fraction} both say what to "
@@ -184,6 +196,30 @@ def _own(source: MixtureSource) -> dict[str, str]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def _check_streaming(config: DataConfig, prefix: str) -> None:
+    """Refuse what needs all of the text, or a second process that reads it."""
+    if not config.streaming:
+        if config.shuffle_buffer != 1000:
+            raise ConfigError(
+                f"{prefix}shuffle_buffer={config.shuffle_buffer} is for {prefix}streaming=true: without it, all "
+                f"samples are shuffled. Leave it out."
+            )
+        return
+    refused = {
+        "mixture": (bool(config.mixture), "which knows the sizes of its sources"),
+        "eval_fraction": (config.eval_fraction > 0, f"whose part is known at the end only; give {prefix}eval_path"),
+        "workers": (config.workers > 1, "as each rank tokenises by itself, with the tokenizer's own threads"),
+        "cache_dir": (config.cache_dir is not None and config.eval_path is None, "as nothing is kept"),
+    }
+    for name, (is_given, reason) in refused.items():
+        if is_given:
+            raise ConfigError(
+                f"{prefix}streaming=true does not go together with {prefix}{name}={getattr(config, name)}, {reason}."
+            )
+    if config.packing and config.shuffle_buffer == 1:
+        raise ConfigError(f"{prefix}packing=true packs the rows of {prefix}shuffle_buffer, but that is 1; give more.")
+
+
 def _check_mixture(config: DataConfig, prefix: str) -> None:
     if not config.mixture:
         return
@@ -235,9 +271,12 @@ def check_data(config: DataConfig, task: str = "causal_lm") -> None:
 def check_source(config: DataConfig, held_out: bool, task: str = "causal_lm") -> None:
     """`check_data` for one of the two sources."""
     from fsdp_shard.data.kinds.registry import kind_of
-    from fsdp_shard.data.sources import open_source
+    from fsdp_shard.data.places import check_documents
+    from fsdp_shard.data.sources import FileSource, open_source
 
     source = open_source(config, held_out)
+    if config.streaming and not held_out and isinstance(source, FileSource):
+        check_documents(source.files, config.sample_by)
     if is_stream(config, task):
         source.check()
     else:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from fsdp_shard.data.batches import merge
-from fsdp_shard.data.dataset import Dataset, HeldOut
+from fsdp_shard.data.dataset import HeldOut
 from fsdp_shard.data.shares import counts_before, places_until, turns
 from fsdp_shard.data.windows import NO_WINDOW, Batch
 
@@ -119,11 +119,6 @@ class Mixture:
     def _of(self, parts: Sequence[HeldOut | None]) -> Self:
         kept = [(n, p, s) for n, p, s in zip(self.names, parts, self.shares, strict=True) if p is not None]
         return type(self)(*map(tuple, zip(*kept, strict=True)))
-
-
-def sources_seen(dataset: Dataset, num_samples: int) -> dict[str, Any]:
-    """For result.json: what was trained of each source of a mixture; nothing for any other data set."""
-    return {"sources": dataset.seen(num_samples)} if isinstance(dataset, Mixture) else {}
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -79,15 +79,19 @@ def _paragraphs(lines: Iterator[str] | TextIO) -> Iterator[str]:
 def _read_json_lines(file: Path, sample_by: str, columns: Sequence[str] | None) -> Iterator[Row]:
     with file.open(encoding="utf-8-sig") as stream:
         for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{file}, line {number} is not JSON ({error}); expected one object a line.") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{file}, line {number} is a JSON {type(row).__name__}; expected one object a line.")
-            yield Row(f"{file}, line {number}", row)
+            if line.strip():
+                yield json_row(file, number, line)
+
+
+def json_row(file: Path, number: int, line: str) -> Row:
+    """The row that a line of a file of JSON lines holds; DataError when it is none."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{file}, line {number} is not JSON ({error}); expected one object a line.") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{file}, line {number} is a JSON {type(row).__name__}; expected one object a line.")
+    return Row(f"{file}, line {number}", row)
 
 
 def _read_csv(file: Path, sample_by: str, columns: Sequence[str] | None) -> Iterator[Row]:

@@ -55,7 +55,8 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
             f"{name}={given}: there is no such file or directory. Give a text file, a directory or the name of a data "
             f"set on the hub."
         )
-    return HubSource(name, given, config.subset, config.eval_split if held_out else config.split, config.text_column)
+    split, streaming = (config.eval_split, False) if held_out else (config.split, config.streaming)
+    return HubSource(name, given, config.subset, split, config.text_column, streaming)
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,11 @@ class HubSource:
     subset: str | None
     split: str
     text_column: str
+    streaming: bool = False
 
     def rows(self, columns: Sequence[str] | None) -> Iterator[Row]:
-        rows = self._load()
-        if columns is not None:
+        rows = self.load()
+        if columns is not None and rows.column_names is not None:
             rows = rows.select_columns([name for name in rows.column_names if name in columns] or rows.column_names)
         for number, values in enumerate(rows):
             yield Row(f"{self.name}, row {number}", values)
@@ -116,7 +118,7 @@ class HubSource:
         return _documents(self, self.text_column)
 
     def fingerprint(self) -> str:
-        return json.dumps([self.text_column, self._load()._fingerprint])
+        return json.dumps([self.text_column, self.load()._fingerprint])
 
     @property
     def name(self) -> str:
@@ -125,11 +127,12 @@ class HubSource:
     def check(self) -> None:
         _require_text(self, self.name)
 
-    def _load(self) -> Any:
+    def load(self) -> Any:
+        """The data set of the `datasets` library; DataError when there is none."""
         import datasets
 
         try:
-            return datasets.load_dataset(self.hub_name, self.subset, split=self.split)
+            return datasets.load_dataset(self.hub_name, self.subset, split=self.split, streaming=self.streaming)
         except Exception as error:  # the library raises many kinds, of its own and of its dependencies
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DataError(
@@ -173,11 +176,15 @@ def _refuse_hub_settings(config: DataConfig, name: str, held_out: bool) -> None:
 def _documents(source: Source, column: str) -> Iterator[str]:
     """The texts in `column`; rows of plain text files are documents, whatever their column is called."""
     for row in source.rows([column]):
-        if row.is_text:
-            yield row.values["text"]
-        else:
-            require_column(column, list(row.values), row.where, "data.text_column")
-            yield text_of(row.values[column], column, row.where, "data.text_column")
+        yield document_of(row, column)
+
+
+def document_of(row: Row, column: str) -> str:
+    """The text of a row; DataError when it has none."""
+    if row.is_text:
+        return str(row.values["text"])
+    require_column(column, list(row.values), row.where, "data.text_column")
+    return text_of(row.values[column], column, row.where, "data.text_column")
 
 
 def _require_text(source: Source, what: str) -> None:

@@ -100,9 +100,7 @@ def _write(
     from tqdm import tqdm
 
     begin = beginning(tokenizer)
-    end = (
-        tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    )  # BERT has the first only
+    end = end_of_text(tokenizer)
     dtype = "<u2" if len(tokenizer) <= 1 << 16 else "<u4"
     num_tokens = num_documents = num_seen = 0
     digest = xxhash.xxh3_128()
@@ -113,7 +111,7 @@ def _write(
         counted = _Counted(source.documents())
         for encoded in ordered_map(partial(plain_ids, tokenizer=tokenizer), _batches(counted), num_workers):
             for ids in encoded:
-                separator = [_require_end(end, what)] if num_documents else []
+                separator = [require_separator(end, what)] if num_documents else []
                 piece = np.asarray([*separator, *begin, *ids], dtype=dtype)
                 out.write(piece.data)
                 digest.update(piece.data)
@@ -156,7 +154,14 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _require_end(end: int | None, what: str) -> int:
+def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token to put between documents; BERT has [SEP] only."""
+    end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return None if end is None else int(end)
+
+
+def require_separator(end: int | None, what: str) -> int:
+    """`end`; raises DataError when the tokenizer has none."""
     if end is None:
         raise DataError(
             f"{what} has several documents, but the model's tokenizer has no end-of-text token to put between them. "

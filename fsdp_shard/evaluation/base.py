@@ -30,5 +30,7 @@ def check_text(data: DataConfig) -> None:
         raise ConfigError(
             "data.mixture is a way to train on several texts; evaluate each of them on its own, with data.path."
         )
+    if data.streaming:
+        raise ConfigError("data.streaming=true is for training: an evaluation reads all of data.path. Leave it out.")
     check_task(CAUSAL, data)
     check_source(data, held_out=data.eval_path is not None)

@@ -17,6 +17,7 @@ import torch
 
 from fsdp_shard.data.batch import evaluation_batches
 from fsdp_shard.data.dataset import Dataset
+from fsdp_shard.data.stream import go_to, place_in
 from fsdp_shard.errors import LossError
 from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.schedule import learning_rate
@@ -88,6 +89,7 @@ def train(
     not finite and `config.non_finite` does not let that step be skipped. Each step is made inside `around(its number)`.
     """
     model.module.train()
+    go_to(dataset, state.place)
     while state.step < config.steps and not state.stops_early(config.patience):
         began = time.perf_counter()
         rate = learning_rate(config, peak_lr, state.step)
@@ -110,6 +112,7 @@ def train(
         if result.fault and (config.non_finite == "stop" or state.num_skipped_in_row == config.max_skips):
             raise LossError(_refusal(result.fault, state, config))
         state.advance(len(samples), result.num_tokens, skipped=bool(result.fault))
+        state.place = place_in(dataset)
         yield StepReport(
             step=state.step,
             loss=result.loss,

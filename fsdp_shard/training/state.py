@@ -21,7 +21,8 @@ class TrainerState:
 
     `seed` and `data` (`WindowDataset.identity`) define that order. `best_loss` is the lowest held-out loss so far, of
     step `best_step`; `reference_loss` is the one to fall below, and `num_stale` evaluations in a row since have not.
-    Of the steps, `num_skipped` changed no weights, the last `num_skipped_in_row` of them one after the other.
+    `place` is where streamed data is at, or None; its form is `data`'s. Of the steps, `num_skipped` changed no weights,
+    the last `num_skipped_in_row` of them one after the other.
     """
 
     seed: int
@@ -35,6 +36,7 @@ class TrainerState:
     num_stale: int = 0
     num_skipped: int = 0
     num_skipped_in_row: int = 0
+    place: dict[str, Any] | None = None
 
     def advance(self, num_samples: int, num_tokens: int, *, skipped: bool = False) -> None:
         """Count one more step, which updated the weights unless it was skipped."""
@@ -84,7 +86,8 @@ class TrainerState:
 
     def to_json(self) -> str:
         """The content of `trainer.json`."""
-        return json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}, indent=1) + "\n"
+        values = {name: value for name, value in asdict(self).items() if name != "place" or value is not None}
+        return json.dumps({"format_version": _FORMAT_VERSION, **values}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, what: str) -> TrainerState:
@@ -95,6 +98,7 @@ class TrainerState:
             raise CheckpointError(f"{what} is not JSON ({error}); this checkpoint cannot be resumed from.") from error
         if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
             raise CheckpointError(f"{what} is no trainer state of format version {_FORMAT_VERSION}.")
+        values.setdefault("place", None)
         expected = {field.name for field in fields(cls)}
         if expected != set(values):
             missing, unknown = sorted(expected - set(values)), sorted(set(values) - expected)
@@ -113,6 +117,7 @@ def _check_entry(name: str, value: Any, what: str) -> None:
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str,), "text"),
+    "place": ((dict, type(None)), "an object or nothing"),
     "best_loss": ((float, int, type(None)), "a number or null"),
     "best_step": ((int, type(None)), "a whole number of at least 0 or null"),
     "reference_loss": ((float, int, type(None)), "a number or null"),
