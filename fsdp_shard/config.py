@@ -123,6 +123,7 @@ class PlanConfig(RunConfig, PlanSettings):
     model: ModelConfig = field(default_factory=ModelConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 

@@ -14,6 +14,7 @@ from fsdp_shard.results import write_result
 
 def check(config: PlanConfig) -> None:
     """What can be found wrong before torch is loaded."""
+    config.adapter.check_installed()
     locate(config.model.path, config.model.gguf_file)
 
 
@@ -25,9 +26,8 @@ def main(config: PlanConfig) -> None:
     from fsdp_shard.planning.report import figures, report
 
     source = locate(config.model.path, config.model.gguf_file)
-    run = PlannedRun(
-        config.model, config.shard, config.train, config.optim, config.data.sequence_length, config.launch.num_ranks
-    )
+    length, num_ranks = config.data.sequence_length, config.launch.num_ranks
+    run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
     plan = plan_memory(load_config(source, config.model.trust_remote_code), run)
     print(report(plan, config.device.memory_bytes))
     dispatched = {}

@@ -8,8 +8,8 @@ allocator's fragmentation and the buffers of the communication library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,9 @@ from fsdp_shard.sharding.base import ShardConfig
 from fsdp_shard.sharding.explain import explain
 from fsdp_shard.sharding.shares import Shape
 from fsdp_shard.sharding.units import plan_units
+from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
 from fsdp_shard.training.base import OptimConfig, TrainConfig
+from fsdp_shard.training.lora import inject
 from fsdp_shard.training.whole import assign_owners
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class PlannedRun:
     optim: OptimConfig
     sequence_length: int
     num_ranks: int
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
 
     @property
     def num_shards(self) -> int:
@@ -77,10 +80,14 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`problem` says why activations could not be measured, if so; `tree` is what `shard.explain` asks for."""
+    """`problem` says why activations could not be measured, if so; `tree` is what `shard.explain` asks for.
+
+    `num_params` are all, with those that an adapter adds, of which `num_trained` are not frozen.
+    """
 
     model_class: str
     num_params: int
+    num_trained: int
     blocks: tuple[Block, ...]
     per_rank: tuple[RankMemory, ...]
     problem: str | None = None
@@ -121,39 +128,44 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     blocks = no_split_blocks(model, run.shard.blocks)
     units = plan_units(model, run.shard)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
     kept, problem = _kept_bytes(config, run)
     unsharded = run.shard.unsharded_bytes(units, run.num_shards, accumulates=_num_micro_batches(run) > 1)
-    states = _state_bytes(run.shard.shares(shapes, units, run.num_shards), shapes, run)
+    states = _state_bytes(run.shard.shares(shapes, units, run.num_shards), shapes, trained, run)
     per_rank = []
     for rank in range(run.num_ranks):
-        parameters, optimizer = states[rank % run.num_shards]
-        host = 2 * parameters + optimizer if run.shard.cpu_offload else 0
-        per_rank.append(RankMemory(rank, parameters, parameters, optimizer, unsharded, kept, host))
-    num_params = sum(unit.num_params for unit in units)
+        parameters, gradients, optimizer = states[rank % run.num_shards]
+        host = parameters + gradients + optimizer if run.shard.cpu_offload else 0
+        per_rank.append(RankMemory(rank, parameters, gradients, optimizer, unsharded, kept, host))
+    num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(explain(units, shapes, run.shard, run.num_ranks)) if run.shard.explain else ()
-    return MemoryPlan(type(model).__name__, num_params, tuple(blocks), tuple(per_rank), problem, tree)
+    return MemoryPlan(type(model).__name__, num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree)
 
 
 def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedModel:
     # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
     attention = "eager" if run.model.attention == "eager" else "sdpa"
-    return models.build_on_meta(config, dtype, trust_remote_code=run.model.trust_remote_code, attention=attention)
+    trust = run.model.trust_remote_code
+    model = models.build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
+    if isinstance(run.adapter, LoraConfig):
+        inject(model, run.adapter, run.model.path, {})
+    return model
 
 
 def _state_bytes(
-    shares: Sequence[Mapping[str, Shape]], shapes: Mapping[str, Shape], run: PlannedRun
-) -> list[tuple[int, int]]:
-    """(bytes of parameters, bytes of optimizer state) of each shard; equal shards are looked at once."""
-    known: dict[tuple[object, ...], tuple[int, int]] = {}
+    shares: Sequence[Mapping[str, Shape]], shapes: Mapping[str, Shape], trained: Collection[str], run: PlannedRun
+) -> list[tuple[int, int, int]]:
+    """(bytes of parameters, of gradients, of optimizer state) of each shard; equal shards are looked at once."""
+    known: dict[tuple[object, ...], tuple[int, int, int]] = {}
     dtype = getattr(torch, run.model.dtype)
     sizes = []
-    sizes_by_name = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    sizes_by_name = {name: torch.Size(shapes[name]).numel() for name in trained}
     for share, owned in zip(shares, assign_owners(sizes_by_name, len(shares)), strict=True):
-        local = {name: shape for name, shape in share.items() if name in shapes}
+        local = {name: shape for name, shape in share.items() if name in trained}
         updated = {name: shapes[name] for name in owned} if run.optim.needs_whole else local
-        if (key := (tuple(share.values()), tuple(updated))) not in known:
-            num_elements = sum(torch.Size(shape).numel() for shape in share.values())
-            known[key] = num_elements * dtype.itemsize, optimizer_bytes(run.optim, updated, shapes, dtype)
+        if (key := (tuple(share.items()), tuple(updated))) not in known:
+            held, mine = (sum(torch.Size(s).numel() for s in part.values()) * dtype.itemsize for part in (share, local))
+            known[key] = held, mine, optimizer_bytes(run.optim, updated, shapes, dtype) if updated else 0
         sizes.append(known[key])
     return sizes
 

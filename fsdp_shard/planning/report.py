@@ -18,6 +18,7 @@ def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
     """The plan's part of result.json."""
     return {
         "num_params": plan.num_params,
+        "num_trained_params": plan.num_trained,
         "bytes_by_dtype": plan.bytes_by_dtype,
         "blocks": [asdict(block) for block in plan.blocks],
         "per_rank": [asdict(rank) | {"peak_bytes": rank.peak_bytes} for rank in plan.per_rank],
@@ -32,6 +33,8 @@ def report(plan: MemoryPlan, memory_bytes: int | None) -> str:
     """Several lines: the model, its blocks, the ranks, and whether they fit."""
     sizes = ", ".join(f"{gib(num_bytes)} in {dtype}" for dtype, num_bytes in plan.bytes_by_dtype.items())
     head = f"{plan.model_class}: {_count(plan.num_params)} parameters, {sizes}"
+    if plan.num_trained < plan.num_params:
+        head += f"; {_count(plan.num_trained)} are trained, the rest is frozen"
     return "\n".join(
         [
             head,

@@ -184,9 +184,10 @@ class ShardConfig:
         gathered = root + (sum(inner) if every is False else sum(largest[: 1 + ahead]))
         if type(every) is int:
             gathered += sum(inner) // every
-        gradients = root + sum(largest[:1]) + reduce * max(unit.num_params for unit in units)
+        *trained, of_root = (unit.num_trained * itemsize(unit.dtype) for unit in units)
+        gradients = of_root + max(trained, default=0) + reduce * max(unit.num_trained for unit in units)
         if accumulates and not self.sync_every_micro_batch:
-            gradients += sum(unit.num_params for unit in units) * itemsize(self.accumulate_dtype)
+            gradients += sum(unit.num_trained for unit in units) * itemsize(self.accumulate_dtype)
         return gathered + gradients
 
     @property

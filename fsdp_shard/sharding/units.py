@@ -28,7 +28,7 @@ _USES_ITS_CHILDREN = (nn.MultiheadAttention,)
 class Unit:
     """A module and the `parameters` that are gathered with it: all in it but those of units inside it, tied ones once.
 
-    `dtype` is what it computes in. The root's FQN is empty.
+    `num_trained` of them are not frozen. `dtype` is what it computes in. The root's FQN is empty.
     """
 
     fqn: str
@@ -37,6 +37,7 @@ class Unit:
     num_params: int
     num_bytes: int
     dtype: str
+    num_trained: int
 
 
 def plan_units(model: nn.Module, shard: ShardConfig) -> tuple[Unit, ...]:
@@ -67,6 +68,7 @@ def plan_units(model: nn.Module, shard: ShardConfig) -> tuple[Unit, ...]:
             sum(param.numel() for _, param in held),
             sum(param.numel() * param.element_size() for _, param in held),
             "float32" if fqn in norms else shard.param_dtype,
+            sum(param.numel() for _, param in held if param.requires_grad),
         )
         for fqn, held in members.items()
     )

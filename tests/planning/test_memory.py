@@ -27,6 +27,7 @@ from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from fsdp_shard.training import loss_head
 from fsdp_shard.training.adamw import AdamWConfig
 from fsdp_shard.training.adamw8bit import AdamW8bitConfig
+from fsdp_shard.training.adapter import LoraConfig
 from fsdp_shard.training.base import TrainConfig
 from tests.tiny import llama, llama_config
 
@@ -304,3 +305,22 @@ def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
     assert large[0] == large[1] < large[2] / 4
     with pytest.raises(ModelError, match="chunked_loss=true cannot be had"):
         plan(COHERE, model=ModelConfig(path="x", chunked_loss="true"))
+
+
+@pytest.mark.parametrize("option", ["adamw", "muon"])
+def test_of_a_model_with_an_adapter_only_that_is_trained(option: str) -> None:
+    optim = OPTIONS["optim"][option]()
+    whole = plan(num_ranks=2, optim=optim)
+    found = plan(num_ranks=2, optim=optim, adapter=LoraConfig(rank=4))
+    # Rows and columns of the linear layers: attention 36 x 36, 12 x 36 twice and 36 x 36; MLP 85 x 36 three times.
+    trained = 2 * 4 * (72 + 48 + 48 + 72 + 3 * 121)
+    assert (found.num_trained, found.num_params) == (trained, whole.num_params + trained)
+    assert whole.num_trained == whole.num_params
+    assert sum(rank.gradients_bytes for rank in found.per_rank) == 4 * trained
+    assert sum(rank.parameters_bytes for rank in found.per_rank) == 4 * found.num_params
+    state = 4 * trained * (2 if option == "adamw" else 1)
+    assert sum(rank.optimizer_bytes for rank in found.per_rank) == pytest.approx(state, abs=2 * 4 * 28)
+    assert found.per_rank[0].unsharded_bytes < whole.per_rank[0].unsharded_bytes
+    assert (found.peak_bytes or 0) < (whole.peak_bytes or 0)
+    with pytest.raises(ConfigError, match="Target modules .*q_prj.* not found"):
+        plan(adapter=LoraConfig(target_modules=["q_prj"]))

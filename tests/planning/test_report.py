@@ -86,7 +86,8 @@ def test_a_device_map_is_shown_without_loading(tiny_model: Path, tmp_path: Path)
         "model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "disk", "model.norm": "cpu",
         "lm_head": "cpu",
     }  # fmt: skip
-    plain = run_recipe("plan", tmp_path / "plain", *settings)
+    plain = run_recipe("plan", tmp_path / "plain", *settings, "adapter=lora", "adapter.rank=4")
     assert "device_map" not in plain.result
+    assert (plain.result["num_trained_params"], "4.82 K are trained" in plain.out) == (4824, True)
     useless = run_recipe("plan", tmp_path / "useless", *settings, "dispatch.max_memory={cpu: 60kB}")
     assert (useless.status, "add dispatch.device_map=auto" in useless.err) == (2, True)
