@@ -27,7 +27,8 @@ def main(config: PlanConfig) -> None:
 
     source = locate(config.model.path, config.model.gguf_file)
     length, num_ranks = config.data.sequence_length, config.launch.num_ranks
-    run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
+    saving = config.checkpoint.asynchronous
+    run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)
     plan = plan_memory(load_config(source, config.model.trust_remote_code), run)
     print(report(plan, config.device.memory_bytes))
     dispatched = {}

@@ -35,6 +35,13 @@ class PlanDataConfig:
 
 
 @dataclass
+class PlanSavingConfig:
+    """What a plan needs to know of checkpoints."""
+
+    asynchronous: bool = setting(True, "As in finetune: a copy of what is saved is made in host memory.")
+
+
+@dataclass
 class PlannedDispatchConfig(DispatchConfig):
     """As in `generate`; without a device map, only training is planned."""
 
@@ -59,4 +66,5 @@ class PlanSettings:
 
     device: DeviceConfig = field(default_factory=DeviceConfig)
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
+    checkpoint: PlanSavingConfig = field(default_factory=PlanSavingConfig)
     dispatch: DispatchConfig = field(default_factory=PlannedDispatchConfig)

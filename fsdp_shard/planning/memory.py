@@ -48,6 +48,7 @@ class PlannedRun:
     sequence_length: int
     num_ranks: int
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    saves_asynchronously: bool = True
 
     @property
     def num_shards(self) -> int:
@@ -56,7 +57,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank; `host_bytes` of them are not on the device. None: the activations could not be measured."""
+    """Bytes on one rank; `host_bytes` of them are not on the device. None: the activations could not be measured.
+
+    `staging_bytes` of host memory come on top: the copy that asynchronous saves write from.
+    """
 
     rank: int
     parameters_bytes: int
@@ -65,6 +69,7 @@ class RankMemory:
     unsharded_bytes: int
     activations_bytes: int | None
     host_bytes: int
+    staging_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -136,7 +141,8 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     for rank in range(run.num_ranks):
         parameters, gradients, optimizer = states[rank % run.num_shards]
         host = parameters + gradients + optimizer if run.shard.cpu_offload else 0
-        per_rank.append(RankMemory(rank, parameters, gradients, optimizer, unsharded, kept, host))
+        staging = gradients + optimizer if run.saves_asynchronously else 0  # what is trained is what is saved
+        per_rank.append(RankMemory(rank, parameters, gradients, optimizer, unsharded, kept, host, staging))
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(explain(units, shapes, run.shard, run.num_ranks)) if run.shard.explain else ()
     return MemoryPlan(type(model).__name__, num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree)

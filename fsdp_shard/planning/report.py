@@ -44,6 +44,7 @@ def report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             *([*plan.tree, ""] if plan.tree else ()),
             *_table(_rank_rows(plan.per_rank)),
             "",
+            *_staging(plan),
             _verdict(plan, memory_bytes),
         ]
     )
@@ -90,6 +91,16 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
             for cell, width, to_right in zip(row, widths, right, strict=True)
         ).rstrip()
         for row in rows
+    ]
+
+
+def _staging(plan: MemoryPlan) -> list[str]:
+    most = max(rank.staging_bytes for rank in plan.per_rank)
+    if not most:
+        return []
+    return [
+        f"Asynchronous saves copy up to {gib(most)} a rank into host memory, which is not in the peak; "
+        "checkpoint.asynchronous=false needs none."
     ]
 
 

@@ -185,6 +185,9 @@ def test_settings_change_what_they_should() -> None:
     assert offloaded.host_bytes == base.state_bytes
     assert offloaded.peak_bytes == base.unsharded_bytes + (base.activations_bytes or 0)
 
+    assert base.staging_bytes == base.parameters_bytes + base.optimizer_bytes
+    assert plan(num_ranks=2, saves_asynchronously=False).per_rank[0].staging_bytes == 0
+
     half = plan(num_ranks=2, model=ModelConfig(path="x", dtype="bfloat16")).per_rank[0]
     assert half.parameters_bytes * 2 == base.parameters_bytes
 

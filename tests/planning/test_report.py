@@ -61,6 +61,7 @@ def test_the_recipe_needs_only_a_config(tmp_path: Path) -> None:
     }  # fmt: skip
     assert result["fits"] is True
     assert result["balance"] >= 1.0
+    assert "Asynchronous saves copy up to" in ended.out
     assert [block["fqn"] for block in result["blocks"]][:2] == ["model.embed_tokens", "model.layers.0"]
     assert "LlamaForCausalLM: 34.7 K parameters" in ended.out
 
@@ -86,8 +87,11 @@ def test_a_device_map_is_shown_without_loading(tiny_model: Path, tmp_path: Path)
         "model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "disk", "model.norm": "cpu",
         "lm_head": "cpu",
     }  # fmt: skip
-    plain = run_recipe("plan", tmp_path / "plain", *settings, "adapter=lora", "adapter.rank=4")
+    plain = run_recipe(
+        "plan", tmp_path / "plain", *settings, "adapter=lora", "adapter.rank=4", "checkpoint.asynchronous=false"
+    )
     assert "device_map" not in plain.result
+    assert "Asynchronous saves" not in plain.out
     assert (plain.result["num_trained_params"], "4.82 K are trained" in plain.out) == (4824, True)
     useless = run_recipe("plan", tmp_path / "useless", *settings, "dispatch.max_memory={cpu: 60kB}")
     assert (useless.status, "add dispatch.device_map=auto" in useless.err) == (2, True)
