@@ -1,8 +1,9 @@
 """Where the launchers of a run's machines meet: torch's c10d rendezvous, and how they take leave of each other.
 
-Two things are added to torch's. Each round has a number that all machines know, under which its ranks keep their keys
-apart from those of a dead attempt: torch lets both use one store. And the machine that serves the store waits at the
-end until the others have left it: where it goes first, they find a broken connection instead of an end. Knows no rank.
+Three things are added to torch's. Each round has a number that all machines know, under which its ranks keep their keys
+apart from those of a dead attempt: torch lets both use one store. The machine that serves the store waits at the end
+until the others have left it: where it goes first, they find a broken connection instead of an end. And each round is
+told anew where its ranks meet, so that machines can come and go. Knows no rank.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
@@ -67,7 +69,7 @@ class Meeting(RendezvousHandler):
         return bytes(self._store.compare_set(f"{_KEYS}{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._round = self._torch.next_rendezvous()
+        self._round = _with_address(self._torch.next_rendezvous())
         # Keys in the round's store are this round's own; the counter is the run's.
         if self._round.rank == 0:
             self._round.store.set(f"{_KEYS}attempt", str(self._store.add(f"{_KEYS}attempts", 1)))
@@ -105,6 +107,18 @@ class Meeting(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return self._torch.shutdown()
+
+
+def _with_address(found: RendezvousInfo) -> RendezvousInfo:
+    """The round with the address of the store of its own first machine, which that one says here in every round.
+
+    torch's says it only in the round in which it makes the store, and the others keep the first address they heard: a
+    machine that comes later would wait for it in vain, and one that stays would look for a machine that has gone.
+    """
+    known = found.bootstrap_store_info
+    assert known is not None, "torch's c10d rendezvous always gives one"
+    told = RendezvousStoreInfo.build(found.rank, found.store, known.master_addr, known.master_port)
+    return RendezvousInfo(found.store, found.rank, found.world_size, told)
 
 
 def _is_here(endpoint: str) -> bool:
