@@ -144,7 +144,7 @@ def _copied(index: TensorIndex, target: TensorSpec) -> list[Span] | None:
     """Where the first element of a tensor lies that keeps its dtype."""
     if target.dtype != index.tensors[target.name].dtype or not target.num_elements:
         return None
-    return index.spans(target.name, 0, 1)
+    return index.places(target.name, 0, 1) if index.is_in_long_runs(target.name) else None
 
 
 def _ties(index: TensorIndex, format: str) -> dict[str, str]:

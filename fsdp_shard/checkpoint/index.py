@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fsdp_shard.checkpoint import boxes, dtypes
 from fsdp_shard.checkpoint.dtypes import TensorSpec
@@ -80,13 +80,16 @@ class TensorEntry:
         return self.num_elements * dtypes.itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A range of bytes of a file."""
+class Span(NamedTuple):
+    """The bytes [start, stop) of a file."""
 
     file: str
     start: int
-    num_bytes: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,19 +182,10 @@ class TensorIndex:
         for piece in self._touched(entry, start, start + count):
             self._read_piece(entry, piece, start, view)
 
-    def spans(self, name: str, start: int, stop: int) -> list[Span] | None:
-        """Where the bytes of the flat elements [start, stop) of `name` lie, in order.
-
-        None where they must be decoded, or lie in so many short runs that they are better read into memory.
-        """
+    def is_in_long_runs(self, name: str) -> bool:
+        """Whether the bytes of `name` lie in its files as they are, and not in many short runs."""
         entry = self.entry(name)
-        size, found = dtypes.itemsize(entry.dtype), []
-        for piece in self._touched(entry, start, stop):
-            if piece.codec is not None or not _has_long_runs(entry, piece):
-                return None
-            for at, inside, number in boxes.runs(entry.shape, piece.offsets, piece.shape, start, stop):
-                found.append((at, Span(piece.file, piece.start + inside * size, number * size)))
-        return [span for _, span in sorted(found, key=lambda run: run[0])]
+        return all(piece.codec is None and _has_long_runs(entry, piece) for piece in entry.pieces)
 
     def copy(self, span: Span, target: int, at: int) -> None:
         """Copy the bytes of `span` to byte `at` of the open file `target`, without a way through our memory."""
@@ -287,22 +281,25 @@ class TensorIndex:
                 self.read_into(entry.name, boxes.flat_start(entry.shape, at), tensor_bytes(hull))
                 out[outer].narrow(0, first, count).copy_(hull.narrow(1, offsets[axis], shape[axis]))
 
-    def places(self, name: str, start: int, stop: int) -> list[tuple[str, int, int]]:
-        """Where the flat elements [start, stop) of `name` lie: (file, first byte, last byte + 1), piece by piece.
+    def places(self, name: str, start: int, stop: int) -> list[Span]:
+        """Where the flat elements [start, stop) of `name` lie, in order; neighbours in a file are one span.
 
         Of a piece with a codec the whole piece is named.
         """
         entry = self.entry(name)
         size = dtypes.itemsize(entry.dtype)
-        found: list[tuple[str, int, int]] = []
+        runs: list[tuple[int, Span]] = []
         for piece in self._touched(entry, start, stop):
-            for _, inside, count in boxes.runs(entry.shape, piece.offsets, piece.shape, start, stop):
+            for at, inside, count in boxes.runs(entry.shape, piece.offsets, piece.shape, start, stop):
                 low, high = piece.start + inside * size, piece.start + (inside + count) * size
                 if piece.codec is not None:
                     low, high = piece.start, piece.start + piece.codec.num_bytes
-                if found and found[-1][0] == piece.file and found[-1][2] == low:
-                    low = found.pop()[1]
-                found.append((piece.file, low, high))
+                runs.append((at, Span(piece.file, low, high)))
+        found: list[Span] = []
+        for _, span in sorted(runs, key=lambda run: run[0]):
+            if found and found[-1].file == span.file and found[-1].stop == span.start:
+                span = Span(span.file, found.pop().start, span.stop)
+            found.append(span)
         return found
 
     def describe_chunk(self, name: str, number: int) -> str:
@@ -313,7 +310,7 @@ class TensorIndex:
         size = dtypes.itemsize(entry.dtype)
         stop = min((number + 1) * CHUNK_BYTES, entry.num_bytes)
         places = self.places(name, number * CHUNK_BYTES // size, stop // size)
-        where = " and ".join(f"{self.root / file} (bytes {low}-{high - 1})" for file, low, high in places[:3])
+        where = " and ".join(f"{self.root / span.file} (bytes {span.start}-{span.stop - 1})" for span in places[:3])
         return f"{where}: tensor {name}, its bytes {number * CHUNK_BYTES}-{stop - 1},"
 
     def same_bytes(self, first: str, second: str) -> bool:

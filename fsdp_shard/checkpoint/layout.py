@@ -151,7 +151,6 @@ def plan_sharded(
     save: str = "",
     aliases: Mapping[str, str] | None = None,
     boxes: Mapping[str, Box] | None = None,
-    phases: Mapping[str, int] | None = None,
 ) -> FilePlan:
     """The file of one rank: `pieces` are (tensor, flat element start, number of elements), one per tensor.
     `boxes` has those that are no flat range.
@@ -181,8 +180,9 @@ def plan_sharded(
         "tensors": ranges,
     }
     metadata = {"format": "pt", SHARD_KEY: json.dumps(document, separators=(",", ":"), ensure_ascii=False)}
-    begins = {spec.name: (phases or {}).get(spec.name, 0) + start * itemsize(spec.dtype) for spec, start, _ in pieces}
-    return _plan_file(shard_name(rank, world_size), specs, metadata, begins if phases else {})
+    # What is whole pages comes first, and so begins with one: then the parts of all ranks can be mapped in a row.
+    specs.sort(key=lambda spec: spec.num_bytes % PAGE_BYTES != 0)
+    return _plan_file(shard_name(rank, world_size), specs, metadata, {})
 
 
 def stored_shape(shape: tuple[int, ...], start: int, count: int) -> tuple[int, ...]:

@@ -195,9 +195,7 @@ class _Reader:
             many = max(_COPY_BYTES // (step * size), 1) * step
             for first in range(0, total, many):
                 last = min(first + many, total)
-                spans = None if _is_cast(move) else self._index.spans(move.target.name, first, last)
-                if spans is not None and not _page_for_page(move, first * size, spans):
-                    spans = None
+                spans = self._to_copy(move, first, last)
                 starts = range(first, last, step)
                 if spans is None:
                     for start in starts:
@@ -207,6 +205,13 @@ class _Reader:
                     for start in starts:
                         self._read(move, start, min(step, last - start), self._source)
                     yield _Piece(move, first * size, (last - first) * size, spans=spans)
+
+    def _to_copy(self, move: Move, first: int, last: int) -> list[Span] | None:
+        """Where the elements [first, last) lie, if they can be copied from there."""
+        if _is_cast(move) or not self._index.is_in_long_runs(move.target.name):
+            return None
+        spans = self._index.places(move.target.name, first, last)
+        return spans if _page_for_page(move, first * itemsize(move.target.dtype), spans) else None
 
     def _read(self, move: Move, start: int, count: int, buffer: _Buffer) -> memoryview:
         """What is to be written for `count` elements from `start` on, in `buffer`."""
@@ -303,7 +308,7 @@ class _Writer:
                 offset = extent.offset + low - extent.start
                 with self._handles.use(extent.file) as handle, naming(self._root / extent.file):
                     if isinstance(data, Span):
-                        self._index.copy(Span(data.file, data.start + low - at, high - low), handle, offset)
+                        self._index.copy(Span(data.file, data.start + low - at, data.start + high - at), handle, offset)
                     else:
                         pwrite_all(handle, offset, data[low - at : high - at])
                     if self._sync:
@@ -314,8 +319,8 @@ class _Writer:
 
 
 def _parts(span: Span) -> Iterator[Span]:
-    for skip in range(0, span.num_bytes, _PART_BYTES):
-        yield Span(span.file, span.start + skip, min(_PART_BYTES, span.num_bytes - skip))
+    for start in range(span.start, span.stop, _PART_BYTES):
+        yield Span(span.file, start, min(start + _PART_BYTES, span.stop))
 
 
 def _chunks(data: memoryview) -> list[bytes]:

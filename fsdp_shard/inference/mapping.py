@@ -1,7 +1,8 @@
 """Tensors seen where they lie in a checkpoint's own files, through `mmap`: no copy, no memory to be written first.
 
 A tensor can be seen so when it is one contiguous run of one file, in the dtype that is wanted, at an address that its
-elements may have. Views may be written to: what is written stays in this process. Knows files and no model.
+elements may have; or several runs, of as many ranks' files, that meet at borders of pages (see `stitching`). Views may
+be written to: what is written stays in this process. Knows files and no model.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp_shard.checkpoint.dtypes import to_torch
 from fsdp_shard.checkpoint.files import member, open_regular
 from fsdp_shard.inference.pages import FilePages
+from fsdp_shard.inference.stitching import Stitched, meet_at_pages, stitch
 
 if TYPE_CHECKING:
-    from fsdp_shard.checkpoint.index import TensorIndex
+    from fsdp_shard.checkpoint.index import Span, TensorIndex
 
 
 @dataclass(frozen=True)
@@ -41,43 +43,60 @@ class MappedFiles:
     def __init__(self, index: TensorIndex) -> None:
         self._index = index
         self._files: dict[str, _Mapped] = {}
+        self._stitched: dict[str, Stitched] = {}
 
     def view(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """The stored tensor `name` in its file, or None where it has to be copied."""
         entry = self._index.entry(name)
-        place = self._place(name)
-        if place is None or to_torch(entry.dtype) != dtype or not entry.num_elements:
+        spans = self._spans(name)
+        if not spans or to_torch(entry.dtype) != dtype or spans[0].start % dtype.itemsize:
             return None
-        file, start, stop = place
-        mapped = self._open(file)
-        if start % dtype.itemsize or stop > len(mapped.memory):  # a file cut short is told of by whoever reads it
-            return None
+        if any(span.stop > len(self._open(span.file).memory) for span in spans):
+            return None  # a file cut short is told of by whoever reads it
+        buffer: Any = self._open(spans[0].file).memory
+        offset = spans[0].start
+        if len(spans) > 1:
+            stitched = self._stitch(name, spans)
+            if stitched is None:
+                return None
+            buffer, offset = stitched.memory, 0
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            flat = torch.frombuffer(mapped.memory, dtype=dtype, count=entry.num_elements, offset=start)
+            flat = torch.frombuffer(buffer, dtype=dtype, count=entry.num_elements, offset=offset)
         return flat.view(entry.shape)
 
     def pages(self, names: Iterable[str]) -> list[FilePages]:
         """Where tensors that `view` has given lie, neighbours taken together."""
-        places = sorted(place for name in set(names) if (place := self._place(name)) is not None)
+        whole = [spans[0] for name in set(names) if len(spans := self._spans(name)) == 1]
+        places = sorted((span.file, span.start, span.stop) for span in whole)
         joined: list[tuple[str, int, int]] = []
         for file, start, stop in places:
             if joined and joined[-1][0] == file and start - joined[-1][2] < mmap.PAGESIZE:
                 start, stop = joined[-1][1], max(stop, joined.pop()[2])
             joined.append((file, start, stop))
-        return [
+        found = [
             FilePages(mapped, mapped.descriptor, mapped.address, start, stop)
             for file, start, stop in joined
             for mapped in [self._open(file)]
         ]
+        for stitched in (self._stitched[name] for name in sorted(set(names) & self._stitched.keys())):
+            for span, address in zip(stitched.spans, stitched.addresses, strict=True):
+                owner = (self._open(span.file), stitched)
+                found.append(FilePages(owner, owner[0].descriptor, address - span.start, span.start, span.stop))
+        return found
 
-    def _place(self, name: str) -> tuple[str, int, int] | None:
-        """(file, first byte, last byte + 1) of a tensor that lies in one run."""
-        entry = self._index.entry(name)
-        if any(piece.codec is not None for piece in entry.pieces):
-            return None
-        found = self._index.places(name, 0, entry.num_elements)
-        return found[0] if len(found) == 1 else None
+    def _spans(self, name: str) -> list[Span]:
+        """Where a tensor lies that is stored as it is; nothing where it is not."""
+        if not self._index.is_in_long_runs(name):
+            return []
+        return self._index.places(name, 0, self._index.entry(name).num_elements)
+
+    def _stitch(self, name: str, spans: Sequence[Span]) -> Stitched | None:
+        if name not in self._stitched and meet_at_pages(spans):
+            made = stitch(spans, [self._open(span.file).descriptor for span in spans])
+            if made is not None:
+                self._stitched[name] = made
+        return self._stitched.get(name)
 
     def _open(self, name: str) -> _Mapped:
         if name not in self._files:

@@ -75,9 +75,7 @@ def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
     files = []
     for rank in range(ranks):
         pieces = [(spec, *parts[spec.name][rank]) for spec in specs]
-        file = plan_sharded(
-            pieces, rank, ranks, step=request.step, save=save, aliases=request.aliases, phases=request.phases
-        )
+        file = plan_sharded(pieces, rank, ranks, step=request.step, save=save, aliases=request.aliases)
         for spec, start, count in pieces:
             if count:
                 size = itemsize(spec.dtype)
