@@ -243,3 +243,10 @@ def test_a_source_alone_is_as_without_a_mixture() -> None:
     alone = Mixture.of({"x": windows}, {"x": 1})
     assert len(alone) == len(windows)
     assert np.array_equal(alone.batch([3, 12]).labels, windows.batch([3, 12]).labels)
+
+
+def test_sources_of_one_size_have_orders_of_their_own() -> None:
+    windows = WindowDataset(np.arange(8 * 50 + 1), 8, "x")
+    mixed = Mixture.of({"a": windows, "b": windows}, {"a": 1, "b": 1})
+    order = mixed.order(0, 0, 100)
+    assert order[order < 50].tolist() != (order[order >= 50] - 50).tolist()

@@ -309,3 +309,22 @@ def test_tasks_that_are_not_causal(tmp_path: Path, tokenizer: Any, task: Task, m
     together, apart = stream.batch(range(82, 86)), plain.batch(range(4))
     assert together.labels.tolist() == apart.labels.tolist()
     assert together.input_ids.tolist() == apart.input_ids.tolist()
+
+
+def test_orders_of_rows_and_of_files_follow_from_the_seed(tmp_path: Path, tokenizer: Any) -> None:
+    pairs = {
+        "kind": "pairs",
+        "source_column": "text",
+        "target_column": "text",
+        "sequence_length": 64,
+        "streaming": True,
+    }
+    one = DataConfig(path=json_lines(tmp_path / "a.jsonl"), shuffle_buffer=10, **pairs)
+    orders = {json.dumps([sample(stream_of(one, tokenizer, seed), i) for i in range(10)]) for seed in range(4)}
+    assert len(orders) == 4
+    several = DataConfig(path=folder(tmp_path / "d"), shuffle_buffer=10, **pairs)
+    stream = stream_of(several, tokenizer)
+    epochs = [[sample(stream, epoch * 41 + i) for i in range(41)] for epoch in range(4)]
+    first = {json.dumps(sorted(samples[:10])) for samples in epochs}
+    assert len(first) > 1, "not always the same file first"
+    assert all(sorted(samples) == sorted(epochs[0]) for samples in epochs)
