@@ -75,8 +75,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         on_ranks(WORLD_SIZE, save, tmp_path / "checkpoints", address)
         yield address
         return
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
     with s3_server() as bucket:
         on_ranks(WORLD_SIZE, save, tmp_path / "checkpoints", f"{bucket}/run")
         yield f"{bucket}/run"
@@ -152,8 +150,6 @@ def test_a_store_that_fails_is_one_error_without_secrets(tmp_path: Path, monkeyp
 
 
 def test_an_s3_server_that_fails_is_one_error_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
     (tmp_path / "a").write_text("a")
     with s3_server() as bucket:
         with pytest.raises(RemoteError, match="there is no bucket another, or it cannot be reached") as missing:

@@ -50,8 +50,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "shelf":
         yield shelf(tmp_path) + "/run"
         return
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
     with s3_server() as bucket:
         yield f"{bucket}/run"
 

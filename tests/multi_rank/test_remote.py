@@ -29,8 +29,6 @@ def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     if request.param == "shelf":
         yield shelf(tmp_path) + "/run"
         return
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
     with s3_server() as bucket:
         yield f"{bucket}/run"
 
