@@ -20,9 +20,10 @@ from fsdp_shard.checkpoint import atomic, integrity
 from fsdp_shard.checkpoint.base import DEFAULT_SHARD_SIZE, ConvertConfig
 from fsdp_shard.checkpoint.carry import carry, side_bytes, side_files
 from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, torch_name
+from fsdp_shard.checkpoint.entries import Span
 from fsdp_shard.checkpoint.formats.dcp_layout import METADATA
 from fsdp_shard.checkpoint.formats.registry import recognise, writer
-from fsdp_shard.checkpoint.index import Span, TensorIndex, open_checkpoint
+from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.layout import INDEX_FILE, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
 from fsdp_shard.checkpoint.merge import open_weights

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_shard.checkpoint import dtypes
+from fsdp_shard.checkpoint.entries import Extra
 from fsdp_shard.checkpoint.files import member
 from fsdp_shard.checkpoint.formats import sharded
-from fsdp_shard.checkpoint.index import Extra, TensorIndex, open_checkpoint
+from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.manifest import Manifest, read_manifest
 from fsdp_shard.checkpoint.tree import TensorSummary, fold, printable
 from fsdp_shard.errors import CheckpointError

@@ -9,14 +9,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint import boxes, dtypes
-from fsdp_shard.checkpoint.dtypes import TensorSpec
+from fsdp_shard.checkpoint.entries import Extra, Piece, Span, TensorEntry
 from fsdp_shard.checkpoint.files import Files
 from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.errors import CheckpointError
@@ -31,79 +31,6 @@ if TYPE_CHECKING:
 _SHORT_RUN_BYTES = 64 << 10  # runs shorter than this cost more to read one by one than to copy into place
 _COMPARE_BYTES = 1 << 20
 _HULL_BYTES = 4 << 20  # a box with short runs is read in row groups of about this many bytes, then narrowed
-
-
-class Codec(Protocol):
-    """How a piece whose stored bytes are not its logical ones (a quantised tensor) is decoded."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Stored bytes of the piece."""
-
-    def decode_into(self, read: Read, start: int, out: memoryview) -> None:
-        """Write the logical bytes of the piece from flat element `start` on into `out`.
-
-        `read(offset, buffer)` fills `buffer` with stored bytes from `offset` (relative to the piece) on.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of a logical tensor that lies row-major and contiguous in `file`, from byte `start` on."""
-
-    file: str
-    start: int
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    codec: Codec | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One logical tensor: safetensors dtype name, full shape, and the pieces that partition it, in flat order."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.name, self.dtype, self.shape)
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * dtypes.itemsize(self.dtype)
-
-
-class Span(NamedTuple):
-    """The bytes [start, stop) of a file."""
-
-    file: str
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """Tensors that lie in a checkpoint beside the weights: how many, and their logical bytes."""
-
-    num_tensors: int
-    num_bytes: int
-
-
-def count(entries: Iterable[TensorEntry]) -> Extra:
-    """How many tensors, and their bytes."""
-    sizes = [entry.num_bytes for entry in entries]
-    return Extra(len(sizes), sum(sizes))
 
 
 @dataclass

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.dtypes import CASTABLE, itemsize, to_torch
+from fsdp_shard.checkpoint.entries import Codec, Piece, TensorEntry
 from fsdp_shard.checkpoint.formats import gguf, peft
-from fsdp_shard.checkpoint.index import Codec, Piece, TensorEntry, TensorIndex, open_checkpoint
+from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.gguf_side import side_directory
 

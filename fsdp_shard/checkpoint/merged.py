@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fsdp_shard.checkpoint.index import Piece, TensorEntry
+from fsdp_shard.checkpoint.entries import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:

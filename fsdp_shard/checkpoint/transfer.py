@@ -7,31 +7,27 @@ holds at most a few MiB in reused buffers, whatever the size of a tensor. torch 
 from __future__ import annotations
 
 import os
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import TypeVar
 
 from fsdp_shard.checkpoint.atomic import fsync_file, naming, start_writeback
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch, torch_name
+from fsdp_shard.checkpoint.entries import Span
 from fsdp_shard.checkpoint.files import Handles, pwrite_all
 from fsdp_shard.checkpoint.header import PAGE_BYTES
-from fsdp_shard.checkpoint.index import Span, TensorIndex
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
 from fsdp_shard.checkpoint.layout import Extent, FilePlan
+from fsdp_shard.checkpoint.threads import ahead, in_threads
 from fsdp_shard.errors import CheckpointError
 
-NUM_THREADS = 2
 _AHEAD = 4  # pieces read while one is written
 _COPY_BYTES = 32 << 20  # of a piece that is copied
 _PART_BYTES = 1 << 20  # of it that goes on its way to the disk at once
 
 Progress = Callable[[int], None]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +75,7 @@ def move_tensors(
         create_file(root, plan)
     writer = _Writer(index, root, sync)
     try:
-        for piece in _ahead(_Reader(index, expected, digests).pieces(moves)):
+        for piece in ahead(_Reader(index, expected, digests).pieces(moves), _AHEAD):
             writer.write(piece)
             progress(piece.num_bytes)
     finally:
@@ -121,52 +117,6 @@ def compare_with(index: TensorIndex, digests: Mapping[str, Sequence[bytes]], pro
 
     in_threads(work, list(digests))
     return problems[0] if problems else None
-
-
-def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> None:
-    """Let NUM_THREADS calls of `work` share out `items`; the first exception stops all of them and is raised."""
-    lock, left, stopped = threading.Lock(), iter(items), threading.Event()
-
-    def share() -> Iterator[T]:
-        while not stopped.is_set():
-            with lock:
-                item = next(left, _END)
-            if item is _END:
-                return
-            yield item  # type: ignore[misc]  # not _END, so a T
-
-    def guarded() -> None:
-        try:
-            work(share())
-        except BaseException:
-            stopped.set()
-            raise
-
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        futures = [pool.submit(guarded) for _ in range(min(NUM_THREADS, len(items)))]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            stopped.set()
-
-
-_END = object()
-
-
-def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """`items` in order, made by a thread while the caller is busy: one reads and the other writes.
-
-    Two that do both wait for each other at every file that both write (docs/decisions.md).
-    """
-    pool = ThreadPoolExecutor(1)
-    try:
-        made = deque(pool.submit(next, items, _END) for _ in range(_AHEAD))
-        while (item := made.popleft().result()) is not _END:
-            made.append(pool.submit(next, items, _END))
-            yield item  # type: ignore[misc]  # not _END, so a T
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _is_cast(move: Move) -> bool:

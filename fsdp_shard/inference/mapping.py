@@ -22,7 +22,8 @@ from fsdp_shard.inference.pages import FilePages
 from fsdp_shard.inference.stitching import Stitched, meet_at_pages, stitch
 
 if TYPE_CHECKING:
-    from fsdp_shard.checkpoint.index import Span, TensorIndex
+    from fsdp_shard.checkpoint.entries import Span
+    from fsdp_shard.checkpoint.index import TensorIndex
 
 
 @dataclass(frozen=True)

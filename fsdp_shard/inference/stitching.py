@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdp_shard.checkpoint.index import Span
+    from fsdp_shard.checkpoint.entries import Span
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of every Linux but on alpha, mips and parisc
 _FAILED = ctypes.c_void_p(-1).value

@@ -8,7 +8,8 @@ import torch
 
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.describe import describe
-from fsdp_shard.checkpoint.index import Extra, open_checkpoint
+from fsdp_shard.checkpoint.entries import Extra
+from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import even_edges, write_huggingface, write_ranks
 

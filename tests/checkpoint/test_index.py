@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, checked, open_checkpoint
+from fsdp_shard.checkpoint.entries import Piece, TensorEntry
+from fsdp_shard.checkpoint.index import TensorIndex, checked, open_checkpoint
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import (
     assert_same,

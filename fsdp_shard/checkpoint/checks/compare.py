@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from fsdp_shard.checkpoint.checks.findings import Place, Problem
 from fsdp_shard.checkpoint.checks.scan import Scan, position
 from fsdp_shard.checkpoint.dtypes import CASTABLE, itemsize, to_torch, torch_name
-from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.entries import TensorEntry
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, read_chunks
-from fsdp_shard.checkpoint.transfer import in_threads
+from fsdp_shard.checkpoint.threads import in_threads
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,9 @@ from fsdp_shard.checkpoint.checks.differences import DiffReport, Side, TensorDif
 from fsdp_shard.checkpoint.checks.numerics import Errors, decode
 from fsdp_shard.checkpoint.checks.scan import position
 from fsdp_shard.checkpoint.dtypes import itemsize
-from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex, open_checkpoint
-from fsdp_shard.checkpoint.transfer import in_threads
+from fsdp_shard.checkpoint.entries import TensorEntry
+from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
+from fsdp_shard.checkpoint.threads import in_threads
 
 _STEP_BYTES = 1 << 20  # of each side; stays in the cache between reading and comparing
 _JOB_STEPS = 16

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from fsdp_shard.checkpoint.checks.findings import Place, Problem
 from fsdp_shard.checkpoint.checks.non_finite import NonFinite, find_non_finite
 from fsdp_shard.checkpoint.dtypes import itemsize
-from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.entries import TensorEntry
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, num_chunks, read_chunks
 from fsdp_shard.checkpoint.manifest import Manifest
-from fsdp_shard.checkpoint.transfer import in_threads
+from fsdp_shard.checkpoint.threads import in_threads
 
 _JOB_CHUNKS = 32  # a thread takes no more at once, so that one large tensor is shared by all
 _NAMED = 3  # files in a message; `places` has all

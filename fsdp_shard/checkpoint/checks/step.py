@@ -16,7 +16,7 @@ from fsdp_shard.checkpoint.files import member, open_regular
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, digest_chunks, file_digest, header_digest
 from fsdp_shard.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from fsdp_shard.checkpoint.transfer import in_threads
+from fsdp_shard.checkpoint.threads import in_threads
 from fsdp_shard.errors import CheckpointError
 
 _SMALL_BYTES = 16 << 20

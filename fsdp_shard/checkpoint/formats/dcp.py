@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.dtypes import find_torch_name, itemsize
+from fsdp_shard.checkpoint.entries import Extra, Piece, TensorEntry
 from fsdp_shard.checkpoint.files import Handles, has_file, member, open_regular
 from fsdp_shard.checkpoint.formats.dcp_layout import METADATA
 from fsdp_shard.checkpoint.formats.dcp_layout import plan_dcp as plan
 from fsdp_shard.checkpoint.fqns import Selection, split_state
-from fsdp_shard.checkpoint.index import Extra, Piece, TensorEntry, TensorIndex, checked
+from fsdp_shard.checkpoint.index import TensorIndex, checked
 from fsdp_shard.checkpoint.torch_save.pickles import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata, load
 from fsdp_shard.checkpoint.torch_save.torch_files import StoredTensor, Unreadable, piece_of, read_torch_bytes
 from fsdp_shard.checkpoint.torch_save.torch_state import without_copies

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.checkpoint.entries import Piece, TensorEntry
 from fsdp_shard.checkpoint.formats.deepspeed_files import (
     State,
     Zero,
@@ -25,7 +26,7 @@ from fsdp_shard.checkpoint.formats.deepspeed_files import (
     zero_of,
 )
 from fsdp_shard.checkpoint.formats.flat_parts import Segment, length, pieces
-from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, checked
+from fsdp_shard.checkpoint.index import TensorIndex, checked
 from fsdp_shard.checkpoint.torch_save.stand_ins import counts
 from fsdp_shard.checkpoint.torch_save.strided import piece_of
 from fsdp_shard.checkpoint.torch_save.torch_files import StoredTensor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fsdp_shard.checkpoint import boxes
 from fsdp_shard.checkpoint.dtypes import itemsize
-from fsdp_shard.checkpoint.index import Piece
+from fsdp_shard.checkpoint.entries import Piece
 
 
 @dataclass(frozen=True, slots=True)

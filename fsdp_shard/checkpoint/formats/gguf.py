@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard.checkpoint.entries import Codec, Piece, TensorEntry
 from fsdp_shard.checkpoint.formats.gguf_file import GGUFHeader, GGUFTensor, is_gguf, read_gguf_header
-from fsdp_shard.checkpoint.index import Codec, Piece, TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from typing import Any
 
 from fsdp_shard.checkpoint import layout
 from fsdp_shard.checkpoint.dtypes import TensorSpec
+from fsdp_shard.checkpoint.entries import Piece, TensorEntry
 from fsdp_shard.checkpoint.files import has_file, member
 from fsdp_shard.checkpoint.formats.torch_huggingface import INFO_KEY, refuse_parts
 from fsdp_shard.checkpoint.formats.weight_map import read_index_file, refuse_differences
 from fsdp_shard.checkpoint.header import Header, read_header
-from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, aliases_in
+from fsdp_shard.checkpoint.index import TensorIndex, aliases_in
 from fsdp_shard.checkpoint.layout import Extent, TargetPlan, WriteRequest
 from fsdp_shard.errors import CheckpointError
 

@@ -9,9 +9,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp_shard.checkpoint.entries import Extra, Piece, TensorEntry
 from fsdp_shard.checkpoint.files import has_file, member
 from fsdp_shard.checkpoint.formats.weight_map import read_index_file, refuse_differences
-from fsdp_shard.checkpoint.index import Extra, Piece, TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.torch_save.stored_shards import AnyTensor
 from fsdp_shard.checkpoint.torch_save.torch_files import (
     StoredDTensor,

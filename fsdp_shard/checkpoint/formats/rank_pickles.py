@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_shard.checkpoint.boxes import Box
+from fsdp_shard.checkpoint.entries import Extra, Piece, TensorEntry
 from fsdp_shard.checkpoint.files import has_file, member
-from fsdp_shard.checkpoint.index import Extra, Piece, TensorEntry, TensorIndex, checked
+from fsdp_shard.checkpoint.index import TensorIndex, checked
 from fsdp_shard.checkpoint.torch_save.placements import local_boxes, local_spans
 from fsdp_shard.checkpoint.torch_save.stored_shards import AnyTensor
 from fsdp_shard.checkpoint.torch_save.strided import box_of

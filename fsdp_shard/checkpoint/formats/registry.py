@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_shard.checkpoint import places, store
+from fsdp_shard.checkpoint.entries import count
 from fsdp_shard.checkpoint.fqns import ADAPTER, plain_names
-from fsdp_shard.checkpoint.index import TensorIndex, count
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import num_chunks
 from fsdp_shard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from fsdp_shard.checkpoint.ties import usual_ties

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint import boxes
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize
+from fsdp_shard.checkpoint.entries import Piece
 from fsdp_shard.checkpoint.files import member
 from fsdp_shard.checkpoint.header import Header, read_header
-from fsdp_shard.checkpoint.index import Piece, TensorIndex, checked
+from fsdp_shard.checkpoint.index import TensorIndex, checked
 from fsdp_shard.checkpoint.layout import (
     Extent,
     ShardInfo,

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdp_shard.checkpoint.entries import Piece, TensorEntry
 from fsdp_shard.checkpoint.files import has_file, member, open_regular, parse_json, pread_into, read_json
 from fsdp_shard.checkpoint.header import Header, read_header
-from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, checked
+from fsdp_shard.checkpoint.index import TensorIndex, checked
 from fsdp_shard.errors import CheckpointError
 
 NAME = "torch_huggingface"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint import boxes, dtypes
-from fsdp_shard.checkpoint.index import Piece
+from fsdp_shard.checkpoint.entries import Piece
 from fsdp_shard.checkpoint.torch_save.stored_tensors import StoredTensor
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdp_shard.checkpoint.dtypes import itemsize
+from fsdp_shard.checkpoint.entries import Extra, TensorEntry
 from fsdp_shard.checkpoint.fqns import Selection, split_state
-from fsdp_shard.checkpoint.index import Extra, TensorEntry
 from fsdp_shard.checkpoint.torch_save.stored_shards import AnyTensor
 from fsdp_shard.checkpoint.torch_save.torch_files import StoredDTensor, StoredShards, StoredTensor, Unreadable
 from fsdp_shard.errors import CheckpointError

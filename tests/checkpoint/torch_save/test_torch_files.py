@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.entries import TensorEntry
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.torch_save.torch_files import (
     StoredTensor,
     Unreadable,

@@ -1,0 +1,57 @@
+"""Work shared out over a few threads; what blocks in the system lets go of the interpreter's lock. Knows no files."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+NUM_THREADS = 2
+T = TypeVar("T")
+
+_END = object()
+
+
+def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> None:
+    """Let NUM_THREADS calls of `work` share out `items`; the first exception stops all of them and is raised."""
+    lock, left, stopped = threading.Lock(), iter(items), threading.Event()
+
+    def share() -> Iterator[T]:
+        while not stopped.is_set():
+            with lock:
+                item = next(left, _END)
+            if item is _END:
+                return
+            yield item  # type: ignore[misc]  # not _END, so a T
+
+    def guarded() -> None:
+        try:
+            work(share())
+        except BaseException:
+            stopped.set()
+            raise
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        futures = [pool.submit(guarded) for _ in range(min(NUM_THREADS, len(items)))]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            stopped.set()
+
+
+def ahead(items: Iterator[T], depth: int) -> Iterator[T]:
+    """`items` in order, up to `depth` of them made ahead by a thread: one reads while the other writes.
+
+    Two that do both wait for each other at every file that both write (docs/decisions.md).
+    """
+    pool = ThreadPoolExecutor(1)
+    try:
+        made = deque(pool.submit(next, items, _END) for _ in range(depth))
+        while (item := made.popleft().result()) is not _END:
+            made.append(pool.submit(next, items, _END))
+            yield item  # type: ignore[misc]  # not _END, so a T
+    finally:
+        pool.shutdown(cancel_futures=True)
