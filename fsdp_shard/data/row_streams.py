@@ -63,7 +63,7 @@ class FileStream:
             start = (int(within[0]), int(within[1])) if position == first else (0, 0)
             file = self._files[order[position]]
             for row, after in rows_from(file, self.source.sample_by, columns, start):
-                yield row, lambda position=position, after=after: [position, *after]  # type: ignore[misc]
+                yield row, lambda position=position, after=after: [position, *after]  # type: ignore[misc]  # mypy infers no lambda with defaults
 
     def _checked(self, place: Any) -> list[int]:
         is_whole = (
@@ -103,7 +103,7 @@ class HubStream:
             number += 1
             wanted = {name: values[name] for name in columns if name in values} or values
             row = Row(f"{self.name}, row {number - 1}", wanted)
-            yield row, lambda number=number: {"number": number, "state": data.state_dict()}  # type: ignore[misc]
+            yield row, lambda number=number: {"number": number, "state": data.state_dict()}  # type: ignore[misc]  # the same
 
 
 def open_rows(config: DataConfig, seed: int) -> RowStream:
