@@ -22,11 +22,7 @@ from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
-
-    Read = Callable[[int, memoryview], None]
 
 _SHORT_RUN_BYTES = 64 << 10  # runs shorter than this cost more to read one by one than to copy into place
 _COMPARE_BYTES = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -42,10 +42,11 @@ def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> Non
             stopped.set()
 
 
-def ahead(items: Iterator[T], depth: int) -> Iterator[T]:
+def ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
     """`items` in order, up to `depth` of them made ahead by a thread: one reads while the other writes.
 
-    Two that do both wait for each other at every file that both write (docs/decisions.md).
+    Close it where it is not run to its end: `items` is left alone after that. Two threads that both read and write wait
+    for each other at every file that both write (docs/decisions.md).
     """
     pool = ThreadPoolExecutor(1)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -75,9 +76,10 @@ def move_tensors(
         create_file(root, plan)
     writer = _Writer(index, root, sync)
     try:
-        for piece in ahead(_Reader(index, expected, digests).pieces(moves), _AHEAD):
-            writer.write(piece)
-            progress(piece.num_bytes)
+        with closing(ahead(_Reader(index, expected, digests).pieces(moves), _AHEAD)) as pieces:
+            for piece in pieces:
+                writer.write(piece)
+                progress(piece.num_bytes)
     finally:
         writer.close()
     if sync:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from fsdp_shard.checkpoint import points
 from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.staging import Staging
@@ -91,6 +94,18 @@ def save_on(
         else:
             write(step, whole)
         saved(step)
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, point: str, victim: int) -> None:
+    """Have rank `victim` be killed where it reaches `point` the second time: the first step has nothing to delete."""
+    reached: list[str] = []
+
+    def hook(name: str) -> None:
+        reached.append(name)
+        if name == point and os.environ["RANK"] == str(victim) and reached.count(point) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(points, "hook", hook)
 
 
 def in_fork(function: Callable[..., Any], *args: Any, seconds: float = 200) -> Any:

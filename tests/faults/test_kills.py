@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint import points
 from fsdp_shard.checkpoint.store import Store
 from fsdp_shard.distributed import DistributedContext
 from tests.faults.counts import count
-from tests.faults.saves import LONG, Ranks, problems, save_on
+from tests.faults.saves import LONG, Ranks, kill_at, problems, save_on
 
 _WAYS = [("sharded", False), ("gathered", False), ("sharded", True), ("gathered", True)]
 _REACHED = [point for point in points.POINTS if point not in ("verified", "slimmed")]
@@ -53,15 +53,7 @@ def test_a_kill_at_each_point(layout: str, asynchronous: bool, tmp_path: Path, m
         if point == "staged" and not asynchronous:
             continue
         for victim in (0,) if point in points.MAIN_POINTS or not LONG else (0, 1):
-            reached = []
-
-            def hook(name: str, point: str = point, victim: int = victim, reached: list[str] = reached) -> None:
-                reached.append(name)
-                # Not in the first step: there would be nothing to delete.
-                if name == point and os.environ["RANK"] == str(victim) and reached.count(point) == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            monkeypatch.setattr(points, "hook", hook)
+            kill_at(monkeypatch, point, victim)
             wrong = _trial(tmp_path, layout, asynchronous, lambda ranks, told: None)
             count(
                 f"SIGKILL at a point, {layout}, {'asynchronous' if asynchronous else 'synchronous'}", failed=bool(wrong)

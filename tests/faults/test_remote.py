@@ -22,7 +22,7 @@ from fsdp_shard.checkpoint.upload import catch_up, prune_remote, upload_step
 from fsdp_shard.distributed import DistributedContext
 from tests.checkpoint.remotes import Shelf, s3_server, shelf
 from tests.faults.counts import count
-from tests.faults.saves import Ranks, State, problems
+from tests.faults.saves import Ranks, State, kill_at, problems
 
 _KEEP_LAST = 2
 
@@ -70,14 +70,7 @@ def test_a_kill_at_each_point_of_an_upload(url: str, tmp_path: Path, monkeypatch
     kills = [(point, number % 2) for number, point in enumerate(points.REMOTE_POINTS[:2])]
     kills += [(point, 0) for point in points.REMOTE_POINTS]
     for number, (point, victim) in enumerate(kills):
-        reached = []
-
-        def hook(name: str, point: str = point, victim: int = victim, reached: list[str] = reached) -> None:
-            reached.append(name)
-            if name == point and os.environ["RANK"] == str(victim) and reached.count(point) == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        monkeypatch.setattr(points, "hook", hook)
+        kill_at(monkeypatch, point, victim)
         if number == 3:
             shutil.rmtree(root)  # the machine is lost, too: go on from what the store has
         assert 0 not in Ranks(tmp_path, save_and_upload, root, url).wait(40)

@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from fsdp_shard.checkpoint.index import Read
+    from fsdp_shard.checkpoint.entries import Read
 
 NAME = "gguf"
 

@@ -12,7 +12,7 @@ from fsdp_shard.checkpoint.entries import Piece
 from fsdp_shard.checkpoint.torch_save.stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
-    from fsdp_shard.checkpoint.index import Read
+    from fsdp_shard.checkpoint.entries import Read
 
 _SLAB_BYTES = 4 << 20  # read at once: what lies between the first and the last element of a part
 
