@@ -19,7 +19,7 @@ import torch
 from fsdp_shard.checkpoint.dtypes import to_torch
 from fsdp_shard.checkpoint.files import member, open_regular
 from fsdp_shard.inference.pages import FilePages
-from fsdp_shard.inference.stitching import Stitched, meet_at_pages, stitch
+from fsdp_shard.inference.stitching import Stitched, meet_at_pages, stitch, ways_to_map
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.entries import Span
@@ -111,8 +111,10 @@ class MappedFiles:
 
 
 def _map(descriptor: int) -> mmap.mmap:
-    """The file, copied on write; read-only where a limit on private memory (RLIMIT_DATA) leaves no room for that."""
-    try:
-        return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError:
-        return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    *better, last = ways_to_map()
+    for prot, flags in better:
+        try:
+            return mmap.mmap(descriptor, 0, flags=flags, prot=prot)
+        except OSError:
+            continue
+    return mmap.mmap(descriptor, 0, flags=last[1], prot=last[0])

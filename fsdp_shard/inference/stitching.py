@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import resource
 import sys
 import weakref
 from collections.abc import Sequence
@@ -72,7 +73,18 @@ def stitch(spans: Sequence[Span], descriptors: Sequence[int]) -> Stitched | None
     return Stitched(base, sum(sizes), spans, addresses)
 
 
+def ways_to_map() -> list[tuple[int, int]]:
+    """Protection and flags for a file, best first: copied on write, else read-only.
+
+    Where private memory is limited (RLIMIT_DATA) only read-only: mappings that may be written to count there in full,
+    so a few tensors would leave nothing to what needs memory of its own.
+    """
+    read_only = (mmap.PROT_READ, mmap.MAP_SHARED)
+    if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
+        return [read_only]
+    return [(mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE), read_only]
+
+
 def _map(at: int, size: int, descriptor: int, low: int) -> bool:
-    """The file copied on write; read-only where a limit on private memory (RLIMIT_DATA) leaves no room for that."""
-    ways = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE), (mmap.PROT_READ, mmap.MAP_SHARED)
+    ways = ways_to_map()
     return any(_libc.mmap(at, size, prot, flags | _MAP_FIXED, descriptor, low) == at for prot, flags in ways)
