@@ -18,9 +18,7 @@ from typing import Any
 from fsdp_shard.errors import CheckpointError
 
 _MAX_READ = 1 << 30  # one preadv moves at most 2 GiB - 4 KiB on Linux
-_WRITE_BYTES = (
-    128 << 10
-)  # more at once makes Linux look for larger pages, which can cost a multiple (docs/decisions.md)
+_WRITE_BYTES = 128 << 10  # of more, Linux makes larger pages, which can cost a multiple (docs/decisions.md)
 
 
 def member(root: Path, name: object) -> Path:
@@ -91,9 +89,20 @@ def pread_into(descriptor: int, offset: int, out: memoryview) -> int:
 
 def pwrite_all(descriptor: int, offset: int, data: memoryview) -> None:
     """Write all of `data` at `offset`."""
-    done, total = 0, len(data)
-    while done < total:
-        done += os.pwrite(descriptor, data[done : done + _WRITE_BYTES], offset + done)
+    for start, stop in aligned(offset, offset + len(data), _WRITE_BYTES):
+        while start < stop:
+            start += os.pwrite(descriptor, data[start - offset : stop - offset], start)
+
+
+def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) in parts that end at multiples of `size`.
+
+    Pages of a file are made as large as what is written to them begins and ends: written so, they are few and large.
+    """
+    while start < stop:
+        end = min(start - start % size + size, stop)
+        yield start, end
+        start = end
 
 
 def copy_range(source: int, offset: int, target: int, at: int, num_bytes: int) -> int:

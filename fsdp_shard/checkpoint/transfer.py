@@ -16,7 +16,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint.atomic import fsync_file, naming, start_writeback
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.entries import Span
-from fsdp_shard.checkpoint.files import Handles, pwrite_all
+from fsdp_shard.checkpoint.files import Handles, aligned, pwrite_all
 from fsdp_shard.checkpoint.header import PAGE_BYTES
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
@@ -26,7 +26,7 @@ from fsdp_shard.errors import CheckpointError
 
 _AHEAD = 4  # pieces read while one is written
 _COPY_BYTES = 32 << 20  # of a piece that is copied
-_PART_BYTES = 1 << 20  # of it that goes on its way to the disk at once
+_PART_BYTES = 1 << 20  # of it that is copied, and sent on its way to the disk, at once
 
 Progress = Callable[[int], None]
 
@@ -244,12 +244,10 @@ class _Writer:
     def write(self, piece: _Piece) -> None:
         if piece.data is not None:
             self._put(piece, piece.start, piece.data)
-            return
         at = piece.start
         for span in piece.spans:
-            for part in _parts(span):
-                self._put(piece, at, part)
-                at += part.num_bytes
+            self._put(piece, at, span)
+            at += span.num_bytes
 
     def _put(self, piece: _Piece, at: int, data: memoryview | Span) -> None:
         """Write `data`, which begins at byte `at` of the tensor, to wherever its extents are."""
@@ -260,19 +258,23 @@ class _Writer:
                 offset = extent.offset + low - extent.start
                 with self._handles.use(extent.file) as handle, naming(self._root / extent.file):
                     if isinstance(data, Span):
-                        self._index.copy(Span(data.file, data.start + low - at, data.start + high - at), handle, offset)
+                        self._copy(data.file, data.start + low - at, handle, offset, high - low)
                     else:
                         pwrite_all(handle, offset, data[low - at : high - at])
-                    if self._sync:
-                        start_writeback(handle, offset, high - low)
+                        self._send(handle, offset, high - low)
+
+    def _copy(self, name: str, start: int, handle: int, offset: int, num_bytes: int) -> None:
+        for low, high in aligned(offset, offset + num_bytes, _PART_BYTES):
+            first = start + low - offset
+            self._index.copy(Span(name, first, first + high - low), handle, low)
+            self._send(handle, low, high - low)
+
+    def _send(self, handle: int, offset: int, num_bytes: int) -> None:
+        if self._sync:
+            start_writeback(handle, offset, num_bytes)
 
     def close(self) -> None:
         self._handles.close()
-
-
-def _parts(span: Span) -> Iterator[Span]:
-    for start in range(span.start, span.stop, _PART_BYTES):
-        yield Span(span.file, start, min(start + _PART_BYTES, span.stop))
 
 
 def _chunks(data: memoryview) -> list[bytes]:
