@@ -15,6 +15,7 @@ from tempfile import mkdtemp
 
 from fsdp_shard.errors import ModelError
 
+NAME = "gguf"  # of the format; here, so that who only asks whether a checkpoint is of it loads no more than this
 _FORMAT = 1  # changed when what is written changes
 
 

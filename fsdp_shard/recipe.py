@@ -19,7 +19,7 @@ from fsdp_shard.config import RunConfig, command_of, is_used
 from fsdp_shard.errors import ConfigError, InputError, RunError
 from fsdp_shard.launch import check_machine, joined_rank, launch
 from fsdp_shard.settings import walk, warnings_of
-from fsdp_shard.shell import run_as_program, tell, wants_debug
+from fsdp_shard.shell import collect_as_usual, run_as_program, tell, wants_debug
 
 if TYPE_CHECKING:
     from fsdp_shard.compose import Job
@@ -63,6 +63,7 @@ class Recipe(Generic[C]):
 
     def perform(self, config: C) -> None:
         """The work of one rank."""
+        collect_as_usual()
         self.work(config)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

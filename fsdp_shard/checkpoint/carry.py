@@ -11,10 +11,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard import gguf_side
 from fsdp_shard.checkpoint.files import has_file, member, read_json
-from fsdp_shard.checkpoint.formats import gguf
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.gguf_side import side_directory
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex
@@ -55,7 +54,7 @@ def side_files(root: Path) -> list[str]:
 
 def side_bytes(index: TensorIndex) -> int:
     """Bytes of the files to carry along, 0 where they have to be made first."""
-    if index.format == gguf.NAME:
+    if index.format == gguf_side.NAME:
         return 0
     root = index.side or index.root
     return sum((root / name).stat().st_size for name in side_files(root))
@@ -67,8 +66,8 @@ def carry(index: TensorIndex, target: Path, dtype: str | None) -> list[str]:
     `dtype` (torch's name, such as `bfloat16`) is what config.json shall say; None leaves it as it is.
     """
     root = index.side or index.root
-    if index.format == gguf.NAME:
-        root = side_directory(index.root / index.metadata["file"])
+    if index.format == gguf_side.NAME:
+        root = gguf_side.side_directory(index.root / index.metadata["file"])
     for name in side_files(root):
         (target / name).write_bytes((root / name).read_bytes())
     if dtype is not None and has_file(target, CONFIG):

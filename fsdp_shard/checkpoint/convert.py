@@ -21,10 +21,9 @@ from fsdp_shard.checkpoint.base import DEFAULT_SHARD_SIZE, ConvertConfig
 from fsdp_shard.checkpoint.carry import carry, side_bytes, side_files
 from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, torch_name
 from fsdp_shard.checkpoint.entries import Span
-from fsdp_shard.checkpoint.formats.dcp_layout import METADATA
 from fsdp_shard.checkpoint.formats.registry import recognise, writer
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
-from fsdp_shard.checkpoint.layout import INDEX_FILE, TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.layout import DCP_METADATA, INDEX_FILE, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
 from fsdp_shard.checkpoint.merge import open_weights
 from fsdp_shard.checkpoint.remote_url import here
@@ -245,7 +244,7 @@ def _foreign(target: Path) -> list[str]:
             known = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
     except CheckpointError:  # a damaged checkpoint may be replaced too: then its files are known by their names
         known = {entry.name for entry in target.iterdir() if entry.suffix in _WEIGHTS and not entry.is_dir()}
-    known |= {MANIFEST, INDEX_FILE, METADATA, "pytorch_model.bin.index.json", *side_files(target)}
+    known |= {MANIFEST, INDEX_FILE, DCP_METADATA, "pytorch_model.bin.index.json", *side_files(target)}
     return sorted(entry.name for entry in target.iterdir() if entry.name not in known)
 
 

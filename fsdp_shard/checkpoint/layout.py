@@ -24,6 +24,7 @@ SHARD_FORMAT_VERSION = 1
 SHARD_KEY = "fsdp_shard"  # our entry in the __metadata__ of a rank file
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DCP_METADATA = ".metadata"
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard import gguf_side
 from fsdp_shard.checkpoint.dtypes import CASTABLE, itemsize, to_torch
 from fsdp_shard.checkpoint.entries import Codec, Piece, TensorEntry
-from fsdp_shard.checkpoint.formats import gguf, peft
+from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.gguf_side import side_directory
 
 if TYPE_CHECKING:
     import torch
@@ -103,8 +103,8 @@ def _merge(adapter: TensorIndex, base: TensorIndex) -> TensorIndex:
     for module, parts in pairs.items():
         kept = _base_entry(adapter, base, f"{module}.weight")
         tensors[kept.name] = _adapted(adapter, base, config, module, parts, kept)
-    gguf_file = base.metadata.get("file") if base.format == gguf.NAME else None
-    side = side_directory(base.root / gguf_file) if gguf_file else base.side or base.root
+    gguf_file = base.metadata.get("file") if base.format == gguf_side.NAME else None
+    side = gguf_side.side_directory(base.root / gguf_file) if gguf_file else base.side or base.root
     return _Merged(
         base.root,
         peft.NAME,

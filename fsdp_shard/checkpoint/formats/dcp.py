@@ -17,10 +17,10 @@ from typing import Any
 from fsdp_shard.checkpoint.dtypes import find_torch_name, itemsize
 from fsdp_shard.checkpoint.entries import Extra, Piece, TensorEntry
 from fsdp_shard.checkpoint.files import Handles, has_file, member, open_regular
-from fsdp_shard.checkpoint.formats.dcp_layout import METADATA
 from fsdp_shard.checkpoint.formats.dcp_layout import plan_dcp as plan
 from fsdp_shard.checkpoint.fqns import Selection, split_state
 from fsdp_shard.checkpoint.index import TensorIndex, checked
+from fsdp_shard.checkpoint.layout import DCP_METADATA
 from fsdp_shard.checkpoint.torch_save.pickles import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata, load
 from fsdp_shard.checkpoint.torch_save.torch_files import StoredTensor, Unreadable, piece_of, read_torch_bytes
 from fsdp_shard.checkpoint.torch_save.torch_state import without_copies
@@ -36,7 +36,7 @@ _MAX_METADATA = 1 << 30
 
 def recognise(path: Path) -> bool:
     """A directory with a `.metadata` file."""
-    return path.is_dir() and has_file(path, METADATA)
+    return path.is_dir() and has_file(path, DCP_METADATA)
 
 
 def read(path: Path) -> TensorIndex:
@@ -46,7 +46,7 @@ def read(path: Path) -> TensorIndex:
     try:
         selection = split_state({key: _path(metadata, key) for key in tensors})
     except CheckpointError as error:
-        raise CheckpointError(f"{path / METADATA}: {error}") from None
+        raise CheckpointError(f"{path / DCP_METADATA}: {error}") from None
     if not selection.names:
         raise CheckpointError(f"{path} holds {_kinds(selection)} but no weights; give the directory with the weights.")
     with closing(_Items(path)) as items:
@@ -60,7 +60,7 @@ def read(path: Path) -> TensorIndex:
 
 
 def _metadata(path: Path) -> Metadata:
-    where = member(path, METADATA)
+    where = member(path, DCP_METADATA)
     with os.fdopen(open_regular(where), "rb") as file:
         data = file.read(_MAX_METADATA + 1)
     if len(data) > _MAX_METADATA:
@@ -100,12 +100,12 @@ def _places(path: Path, key: str, item: TensorStorageMetadata, storage: Mapping[
         info = storage.get(MetadataIndex(key, chunk.offsets))
         if info is None:
             raise CheckpointError(
-                f"{path / METADATA} has tensor {key} at {list(chunk.offsets)}, but does not say where."
+                f"{path / DCP_METADATA} has tensor {key} at {list(chunk.offsets)}, but does not say where."
             )
         if info.transform_descriptors:
             raise CheckpointError(
-                f"{path / METADATA}: tensor {key} was written through {info.transform_descriptors!r}; only plain files "
-                "are read. Load it with torch and save it without compression."
+                f"{path / DCP_METADATA}: tensor {key} was written through {info.transform_descriptors!r}; only plain "
+                "files are read. Load it with torch and save it without compression."
             )
         places.append((chunk.offsets, chunk.sizes, info))
     return places
@@ -160,7 +160,7 @@ def _entry(path: Path, fqn: str, item: TensorStorageMetadata, places: list[_Plac
         if (found.dtype, found.shape) != (dtype, sizes):
             raise CheckpointError(
                 f"{path / info.relative_path} holds {found.dtype} {list(found.shape)} as the piece of tensor {fqn} at "
-                f"{list(offsets)}, but {METADATA} says {dtype} {list(sizes)}."
+                f"{list(offsets)}, but {DCP_METADATA} says {dtype} {list(sizes)}."
             )
         pieces.append(piece_of(info.relative_path, found, offsets))
     return checked(path, fqn, dtype, item.size, pieces)
@@ -170,7 +170,7 @@ def _dtype(path: Path, name: str, item: TensorStorageMetadata) -> str:
     found = find_torch_name(str(item.properties.dtype))
     if found is None:
         raise CheckpointError(
-            f"{path / METADATA}: tensor {name} is of {item.properties.dtype}, which is not supported."
+            f"{path / DCP_METADATA}: tensor {name} is of {item.properties.dtype}, which is not supported."
         )
     return found
 

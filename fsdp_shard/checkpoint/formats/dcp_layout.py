@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, row_elements, torch_name
-from fsdp_shard.checkpoint.layout import Extent, FilePlan, TargetPlan, WriteRequest, chunk_rows
+from fsdp_shard.checkpoint.layout import DCP_METADATA, Extent, FilePlan, TargetPlan, WriteRequest, chunk_rows
 from fsdp_shard.checkpoint.torch_save.pickle_writer import Call, Global, Instance, Items, dumps
 from fsdp_shard.checkpoint.torch_save.torch_item import frame
 
-METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
 _ALIGNMENT = 64  # torch's for storages inside an item; kept for the items, so that tensors can be mapped
 _CONTIGUOUS = 0  # _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
@@ -48,7 +47,7 @@ def plan_dcp(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
     return TargetPlan(
         tuple(files),
         {name: tuple(held) for name, held in extents.items()},
-        {METADATA: dumps(metadata)},
+        {DCP_METADATA: dumps(metadata)},
         "sharded" if ranks > 1 else "gathered",
         ranks,
     )

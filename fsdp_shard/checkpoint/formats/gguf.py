@@ -16,11 +16,11 @@ from fsdp_shard.checkpoint.entries import Codec, Piece, TensorEntry
 from fsdp_shard.checkpoint.formats.gguf_file import GGUFHeader, GGUFTensor, is_gguf, read_gguf_header
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.gguf_side import NAME
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.entries import Read
 
-NAME = "gguf"
 
 _F32 = 0
 _DECODE_ELEMENTS = 1 << 15  # decoded at once: the temporaries of gguf's decoders (about 5 floats each) stay in cache
