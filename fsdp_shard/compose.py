@@ -13,7 +13,7 @@ import io
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -30,6 +30,16 @@ C = TypeVar("C", bound=RunConfig)
 
 # A composed config, its number in a sweep, and the overrides that make it.
 _Composed = tuple[Any, int | None, tuple[str, ...]]
+
+# What Hydra needs of its own to run jobs. Each entry left out is a file less to compose: its --help, `output` and
+# `env` are not used, and none of all this where it only composes.
+_FOR_JOBS = (
+    {"launcher": "basic"},
+    {"sweeper": "basic"},
+    {"hydra_help": "default"},
+    {"hydra_logging": "none"},
+    {"job_logging": "none"},
+)
 
 # Overrides of Hydra itself, which only its own program heeds.
 _HYDRAS_OWN = ("hydra.", "hydra/", "+hydra", "~hydra")
@@ -68,18 +78,19 @@ def compose(schema: type[C], arguments: Sequence[str], program: str) -> list[Job
 
 
 def _through_hydra(schema: type, arguments: list[str], program: str) -> list[_Composed]:
-    with tempfile.TemporaryDirectory() as scratch:
-        register(schema)
-        _register_hydra(scratch)
-        if any(argument.startswith(("-", *_HYDRAS_OWN)) for argument in arguments):
-            return _as_hydras_program(schema, arguments, program)
+    register(schema)
+    if not any(argument.startswith(("-", *_HYDRAS_OWN)) for argument in arguments):
         return [_once(schema, arguments)]
+    with tempfile.TemporaryDirectory() as scratch:
+        _register_hydra(scratch, _FOR_JOBS)
+        return _as_hydras_program(schema, arguments, program)
 
 
 def _once(schema: type, overrides: list[str]) -> _Composed:
     """One config of overrides alone. hydra.main would compose it twice, first of all to see whether it is a sweep."""
     from hydra import compose, initialize_config_dir
 
+    _register_hydra(".", ())
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
         return compose(command_of(schema), overrides), None, tuple(overrides)
 
@@ -124,15 +135,12 @@ def _with_own_presets(arguments: list[str]) -> tuple[Path, list[str]]:
     return own, [*rest, f"--config-dir={shipped('conf')}"]
 
 
-def _register_hydra(scratch: str) -> None:
+def _register_hydra(scratch: str, defaults: Sequence[Mapping[str, str]]) -> None:
     """Hydra's own settings: no logging, and a scratch directory for what it writes in a sweep."""
     from hydra.conf import HydraConf, RunDir, SweepDir
     from hydra.core.config_store import ConfigStore
 
-    # Each entry that is left out is a file less to compose, twice: Hydra's own --help, `output` and `env` are not used.
-    defaults: list[Any] = [{"launcher": "basic"}, {"sweeper": "basic"}, {"hydra_help": "default"}]
-    defaults += [{"hydra_logging": "none"}, {"job_logging": "none"}]
-    conf = HydraConf(defaults=defaults, run=RunDir("."), sweep=SweepDir(scratch, "jobs"), output_subdir=None)
+    conf = HydraConf(defaults=[*defaults], run=RunDir("."), sweep=SweepDir(scratch, "jobs"), output_subdir=None)
     store: Any = ConfigStore.instance()
     store.store(group="hydra", name="config", node=conf, provider="fsdp-shard")
 
