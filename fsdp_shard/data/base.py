@@ -43,13 +43,13 @@ class DataConfig:
     )
     streaming: bool = setting(
         False,
-        "Read and tokenise data.path while training, no further than needed, for what is too large to be tokenised "
-        "first. Every rank reads all of it.",
+        "Read and tokenise data.path, or each source of data.mixture, while training, no further than needed, for what "
+        "is too large to be tokenised first. Every rank reads all of it.",
     )
     shuffle_buffer: int = setting(
         1000,
-        "With data.streaming: so many rows are read and trained in a seeded order before the next; 1: in that of the "
-        "files. With data.packing, these are what is packed together.",
+        "With data.streaming: so many rows (of each source of data.mixture) are read and trained in a seeded order "
+        "before the next; 1: in that of the files. With data.packing, these are what is packed together.",
         minimum=1,
     )
     eval_path: str | None = setting(None, "Held-out text, given like data.path. Default: see data.eval_fraction.")
@@ -206,7 +206,6 @@ def _check_streaming(config: DataConfig, prefix: str) -> None:
             )
         return
     refused = {
-        "mixture": (bool(config.mixture), "which knows the sizes of its sources"),
         "eval_fraction": (config.eval_fraction > 0, f"whose part is known at the end only; give {prefix}eval_path"),
         "workers": (config.workers > 1, "as each rank tokenises by itself, with the tokenizer's own threads"),
         "cache_dir": (config.cache_dir is not None and config.eval_path is None, "as nothing is kept"),

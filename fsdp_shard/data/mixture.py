@@ -60,7 +60,7 @@ class Mixture:
         samples = np.empty(count, np.int64)
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True)):
             mine = np.flatnonzero(sources == number)
-            inner = part.order(_seed_of(seed, name), int(before[number]), len(mine))
+            inner = part.order(seed_of(seed, name), int(before[number]), len(mine))
             epochs, places = np.divmod(inner, len(part))
             samples[mine] = epochs * len(self) + self._offsets[number] + places
         return samples
@@ -121,6 +121,6 @@ class Mixture:
         return type(self)(*map(tuple, zip(*kept, strict=True)))
 
 
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
     """So that sources of one size are not gone through in one order."""
     return xxhash.xxh3_64_intdigest(f"{seed} {name}".encode())

@@ -19,7 +19,7 @@ from fsdp_shard.data.mixture import Mixture
 from fsdp_shard.data.shape import Shape
 from fsdp_shard.data.shares import whole_shares
 from fsdp_shard.data.sources import open_source
-from fsdp_shard.data.stream_open import open_stream
+from fsdp_shard.data.stream_open import open_streams
 from fsdp_shard.data.task import CAUSAL, MASKED_LM, SpecialTokens, Task
 from fsdp_shard.data.tokens import TokenFile, tokenise
 from fsdp_shard.errors import DataError, FsdpShardError
@@ -77,11 +77,11 @@ def open_samples(
     """
     if config.streaming:
         assert open_tokenizer is not None
-        stream, how = open_stream(config, open_tokenizer(), task, seed)
+        stream, notes = open_streams(config, open_tokenizer(), task, seed)
         if tokenised.held_out is None:
-            return Samples(stream, None, (f"train: {how}",))
+            return Samples(stream, None, tuple(notes))
         kept_out, note = Shape(config, task or Task(), tokenised.special, seed).open(tokenised.held_out)
-        return Samples(stream, kept_out, (f"train: {how}", f"held out: {note}"))
+        return Samples(stream, kept_out, (*notes, f"held out: {note}"))
     sources = sources_of(config)
     shares = whole_shares({name: source.weight for name, source in mixture_of(config).items()})
     train: dict[str, HeldOut] = {}

@@ -8,6 +8,7 @@ same on any number of ranks. What becomes of the rows of a block is in `stream_s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
@@ -63,35 +64,61 @@ class StreamPlace:
         raise CheckpointError(f"{what} has no place in streamed data, so it cannot be resumed from.")
 
 
-class StreamDataset:
-    """Samples numbered as they are trained. They are given in order: a number may not lie before the block of the last.
+class Streamed(ABC):
+    """Samples numbered as they are trained by `seed`. They are given in order: a number may not lie before the block of
+    the last.
 
     `identity` covers names, sizes and beginnings of the files, and all that decides what is made of them.
     """
 
-    def __init__(self, rows: RowStream, maker: Maker, buffer: int, seed: int, identity: str) -> None:
-        self.identity, self.sequence_length = identity, maker.sequence_length
-        self._rows, self._maker, self._buffer, self._seed = rows, maker, buffer, seed
-        self._samples: list[tuple[HeldOut, int]] = []
-        self.go_to(None)
+    def __init__(self, seed: int, identity: str, sequence_length: int) -> None:
+        self._seed, self.identity, self.sequence_length = seed, identity, sequence_length
 
     def __len__(self) -> int:
         raise AssertionError("a stream has no length")
 
+    def order(self, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
+        assert seed == self._seed, "the order was made for another seed"
+        return np.arange(first, first + count)
+
+    @abstractmethod
+    def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch: ...
+
     @property
+    @abstractmethod
     def place(self) -> dict[str, Any]:
         """Where the block of the last sample begins; JSON."""
+
+    @abstractmethod
+    def go_to(self, place: Any, what: str = "trainer.json") -> None:
+        """Go on from a `place`; None is the beginning. CheckpointError, naming `what`, where there is no such place."""
+
+    @abstractmethod
+    def read_to(self, num_samples: int) -> None:
+        """Bring `place` and all counts to where the first `num_samples` were given, whoever asked for them."""
+
+
+class StreamDataset(Streamed):
+    """The samples of one source."""
+
+    def __init__(self, rows: RowStream, maker: Maker, buffer: int, seed: int, identity: str) -> None:
+        super().__init__(seed, identity, maker.sequence_length)
+        self._rows, self._maker, self._buffer = rows, maker, buffer
+        self._samples: list[tuple[HeldOut, int]] = []
+        self.go_to(None)
+
+    @property
+    def place(self) -> dict[str, Any]:
         return asdict(self._at)
 
     def go_to(self, place: Any, what: str = "trainer.json") -> None:
-        """Go on from a `place`; None is the beginning. CheckpointError, naming `what`, where there is no such place."""
         self._at = StreamPlace() if place is None else StreamPlace.parse(place, what)
         self._counts, self._has_begun = replace(self._at.counts), False
         self._reading: Iterator[Any] | None = None
 
-    def order(self, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
-        assert seed == self._seed, "the order was made for another seed"
-        return np.arange(first, first + count)
+    def read_to(self, num_samples: int) -> None:
+        if num_samples > self._at.first:
+            self._sample(num_samples - 1)
 
     def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         assert NO_WINDOW not in list(indices), "an evaluation reads no stream"
@@ -168,12 +195,17 @@ class _Shuffled:
         return [int(place) for place in np.argsort(keys, kind="stable")]
 
 
-def place_in(dataset: Dataset) -> dict[str, Any] | None:
-    """What must be kept of a stream to go on from here; None for data whose place is a number."""
-    return dataset.place if isinstance(dataset, StreamDataset) else None
+def place_in(dataset: Dataset, num_samples: int) -> dict[str, Any] | None:
+    """What must be kept of a stream to go on after `num_samples`, equal on all ranks; None for data whose place is that
+    number.
+    """
+    if not isinstance(dataset, Streamed):
+        return None
+    dataset.read_to(num_samples)  # a rank asks for its own samples only, which may all be of one source
+    return dataset.place
 
 
 def go_to(dataset: Dataset, place: dict[str, Any] | None) -> None:
     """Have a stream go on from what `place_in` gave; other data goes on by itself."""
-    if isinstance(dataset, StreamDataset):
+    if isinstance(dataset, Streamed):
         dataset.go_to(place)

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from fsdp_shard.data.base import DataConfig, is_stream
+from fsdp_shard.data.base import DataConfig, is_stream, mixture_of, sources_of
 from fsdp_shard.data.kinds.base import beginning
 from fsdp_shard.data.kinds.registry import kind_of
+from fsdp_shard.data.mixture import seed_of
 from fsdp_shard.data.row_streams import open_rows
 from fsdp_shard.data.shape import Shape
-from fsdp_shard.data.stream import StreamDataset
+from fsdp_shard.data.shares import whole_shares
+from fsdp_shard.data.stream import StreamDataset, Streamed
+from fsdp_shard.data.stream_mixture import StreamMixture
 from fsdp_shard.data.stream_samples import Maker, RowMaker, TextMaker
 from fsdp_shard.data.task import MASKED_LM, SpecialTokens, Task
 from fsdp_shard.data.tokens import end_of_text, require_separator, tokenizer_state
@@ -23,14 +26,32 @@ if TYPE_CHECKING:
 _FORMAT_VERSION = 1
 
 
+def open_streams(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, task: Task | None = None, seed: int = 0
+) -> tuple[Streamed, list[str]]:
+    """The samples of `data.path` or `data.mixture` from their beginning, and what they are, for people.
+
+    Raises DataError.
+    """
+    if not config.mixture:
+        stream, how = open_stream(config, tokenizer, task, seed)
+        return stream, [f"train: {how}"]
+    shares = whole_shares({name: source.weight for name, source in mixture_of(config).items()})
+    streams, notes = {}, []
+    for name, source in sources_of(config).items():
+        streams[name], how = open_stream(source, tokenizer, task, seed_of(seed, name))
+        notes.append(f"train, {name} ({shares[name]} of {sum(shares.values())} samples): {how}")
+    return StreamMixture(streams, shares, seed), notes
+
+
 def open_stream(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, task: Task | None = None, seed: int = 0
 ) -> tuple[StreamDataset, str]:
-    """The samples of `data.path` from their beginning, and what they are, for people. Raises DataError."""
+    """The samples of one source from their beginning, and what they are, for people. Raises DataError."""
     task = task or Task()
     special = SpecialTokens.of(tokenizer) if task.name == MASKED_LM else None
     shape, rows = Shape(config, task, special, seed), open_rows(config, seed)
-    how = f"data.path={config.path} is streamed"
+    how = f"{config.where}.path={config.path} is streamed"
     how += f", each {config.shuffle_buffer} rows shuffled" if config.shuffle_buffer > 1 else ", its rows in order"
     maker = _text(shape, tokenizer) if is_stream(config, task.name) else _rows(shape, tokenizer)
     kept = (config.sequence_length, config.packing, config.shuffle_buffer, config.target_length, config.mask_fraction)
@@ -41,7 +62,7 @@ def open_stream(
 
 
 def _text(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Maker:
-    def seed_of(first: int) -> int:
+    def seed_at(first: int) -> int:
         return xxhash.xxh3_64_intdigest(f"{shape.seed} {first}".encode())
 
     return TextMaker(
@@ -49,10 +70,10 @@ def _text(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Maker:
         sequence_length=shape.config.sequence_length,
         room=shape.room,
         overlap=int(shape.special is None),  # the last token of a window's labels is the first of the next one's
-        windows=lambda tokens, first: shape.windows(tokens, "", seed_of(first)),
+        windows=lambda tokens, first: shape.windows(tokens, "", seed_at(first)),
         tokenizer=tokenizer,
         begin=beginning(tokenizer),
-        end=require_separator(end_of_text(tokenizer), f"data.path={shape.config.path}"),
+        end=require_separator(end_of_text(tokenizer), f"{shape.config.where}.path={shape.config.path}"),
     )
 
 

@@ -112,7 +112,7 @@ def train(
         if result.fault and (config.non_finite == "stop" or state.num_skipped_in_row == config.max_skips):
             raise LossError(_refusal(result.fault, state, config))
         state.advance(len(samples), result.num_tokens, skipped=bool(result.fault))
-        state.place = place_in(dataset)
+        state.place = place_in(dataset, state.num_samples)
         yield StepReport(
             step=state.step,
             loss=result.loss,

@@ -232,7 +232,6 @@ def test_a_data_set_of_the_datasets_library(tmp_path: Path, tokenizer: Any, monk
         ({"eval_fraction": 0.1}, "does not go together with eval_fraction=0.1, whose part"),
         ({"workers": 2}, "does not go together with workers=2"),
         ({"cache_dir": "x"}, "does not go together with cache_dir=x"),
-        ({"mixture": {"a": {"path": "x"}}, "path": ""}, "does not go together with mixture="),
         ({"packing": True, "shuffle_buffer": 1}, "packs the rows of shuffle_buffer"),
         ({"shuffle_buffer": 0}, "shuffle_buffer=0 is out of range"),
     ],

@@ -62,30 +62,41 @@ def test_a_mixture_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_p
     assert "not that of the run to resume" in refused.err
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_stream_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_path: Path, packing: bool) -> None:
+@pytest.mark.parametrize("kind", ["text", "packed mixture"])
+def test_a_stream_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_path: Path, kind: str) -> None:
+    """Also two of them by weights: on 4 ranks, one of them is given all samples of `two`."""
     lines = [line for line in (texts / "train.txt").read_text().splitlines() if line.strip()][:90]
     (tmp_path / "lines").mkdir()
     for part in range(3):
         rows = "".join(json.dumps({"text": line}) + "\n" for line in lines[part::3])
         (tmp_path / "lines" / f"{part}.jsonl").write_text(rows)
-    given = [f"model.path={tiny_model}", f"data.path={tmp_path / 'lines'}", "data.streaming=true"]
-    given += ["data.shuffle_buffer=12", f"data.packing={packing}", "data.sequence_length=96"]
+    is_mixed = kind == "packed mixture"
+    path = f"data.path={tmp_path / 'lines'}"
+    if is_mixed:
+        (tmp_path / "two.txt").write_text("\n".join(lines[:30]))
+        two = f"two:{{path:{tmp_path}/two.txt,sample_by:line}}"
+        path = f"data.mixture={{one:{{path:{tmp_path}/lines,weight:3}},{two}}}"
+    given = [f"model.path={tiny_model}", path, "data.streaming=true"]
+    given += ["data.shuffle_buffer=6", f"data.packing={is_mixed}", "data.sequence_length=96"]
     whole = train(tmp_path / "whole", *given)
-    assert "is streamed, each 12 rows shuffled" in whole.err
-    assert whole.result["stream"]["rows"] <= 90
+    assert "is streamed, each 6 rows shuffled" in whole.err
+    seen = whole.result.get("sources", {"": {"stream": whole.result.get("stream"), "samples": 32}})
+    assert all(source["stream"]["rows"] for source in seen.values())
+    assert [source["samples"] for source in seen.values()] == ([24, 8] if is_mixed else [32])
     for step in (3, 5):  # within a block, and past the first of them
         train(tmp_path / "parts", *given, f"train.steps={step}")
     parts = train(tmp_path / "parts", *given)
     assert parts.losses == whole.losses
     assert digests(parts) == digests(whole)
     place = json.loads((parts.checkpoint / "trainer.json").read_text())["place"]
-    assert place["block"] + place["epoch"] > 0
+    for one in place["sources"].values() if is_mixed else [place]:
+        assert one["block"] + one["epoch"] > 0
     train(tmp_path / "moved", *given, "launch.ranks=4", "train.steps=5")
     moved = train(tmp_path / "moved", *given, "launch.ranks=2")
     assert moved.losses == pytest.approx(whole.losses, rel=1e-5)
     assert [row["tokens"] for row in moved.metrics] == [row["tokens"] for row in whole.metrics]
-    if packing:
+    assert moved.result.get("sources") == whole.result.get("sources")
+    if is_mixed:
         refused = run_recipe(
             "finetune", tmp_path / "parts", *SETTINGS, *given, "train.steps=9", "data.shuffle_buffer=9"
         )
