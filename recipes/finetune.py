@@ -121,7 +121,7 @@ def main(config: FinetuneConfig) -> None:
                     saver.finish()
                     raise stopped(report, config.run_dir)
             saver.finish()
-            seen = data_figures(data.train, state.num_samples)
+            seen = data_figures(data.train, state.num_samples, state.source_tokens)
             log.finish(
                 config.model.path, state, {"num_params": loaded.num_params, "load": loaded.figures.row(), **seen}
             )

@@ -68,7 +68,7 @@ class Mixture:
     def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         given = np.asarray(indices, np.int64)
         epochs, places = np.divmod(given, len(self))
-        owners = np.searchsorted(self._offsets, places, side="right") - 1
+        owners = self.owners(given)
         owners[given == NO_WINDOW] = 0
         pieces = []
         for number, part in enumerate(self.parts):
@@ -77,6 +77,10 @@ class Mixture:
                 inner = epochs[rows] * len(part) + places[rows] - self._offsets[number]
                 pieces.append((rows, part.batch(np.where(given[rows] == NO_WINDOW, NO_WINDOW, inner))))
         return merge(pieces)
+
+    def owners(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The number, in `names`, of the source of each sample."""
+        return np.searchsorted(self._offsets, indices % len(self), side="right") - 1
 
     def head(self, num_windows: int | None) -> Self:
         """The first of each part, as many as fits its size: a sample of all of them."""

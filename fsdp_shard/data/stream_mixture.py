@@ -39,6 +39,10 @@ class StreamMixture(Streamed):
             pieces.append((np.asarray([row]), self.parts[number].batch([inner])))
         return merge(pieces)
 
+    def owners(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The number, in `names`, of the source of each sample."""
+        return np.asarray([turns(self.shares, int(index), 1)[0] for index in indices], np.int64)
+
     @property
     def place(self) -> dict[str, Any]:
         return {"sources": {name: part.place for name, part in zip(self.names, self.parts, strict=True)}}

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp_shard.data.batch import evaluation_batches
 from fsdp_shard.data.dataset import Dataset
+from fsdp_shard.data.report import sources_seen
 from fsdp_shard.data.stream import go_to, place_in
 from fsdp_shard.errors import LossError
 from fsdp_shard.training.base import TrainConfig
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did, the same on all ranks but for the times; the fields before `stop_signal` are a metrics row.
+    """What a step did, the same on all ranks but for the times; all but `stop_signal` and `fault` are a metrics row.
 
     `step` counts from 1. `loss` is nats a token, before the update. `tokens` are the predictions of this step over all
     ranks, `memory_bytes` the highest peak of any rank so far, `skipped` the steps so far that were not to change the
     weights. `stop_signal` is a signal that reached any rank, or 0. `fault` says why this step was skipped, or nothing.
+    `sources` has the samples, tokens and epochs of each source of a mixture so far, and is left out for other data.
     """
 
     step: int
@@ -51,11 +53,13 @@ class StepReport:
     skipped: int = 0
     stop_signal: int = 0
     fault: str = ""
+    sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
-    def row(self) -> dict[str, float | None]:
+    def row(self) -> dict[str, Any]:
         """The step's line of metrics.jsonl; JSON has no NaN and no infinity, so they are null."""
-        figures = {name: value for name, value in vars(self).items() if name not in ("stop_signal", "fault")}
-        return {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        figures = {name: value for name, value in vars(self).items() if name not in ("stop_signal", "fault", "sources")}
+        row = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        return row | ({"sources": dict(self.sources)} if self.sources else {})
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def train(
             seconds = time.perf_counter() - began
         if result.fault and (config.non_finite == "stop" or state.num_skipped_in_row == config.max_skips):
             raise LossError(_refusal(result.fault, state, config))
-        state.advance(len(samples), result.num_tokens, skipped=bool(result.fault))
+        state.advance(len(samples), result.num_tokens, result.source_tokens, skipped=bool(result.fault))
         state.place = place_in(dataset, state.num_samples)
         yield StepReport(
             step=state.step,
@@ -125,6 +129,7 @@ def train(
             skipped=state.num_skipped,
             stop_signal=result.stop_signal,
             fault=result.fault,
+            sources=sources_seen(dataset, state.num_samples, state.source_tokens),
         )
         if result.stop_signal:
             return

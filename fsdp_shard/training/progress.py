@@ -13,12 +13,15 @@ from typing import Any, TextIO
 from fsdp_shard.sizes import format_size
 from fsdp_shard.training.loop import StepReport
 
+_MOST_SOURCES = 6  # that are told of in a line
+
 
 class Progress:
     """Shows reports of steps `first_step` + 1 to `num_steps`; in plain lines one for every `log_every` of them.
 
-    Loss and tokens a second of a plain line are those of all steps since the line before. The time that is left counts
-    what happens between steps too, evaluations and saves. With `enabled` false (ranks other than 0) nothing is shown.
+    Loss and tokens a second of a plain line are those of all steps since the line before; of a mixture, it also has
+    each source's part of all tokens so far. The time that is left counts what happens between steps too, evaluations
+    and saves. With `enabled` false (ranks other than 0) nothing is shown.
     """
 
     def __init__(
@@ -49,7 +52,8 @@ class Progress:
         self._since.append(report)
         if report.step % self._log_every == 0 or report.step == self._num_steps:
             figures = _figures(_together(self._since), mfu)
-            self.note(f"step {report.step}/{self._num_steps}  {figures}  {self._remaining(report.step)}")
+            left = self._remaining(report.step)
+            self.note(f"step {report.step}/{self._num_steps}  {figures}{_parts(report)}  {left}")
             self._since.clear()
 
     def note(self, text: str) -> None:
@@ -100,6 +104,14 @@ def _together(reports: Sequence[StepReport]) -> StepReport:
     rate = sum(report.tokens for report in reports) / sum(report.step_seconds for report in reports)
     loss = math.fsum(losses) / len(losses) if losses else math.nan
     return replace(reports[-1], loss=loss, tokens_per_second=rate)
+
+
+def _parts(report: StepReport) -> str:
+    """Each source's part of the tokens so far: samples are mixed by weights, but some are longer than others."""
+    total = sum(source["tokens"] for source in report.sources.values())
+    if not total or len(report.sources) > _MOST_SOURCES:
+        return ""
+    return "  " + " ".join(f"{name} {source['tokens'] / total:.1%}" for name, source in report.sources.items())
 
 
 def _figures(report: StepReport, mfu: float | None) -> str:

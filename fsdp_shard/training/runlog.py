@@ -127,6 +127,8 @@ class RunLog:
             plot_losses(steps, held_out, self._run_dir / PLOT, title)
         whole = self._figures(steps, held_out, state) | {"checkpoint": str(self._checkpoint)}
         write_result(self._run_dir, whole | figures)
+        for name, seen in figures.get("sources", {}).items():
+            self.note(f"{name}: {seen['samples']:,} samples, {seen['tokens']:,} tokens, {seen['epochs']:g} epochs")
         self.note(self._summary(whole))
 
     def _summary(self, figures: dict[str, Any]) -> str:

@@ -7,7 +7,8 @@ The learning rate, the random state and the place in the data are all functions 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fsdp_shard.errors import CheckpointError, ConfigError
@@ -22,7 +23,8 @@ class TrainerState:
     `seed` and `data` (`WindowDataset.identity`) define that order. `best_loss` is the lowest held-out loss so far, of
     step `best_step`; `reference_loss` is the one to fall below, and `num_stale` evaluations in a row since have not.
     `place` is where streamed data is at, or None; its form is `data`'s. Of the steps, `num_skipped` changed no weights,
-    the last `num_skipped_in_row` of them one after the other.
+    the last `num_skipped_in_row` of them one after the other. `source_tokens` are the predictions of each source of a
+    mixture, by its name.
     """
 
     seed: int
@@ -37,12 +39,22 @@ class TrainerState:
     num_skipped: int = 0
     num_skipped_in_row: int = 0
     place: dict[str, Any] | None = None
+    source_tokens: dict[str, int] = field(default_factory=dict)
 
-    def advance(self, num_samples: int, num_tokens: int, *, skipped: bool = False) -> None:
+    def advance(
+        self,
+        num_samples: int,
+        num_tokens: int,
+        source_tokens: Mapping[str, int] | None = None,
+        *,
+        skipped: bool = False,
+    ) -> None:
         """Count one more step, which updated the weights unless it was skipped."""
         self.step += 1
         self.num_samples += num_samples
         self.num_tokens += num_tokens
+        for name, num in (source_tokens or {}).items():
+            self.source_tokens[name] = self.source_tokens.get(name, 0) + num
         self.num_skipped += skipped
         self.num_skipped_in_row = self.num_skipped_in_row + 1 if skipped else 0
 
@@ -86,7 +98,7 @@ class TrainerState:
 
     def to_json(self) -> str:
         """The content of `trainer.json`."""
-        values = {name: value for name, value in asdict(self).items() if name != "place" or value is not None}
+        values = {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
         return json.dumps({"format_version": _FORMAT_VERSION, **values}, indent=1) + "\n"
 
     @classmethod
@@ -98,7 +110,7 @@ class TrainerState:
             raise CheckpointError(f"{what} is not JSON ({error}); this checkpoint cannot be resumed from.") from error
         if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
             raise CheckpointError(f"{what} is no trainer state of format version {_FORMAT_VERSION}.")
-        values.setdefault("place", None)
+        values = {name: make() for name, make in _OPTIONAL.items()} | values
         expected = {field.name for field in fields(cls)}
         if expected != set(values):
             missing, unknown = sorted(expected - set(values)), sorted(set(values) - expected)
@@ -109,15 +121,22 @@ class TrainerState:
 
 
 def _check_entry(name: str, value: Any, what: str) -> None:
+    if name == "source_tokens" and isinstance(value, dict):
+        for source, num in value.items():
+            _check_entry(f"source_tokens.{source}", num, what)
+        return
     kinds, words = _KINDS.get(name, ((int,), "a whole number of at least 0"))
     is_right = isinstance(value, kinds) and not isinstance(value, bool)
     if not is_right or (isinstance(value, int) and value < 0):
         raise CheckpointError(f"{what}: {name} is {value!r}; expected {words}.")
 
 
+# What is left out where there is nothing to say, and what that is.
+_OPTIONAL: dict[str, Callable[[], Any]] = {"place": lambda: None, "source_tokens": dict}
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str,), "text"),
     "place": ((dict, type(None)), "an object or nothing"),
+    "source_tokens": ((dict,), "an object"),
     "best_loss": ((float, int, type(None)), "a number or null"),
     "best_step": ((int, type(None)), "a whole number of at least 0 or null"),
     "reference_loss": ((float, int, type(None)), "a number or null"),

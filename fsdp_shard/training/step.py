@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 
 from fsdp_shard.data.batch import micro_batches
 from fsdp_shard.data.dataset import Dataset
+from fsdp_shard.data.report import source_names, source_predictions
 from fsdp_shard.data.windows import Batch
 from fsdp_shard.memory import device_peak_bytes
 from fsdp_shard.training.base import TrainConfig
@@ -39,6 +40,7 @@ class StepResult:
     """What all ranks know after a step: the same on each of them. `memory_bytes` is the highest peak of any rank.
 
     `fault` says what was not finite, and on which samples; the weights are then as they were. Else it is empty.
+    `source_tokens` are those of each source of a mixture, by its name; nothing of other data.
     """
 
     loss: float
@@ -47,6 +49,7 @@ class StepResult:
     memory_bytes: int
     stop_signal: int
     fault: str = ""
+    source_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def train_step(
@@ -67,8 +70,9 @@ def train_step(
     """
     parts = micro_batches(samples, config.micro_batch_size, context.data_rank, context.num_data_ranks)
     batches = [dataset.batch(part) for part in parts]
-    (counted,) = context.all_reduce([sum(batch.num_predictions for batch in batches)])
-    num_tokens = counted / context.num_tensor_ranks  # so many ranks see the same
+    mine: list[float] = [sum(batch.num_predictions for batch in batches), *source_predictions(dataset, parts, batches)]
+    # So many ranks see the same.
+    num_tokens, *of_sources = (count / context.num_tensor_ranks for count in context.all_reduce(mine))
     optimizer.zero_grad()
     losses = _accumulate(
         model, batches, max(num_tokens, 1.0) / context.num_data_ranks, context.device, sync_every_micro_batch
@@ -76,6 +80,7 @@ def train_step(
     limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
     grad_norm = float(model.clip_grad_norm_(limit))
     result = _agree(float(sum(losses)), grad_norm, int(num_tokens), stop.number, context)
+    result = replace(result, source_tokens=dict(zip(source_names(dataset), map(int, of_sources), strict=True)))
     if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
         optimizer.step()
     else:

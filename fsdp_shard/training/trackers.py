@@ -144,10 +144,20 @@ class Trackers:
         self._exit.close()
 
     def log(self, group: str, row: Mapping[str, Any]) -> None:
-        """The figures of a row as GROUP/NAME at its step; what has no finite value in it is left out."""
-        figures = {f"{group}/{name}": value for name, value in row.items() if name != "step" and value is not None}
+        """The figures of a row as GROUP/NAME at its step, those within a figure as GROUP/NAME/NAME; what has no finite
+        value in it is left out.
+        """
+        figures = {name: value for name, value in _flat(row, f"{group}/") if name != f"{group}/step"}
         for name, tracker in list(self._open.items()):
             self._try(name, lambda tracker=tracker: tracker.log(figures, step=row["step"]))  # type: ignore[misc]
+
+
+def _flat(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
+        elif value is not None:
+            yield f"{prefix}{name}", value
 
 
 def _words(error: Exception) -> str:

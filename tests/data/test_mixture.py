@@ -20,7 +20,7 @@ from fsdp_shard.data.batch import micro_batches
 from fsdp_shard.data.mixture import Mixture
 from fsdp_shard.data.mixture_base import MixtureSource
 from fsdp_shard.data.prepare import Samples, open_samples, prepare, tokenise_all
-from fsdp_shard.data.report import data_figures
+from fsdp_shard.data.report import data_figures, source_predictions, sources_seen
 from fsdp_shard.data.shares import LONGEST_ROUND, counts_before, places_until, turns, whole_shares
 from fsdp_shard.data.task import MASKED_LM, Task, check_task
 from fsdp_shard.data.windows import NO_WINDOW, WindowDataset
@@ -112,8 +112,23 @@ def test_its_order_is_that_of_a_plain_loop_over_the_sources(config: DataConfig, 
             assert len(set(seen[start : start + size])) == min(size, len(seen) - start), "each once an epoch"
     assert epochs["books"][:5] != epochs["books"][5:10], "another order each time"
     assert mixed.seen(60)["books"] == {"share": 0.5, "samples": 30, "epochs": 6.0}
-    assert data_figures(mixed, 60) == {"sources": mixed.seen(60)}
-    assert data_figures(plain["web"], 60) == {}
+    counted = {"books": 11, "web": 5}
+    figures = data_figures(mixed, 60, counted)["sources"]
+    assert figures["books"] == {**mixed.seen(60)["books"], "tokens": 11}
+    assert figures["asked"]["tokens"] == 0
+    assert sources_seen(mixed, 60, counted)["web"] == {"samples": 15, "tokens": 5, "epochs": 1.0714}
+    assert data_figures(plain["web"], 60, {}) == sources_seen(plain["web"], 60, {}) == {}
+    # Tokens of each source, in batches that are on several ranks.
+    order = mixed.order(3, 0, 24)
+    counts = np.zeros(3, int)
+    for rank in range(2):
+        parts = micro_batches(order, 4, rank, 2)
+        counts += source_predictions(mixed, parts, [mixed.batch(part) for part in parts])
+    drawn_from = turns(mixed.shares, 0, 24)
+    assert counts.tolist() == [
+        sum(mixed.batch([index]).num_predictions for index in order[drawn_from == number]) for number in range(3)
+    ]
+    assert source_predictions(plain["web"], [order], [batch]) == []
     assert samples.notes[0].startswith("train, web (1 of 4 samples): 1 documents, 112 tokens, 14 windows")
     assert samples.notes[3] == (
         "a source begins anew when so many samples of the mixture were trained: asked 14, books 9, web 56"

@@ -104,7 +104,7 @@ def test_rows_are_each_trained_once_an_epoch(tmp_path: Path, tokenizer: Any) -> 
     assert once[:42] != expected
     assert sorted(once[:42]) == sorted(once[42:]) == sorted(expected)
     assert once[:42] != once[42:]
-    figures = data_figures(stream, 84)["stream"]
+    figures = data_figures(stream, 84, {})["stream"]
     assert (figures["epochs"], figures["rows"] >= 80, figures["truncated"]) == (1, True, 2)
     # No row is further from its place than the buffer.
     places = [expected.index(found) for found in once[:40]]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fsdp_shard import settings
@@ -14,7 +15,7 @@ from fsdp_shard.data.batch import micro_batches
 from fsdp_shard.data.mixture import seed_of
 from fsdp_shard.data.mixture_base import MixtureSource
 from fsdp_shard.data.prepare import prepare
-from fsdp_shard.data.report import data_figures
+from fsdp_shard.data.report import data_figures, source_predictions
 from fsdp_shard.data.shares import turns
 from fsdp_shard.data.stream import go_to, place_in
 from fsdp_shard.data.stream_mixture import StreamMixture
@@ -66,13 +67,14 @@ def test_it_is_its_sources_by_their_weights_from_any_place(tmp_path: Path, token
         name = NAMES[number]
         assert sample(alone[name], at[name]) == expected[index]
         at[name] += 1
-    figures = data_figures(whole, num)["sources"]
+    figures = data_figures(whole, num, {"web": 7})["sources"]
     assert {name: (found["samples"], found["share"]) for name, found in figures.items()} == {
         "asked": (24, 0.25),
         "books": (48, 0.5),
         "web": (24, 0.25),
     }
     assert figures["asked"]["epochs"] >= 1
+    assert [figures[name]["tokens"] for name in NAMES] == [0, 0, 7]
     assert all(found["stream"]["rows"] > 0 for found in figures.values())
     # From any place, read back from JSON.
     for index in range(0, num - 1, 7):
@@ -88,7 +90,7 @@ def test_it_is_its_sources_by_their_weights_from_any_place(tmp_path: Path, token
                 for part in micro_batches(dataset.order(3, first, 4), 1, rank, num_ranks):
                     assert sample(dataset, int(part[0])) == expected[int(part[0])]
                 assert place_in(dataset, first + 4) == places[first + 3], "the same on each rank"
-                assert data_figures(dataset, num) == data_figures(whole, num) or first < num - 4
+        assert all(data_figures(dataset, num, {}) == data_figures(whole, num, {}) for dataset in ranks)
     other = mixture_of(config, tokenizer, seed=4)
     assert [sample(other, index) for index in range(20)] != expected[:20]
 
@@ -98,6 +100,8 @@ def test_a_whole_batch_is_padded_to_its_widest(tmp_path: Path, tokenizer: Any) -
     together = mixed.batch(range(8))
     apart = [again.batch([index]) for index in range(8)]
     assert together.num_predictions == sum(batch.num_predictions for batch in apart)
+    of_each = [sum(apart[i].num_predictions for i in range(8) if turns((1, 2, 1), i, 1)[0] == n) for n in range(3)]
+    assert source_predictions(mixed, [np.arange(8)], [together]) == of_each
     assert together.input_ids.shape[1] == max(batch.input_ids.shape[1] for batch in apart)
 
 

@@ -27,6 +27,11 @@ def digests(ended: Ended) -> dict[str, str]:
         return {name: index.digest(name) for name in index.names}
 
 
+def sources(ended: Ended) -> list[dict[str, dict[str, float]]]:
+    """What each step tells of the sources of a mixture."""
+    return [row["sources"] for row in ended.metrics]
+
+
 def train(run_dir: Path, *overrides: str) -> Ended:
     ended = run_recipe("finetune", run_dir, *SETTINGS, *overrides)
     assert ended.status == 0, ended.err
@@ -42,19 +47,27 @@ def test_a_mixture_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_p
     given.append("data.sequence_length=128")
     whole = train(tmp_path / "whole", *given)
     assert whole.result["sources"] == {
-        "asked": {"share": 0.25, "samples": 8, "epochs": 0.8},
-        "prose": {"share": 0.75, "samples": 24, "epochs": pytest.approx(24 / 423, abs=1e-2)},
+        "asked": {"share": 0.25, "samples": 8, "epochs": 0.8, "tokens": whole.result["tokens"] - 24 * 128},
+        "prose": {"share": 0.75, "samples": 24, "epochs": pytest.approx(24 / 423, abs=1e-2), "tokens": 24 * 128},
     }
+    last = whole.metrics[-1]["sources"]
+    assert {name: {"share": whole.result["sources"][name]["share"], **last[name]} for name in last} == (
+        whole.result["sources"]
+    )
+    assert f"prose: 24 samples, {24 * 128:,} tokens" in whole.err
     assert "train, prose (3 of 4 samples): 1 documents, " in whole.err
     assert "train, asked (1 of 4 samples): 11 rows" in whole.err
     assert len(train(tmp_path / "parts", *given, "train.steps=3").losses) == 3
     second = train(tmp_path / "parts", *given)
     assert second.losses == whole.losses
+    assert second.result["sources"] == whole.result["sources"]
+    assert sources(second) == sources(whole)
     assert digests(second) == digests(whole)
     for ranks in (2, 4):
         many = train(tmp_path / f"ranks-{ranks}", *given, f"launch.ranks={ranks}")
         assert many.losses == pytest.approx(whole.losses, rel=1e-5)
         assert [row["tokens"] for row in many.metrics] == [row["tokens"] for row in whole.metrics]
+        assert sources(many) == sources(whole)
     refused = run_recipe(
         "finetune", tmp_path / "parts", *SETTINGS, *given, "train.steps=9", mixture.replace("1.5", "2")
     )
@@ -95,8 +108,9 @@ def test_a_stream_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_pa
     moved = train(tmp_path / "moved", *given, "launch.ranks=2")
     assert moved.losses == pytest.approx(whole.losses, rel=1e-5)
     assert [row["tokens"] for row in moved.metrics] == [row["tokens"] for row in whole.metrics]
-    assert moved.result.get("sources") == whole.result.get("sources")
+    assert moved.result.get("sources") == parts.result.get("sources") == whole.result.get("sources")
     if is_mixed:
+        assert sources(moved) == sources(whole)
         refused = run_recipe(
             "finetune", tmp_path / "parts", *SETTINGS, *given, "train.steps=9", "data.shuffle_buffer=9"
         )

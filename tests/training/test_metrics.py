@@ -73,6 +73,21 @@ def test_plain_lines() -> None:
     ]
 
 
+def test_sources_of_a_mixture() -> None:
+    counts = {
+        "books": {"samples": 6, "tokens": 750, "epochs": 1.5},
+        "web": {"samples": 6, "tokens": 250, "epochs": 0.1},
+    }
+    mixed = replace(report(4), sources=counts)
+    assert mixed.row() == report(4).row() | {"sources": counts}
+    stream = io.StringIO()
+    Progress(4, stream=stream).show(mixed)
+    assert "1.23 GB  books 75.0% web 25.0%  0:00:00 left" in stream.getvalue()
+    stream = io.StringIO()
+    Progress(4, stream=stream).show(replace(mixed, sources={str(i): counts["web"] for i in range(7)}))
+    assert "%" not in stream.getvalue(), "too many for a line"
+
+
 def test_the_part_of_a_gpu_that_is_used() -> None:
     stream = io.StringIO()
     Progress(4, stream=stream).show(report(4), 0.4321)

@@ -20,7 +20,12 @@ def test_round_trip() -> None:
     assert not state.evaluated(2.5)
     assert (state.step, state.num_samples, state.num_tokens, state.best_loss, state.best_step) == (2, 16, 63, 2.5, 2)
     assert TrainerState.from_json(state.to_json(), "x") == state
+    state.advance(8, 9, {"books": 4, "web": 5})
+    state.advance(8, 3, {"books": 3, "web": 0})
+    assert state.source_tokens == {"books": 7, "web": 5}
+    assert TrainerState.from_json(state.to_json(), "x") == state
     fresh = TrainerState(seed=0, data="")
+    assert "source_tokens" not in fresh.to_json()
     assert TrainerState.from_json(fresh.to_json(), "x") == fresh
 
 
@@ -54,6 +59,8 @@ def test_small_falls_add_up() -> None:
         ({"data": 7}, "data is 7"),
         ({"best_loss": "low"}, "best_loss is 'low'"),
         ({"extra": 1}, r"unknown \['extra'\]"),
+        ({"source_tokens": [1]}, r"source_tokens is \[1\]; expected an object"),
+        ({"source_tokens": {"web": -1}}, r"source_tokens\.web is -1"),
     ],
 )
 def test_damaged_entries_are_named(change: dict[str, Any], words: str) -> None:
