@@ -1,7 +1,8 @@
 """Memory that each rank of a run needs at its fullest, from configs alone; the model is only ever on meta.
 
 What is counted, per rank: its share of the parameters, gradients and optimizer state; what is whole for a while (units
-gathered in the compute dtype, and gradients before they are reduced); and what the forward pass of a micro-batch keeps.
+gathered in the compute dtype, gradients before they are reduced, and the quantised weight that is multiplied with); and
+what the forward pass of a micro-batch keeps.
 They are added up as if all were there at once, so the peak is an upper estimate. Not counted: the CUDA context, the
 allocator's fragmentation and the buffers of the communication library.
 """
@@ -9,7 +10,7 @@ allocator's fragmentation and the buffers of the communication library.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +22,15 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning.activations import measure_activations
 from fsdp_shard.planning.head import take_out_head
 from fsdp_shard.planning.optimizer import optimizer_bytes
+from fsdp_shard.quantised import num_weights, scratch_bytes
 from fsdp_shard.sharding.activations import recomputed_fqns
 from fsdp_shard.sharding.base import ShardConfig
 from fsdp_shard.sharding.explain import explain
-from fsdp_shard.sharding.shares import Shape
+from fsdp_shard.sharding.shares import Shape, itemsize
 from fsdp_shard.sharding.units import plan_units
 from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
 from fsdp_shard.training.base import OptimConfig, TrainConfig
+from fsdp_shard.training.frozen import quantise_base
 from fsdp_shard.training.lora import inject
 from fsdp_shard.training.whole import assign_owners
 
@@ -130,13 +133,17 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     run.shard.check_mesh(run.num_ranks)
     model = _build(config, run, run.model.dtype)
     run.shard.check_model(model)
-    blocks = no_split_blocks(model, run.shard.blocks)
+    blocks = [
+        replace(block, num_params=_num_weights(model, block)) for block in no_split_blocks(model, run.shard.blocks)
+    ]
     units = plan_units(model, run.shard)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    itemsizes = {name: param.element_size() for name, param in model.named_parameters()}
     kept, problem = _kept_bytes(config, run)
     unsharded = run.shard.unsharded_bytes(units, run.num_shards, accumulates=_num_micro_batches(run) > 1)
-    states = _state_bytes(run.shard.shares(shapes, units, run.num_shards), shapes, trained, run)
+    unsharded += scratch_bytes(model, itemsize(run.shard.param_dtype))
+    states = _state_bytes(run.shard.shares(shapes, units, run.num_shards), shapes, trained, itemsizes, run)
     per_rank = []
     for rank in range(run.num_ranks):
         parameters, gradients, optimizer = states[rank % run.num_shards]
@@ -155,11 +162,23 @@ def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedM
     model = models.build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
     if isinstance(run.adapter, LoraConfig):
         inject(model, run.adapter, run.model.path, {})
+        quantise_base(model, run.adapter.quantize, run.shard, {})
     return model
 
 
+def _num_weights(model: PreTrainedModel, block: Block) -> int:
+    """`block.num_params`, with what quantised weights stand for instead of their bytes."""
+    module = model.get_submodule(block.fqn)
+    inside = {} if block.direct else num_weights(module)
+    return block.num_params + sum(count - module.get_parameter(name).numel() for name, count in inside.items())
+
+
 def _state_bytes(
-    shares: Sequence[Mapping[str, Shape]], shapes: Mapping[str, Shape], trained: Collection[str], run: PlannedRun
+    shares: Sequence[Mapping[str, Shape]],
+    shapes: Mapping[str, Shape],
+    trained: Collection[str],
+    itemsizes: Mapping[str, int],
+    run: PlannedRun,
 ) -> list[tuple[int, int, int]]:
     """(bytes of parameters, of gradients, of optimizer state) of each shard; equal shards are looked at once."""
     known: dict[tuple[object, ...], tuple[int, int, int]] = {}
@@ -170,7 +189,10 @@ def _state_bytes(
         local = {name: shape for name, shape in share.items() if name in trained}
         updated = {name: shapes[name] for name in owned} if run.optim.needs_whole else local
         if (key := (tuple(share.items()), tuple(updated))) not in known:
-            held, mine = (sum(torch.Size(s).numel() for s in part.values()) * dtype.itemsize for part in (share, local))
+            held, mine = (
+                sum(torch.Size(s).numel() * itemsizes.get(name, dtype.itemsize) for name, s in part.items())
+                for part in (share, local)
+            )
             known[key] = held, mine, optimizer_bytes(run.optim, updated, shapes, dtype) if updated else 0
         sizes.append(known[key])
     return sizes

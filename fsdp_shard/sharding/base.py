@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.settings import setting
@@ -32,7 +32,13 @@ RECOMPUTED = ("none", "all", "selective")
 
 @dataclass
 class ShardConfig:
-    """Settings that all wrappers share."""
+    """Settings that all wrappers share.
+
+    `held_bytes` is the type of quantised weights: one that the wrapper gathers as it is. If not uint8, then only in a
+    unit that has nothing else.
+    """
+
+    held_bytes: ClassVar[str] = "uint8"
 
     param_dtype: str = setting(
         "bfloat16", "The dtype that blocks compute in; gathered parameters have it.", choices=DTYPES
@@ -176,7 +182,7 @@ class ShardConfig:
         kept after the forward pass of all of them. Gradients: those of the root and of one unit before they are
         reduced, and the copy of one of the two that is reduced; of all units, if they are reduced once a step only.
         """
-        *inner, root = (unit.num_params * itemsize(unit.dtype) for unit in units)
+        *inner, root = (unit.gathered_bytes for unit in units)
         reduce = itemsize(self.reduce_dtype)
         largest = sorted(inner, reverse=True)
         ahead = max(1, self.prefetch_forward or 0, self.prefetch_backward or 0)

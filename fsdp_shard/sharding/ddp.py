@@ -61,7 +61,8 @@ class DdpConfig(ShardConfig):
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
-        held = {str(param.dtype).removeprefix("torch.") for param in model.parameters()}
+        numbers = (param for param in model.parameters() if param.is_floating_point())
+        held = {str(param.dtype).removeprefix("torch.") for param in numbers}
         if held != {self.param_dtype} or held != {self.reduce_dtype}:
             raise ConfigError(
                 f"shard=ddp computes and reduces in the dtype that parameters are held in, which is "

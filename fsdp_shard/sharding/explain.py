@@ -9,7 +9,7 @@ from itertools import groupby
 from math import prod
 
 from fsdp_shard.sharding.base import ShardConfig
-from fsdp_shard.sharding.shares import Shape, itemsize
+from fsdp_shard.sharding.shares import Shape
 from fsdp_shard.sharding.units import Unit
 from fsdp_shard.sizes import format_size
 
@@ -18,11 +18,11 @@ _HEAD = ("unit", "class", "units", "parameters", "gathered", "per rank")
 
 @dataclass
 class _Node:
-    """A unit, its name below the unit around it, the elements that the emptiest and the fullest rank hold of it."""
+    """A unit, its name below the unit around it, and what part of it the emptiest and the fullest rank hold."""
 
     unit: Unit
     name: str
-    held: tuple[int, int]
+    held: tuple[float, float]
     inner: list[_Node] = field(default_factory=list)
 
     @property
@@ -38,7 +38,8 @@ def explain(units: Sequence[Unit], shapes: Mapping[str, Shape], shard: ShardConf
     `shapes` are those of all parameters. *Gathered* is a unit in the dtype that it computes in, *per rank* what a rank
     keeps of it, the least and the most where they differ.
     """
-    rows = [list(_HEAD), *_rows([_tree(units, shard.shares(shapes, units, shard.num_shards(num_ranks)))], 0)]
+    shares = shard.shares(shapes, units, shard.num_shards(num_ranks))
+    rows = [list(_HEAD), *_rows([_tree(units, shapes, shares)], 0)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.rjust(width) if place > 1 else cell.ljust(width) for place, cell, width in line).rstrip()
@@ -46,11 +47,12 @@ def explain(units: Sequence[Unit], shapes: Mapping[str, Shape], shard: ShardConf
     ]
 
 
-def _tree(units: Sequence[Unit], shares: Sequence[Mapping[str, Shape]]) -> _Node:
+def _tree(units: Sequence[Unit], shapes: Mapping[str, Shape], shares: Sequence[Mapping[str, Shape]]) -> _Node:
     """The root, with all others in it; outer units come after those inside them."""
     nodes: list[_Node] = []
     for unit in units:
-        held = [sum(prod(share[name]) for name in unit.parameters) for share in shares]
+        elements = max(1, sum(prod(shapes[name]) for name in unit.parameters))
+        held = [sum(prod(share[name]) for name in unit.parameters) / elements for share in shares]
         inner = [node for node in nodes if not unit.fqn or node.name.startswith(unit.fqn + ".")]
         nodes = [node for node in nodes if node not in inner]
         for node in inner:
@@ -65,15 +67,14 @@ def _rows(nodes: Sequence[_Node], depth: int) -> list[list[str]]:
     for _, run in groupby(nodes, key=lambda node: node.looks):
         alike = list(run)
         unit, held = alike[0].unit, alike[0].held
-        size = unit.num_bytes / max(1, unit.num_params)
-        kept = dict.fromkeys(format_size(count * size) for count in held)
+        kept = dict.fromkeys(format_size(part * unit.num_bytes) for part in held)
         rows.append(
             [
                 "  " * depth + (_folded(alike[0].name, alike[-1].name) or "(root)"),
                 unit.cls,
                 str(len(alike)),
                 f"{unit.num_params:,}",
-                format_size(unit.num_params * itemsize(unit.dtype)),
+                format_size(unit.gathered_bytes),
                 "-".join(kept),
             ]
         )

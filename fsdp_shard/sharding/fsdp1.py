@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
@@ -34,6 +34,8 @@ class Fsdp1Config(ShardConfig):
 
     For comparison: torch calls it deprecated, and of a unit that is frozen in part it keeps gradients of the whole.
     """
+
+    held_bytes: ClassVar[str] = "float32"  # what is flattened must be numbers, and is cast with the rest of its unit
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -84,7 +86,7 @@ class Fsdp1Config(ShardConfig):
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         settings = {model.get_submodule(unit.fqn): {"mixed_precision": self._precision(unit)} for unit in inner}
         for unit in inner:
-            if unit.dtype != self.param_dtype:
+            if unit.dtype != self.param_dtype and not unit.is_bytes:
                 _cast_output(model.get_submodule(unit.fqn), self.param_dtype)
         materialise_buffers(model, context.device)
         with _without_warnings():
@@ -101,12 +103,15 @@ class Fsdp1Config(ShardConfig):
                 param_init_fn=empty_parameters(context.device),
                 use_orig_params=True,
             )
+        wrapped.register_forward_pre_hook(_show_frozen)
         return Fsdp1Model(wrapped, context)
 
-    def _precision(self, unit: Unit) -> MixedPrecision:
+    def _precision(self, unit: Unit) -> MixedPrecision | None:
         import torch
         from torch.distributed.fsdp import MixedPrecision
 
+        if unit.is_bytes:
+            return None
         return MixedPrecision(
             param_dtype=getattr(torch, unit.dtype),
             reduce_dtype=getattr(torch, self.reduce_dtype),
@@ -145,12 +150,31 @@ class Fsdp1Model:
         from fsdp_shard.sharding.buffers import buffer_shards
 
         writes = self._context.mesh.get_local_rank("replicate") == 0
+        _show_frozen(self._fsdp)
         ranges = {id(param): place for param, place in _flat_ranges(self._fsdp)}
         params = {}
         for name, param in self._fsdp.named_parameters():
             data, start, shape = ranges[id(param)]
             params[clean_fqn(name)] = LocalShard(param, data, start, shape, writes)
         return params | buffer_shards(self._fsdp, self._context)
+
+
+def _show_frozen(module: FullyShardedDataParallel, *_: Any) -> None:
+    """Put frozen parameters back in their places, from where torch leaves them in a backward pass on one rank.
+
+    It takes what is not divided for put back already. If any of them are tied, the next forward pass then ends with an
+    assertion of torch's.
+    """
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        handle = unit._handle
+        if handle is None or handle.uses_sharded_strategy or handle.flat_param.requires_grad:
+            continue
+        first: Any = handle.flat_param._param_infos[0]
+        if not isinstance(getattr(first.module, first.param_name), nn.Parameter):
+            handle._use_unsharded_views(as_params=True)
 
 
 def _flat_ranges(

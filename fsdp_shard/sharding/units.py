@@ -13,7 +13,9 @@ from torch import nn
 
 from fsdp_shard.blocks import Block, no_split_blocks, tied_names
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.quantised import num_weights, quantised_weights
 from fsdp_shard.sharding.base import ShardConfig
+from fsdp_shard.sharding.shares import itemsize
 
 # A block beside the layers (an embedding, a head) gets a unit of its own from this size on; a final norm with its few
 # kilobytes is not worth a collective and stays in the root.
@@ -28,7 +30,8 @@ _USES_ITS_CHILDREN = (nn.MultiheadAttention,)
 class Unit:
     """A module and the `parameters` that are gathered with it: all in it but those of units inside it, tied ones once.
 
-    `num_trained` of them are not frozen. `dtype` is what it computes in. The root's FQN is empty.
+    `num_trained` of them are not frozen. `dtype` is what it computes in. The root's FQN is empty. `num_bytes` are as
+    they are held, `gathered_bytes` as they are gathered. Where it `is_bytes`, they look like numbers, not to be cast.
     """
 
     fqn: str
@@ -38,13 +41,16 @@ class Unit:
     num_bytes: int
     dtype: str
     num_trained: int
+    gathered_bytes: int
+    is_bytes: bool = False
 
 
 def plan_units(model: nn.Module, shard: ShardConfig) -> tuple[Unit, ...]:
     """The units of `model`: inner ones before those around them, else in module order, the root last.
 
     They are the blocks (see `no_split_blocks` for `shard.blocks`), or with `shard.min_params` whatever is large enough;
-    and each norm, where `shard.norms_in_float32` asks for it. Raises ModelError or ConfigError.
+    and each norm, where `shard.norms_in_float32` asks for it; and each quantised weight, where the wrapper would cast
+    it with the others. Raises ModelError or ConfigError.
 
     Parameters that are tied across units must be gathered at one time, so such modules are no units, whichever they
     are: the input embedding of a model with a tied head is in the root, which is there when the head runs.
@@ -56,22 +62,32 @@ def plan_units(model: nn.Module, shard: ShardConfig) -> tuple[Unit, ...]:
     norms = set(_norms(model)) if shard.norms_in_float32 else set()
     if shard.norms_in_float32 and not norms:
         raise ConfigError(f"shard.norms_in_float32=true: {type(model).__name__} has no norm layer with parameters.")
-    fqns = _without_ties(model, chosen | norms)
+    apart = set() if shard.held_bytes == "uint8" else {fqn for fqn, _ in quantised_weights(model)}
+    fqns = _without_ties(model, chosen | norms | apart)
     members: dict[str, list[tuple[str, nn.Parameter]]] = {fqn: [] for fqn in [*_inner_first(model, fqns), ""]}
     for name, param in model.named_parameters():
         members[_home(name, fqns)].append((name, param))
+    counted = num_weights(model)
+    dtypes = dict.fromkeys(norms, "float32") | dict.fromkeys(apart, shard.held_bytes)
     return tuple(
         Unit(
             fqn,
             type(model.get_submodule(fqn)).__name__,
             tuple(name for name, _ in held),
-            sum(param.numel() for _, param in held),
+            sum(counted[name] for name, _ in held),
             sum(param.numel() * param.element_size() for _, param in held),
-            "float32" if fqn in norms else shard.param_dtype,
+            dtype := dtypes.get(fqn, shard.param_dtype),
             sum(param.numel() for _, param in held if param.requires_grad),
+            sum(param.numel() * _gathered_itemsize(param, dtype) for _, param in held),
+            fqn in apart,
         )
         for fqn, held in members.items()
     )
+
+
+def _gathered_itemsize(param: nn.Parameter, dtype: str) -> int:
+    """Bytes of an element: numbers are gathered in what the unit computes in, anything else as it is held."""
+    return itemsize(dtype) if param.is_floating_point() else param.element_size()
 
 
 def _stands_alone(block: Block) -> bool:

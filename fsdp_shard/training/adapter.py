@@ -47,6 +47,12 @@ class LoraConfig(AdapterConfig):
     rank_stabilized: bool = setting(
         False, "Count the product alpha / sqrt(rank) times instead (Kalajdzievski 2023; peft's use_rslora)."
     )
+    quantize: str = setting(
+        "none",
+        "How the frozen linear layers of the blocks are held: none, as model.dtype; int8, in 8.5 bits a weight; nf4, "
+        "in 4.5 bits (QLoRA). They are quantised as they are read, and no checkpoint holds them.",
+        choices=("none", "int8", "nf4"),
+    )
 
     def check(self, prefix: str) -> None:
         """Refuse to drop everything."""

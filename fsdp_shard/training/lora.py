@@ -43,26 +43,32 @@ _SHAPING = ("r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_
 
 @dataclass(frozen=True)
 class Base:
-    """Which model an adapter was trained on: where it lay, and a digest that tells it from others."""
+    """Which model an adapter was trained on: where it lay, a digest that tells it from others, and how it was held."""
 
     path: str
     fingerprint: str
+    quantize: str = "none"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a step keeps of a model with an adapter: `names` maps a trained parameter to its name in peft's file."""
+    """What a step keeps of a model with an adapter: `names` maps a trained parameter to its name in peft's file.
+
+    `frozen` says how the rest is held, for people, where that is not as it was stored.
+    """
 
     FILE: ClassVar[str] = peft_format.WEIGHTS
 
     names: Mapping[str, str]
     config: Mapping[str, Any]
     base: Base | None = None
+    frozen: str | None = None
 
     def describe(self, shards: Mapping[str, LocalShard]) -> str:
         """How much is trained, for people."""
         num_params = sum(math.prod(shards[name].shape) for name in self.names)
-        return f"LoRA: training {num_params / 1e6:,.2f} M parameters in {len(self.names)} tensors, all else is frozen"
+        frozen = "all else is frozen" if self.frozen is None else f"all else is frozen, {self.frozen}"
+        return f"LoRA: training {num_params / 1e6:,.2f} M parameters in {len(self.names)} tensors, {frozen}"
 
     def stored(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
         """The trained ones among `shards`, under peft's names."""
@@ -173,6 +179,11 @@ def restore(adapter: Adapter, shards: Mapping[str, LocalShard], step_directory: 
         raise CheckpointError(
             f"{step_directory} holds an adapter that was trained on {where}, and the weights in {adapter.base.path} "
             f"are others; give that model as model.path."
+        )
+    if (quantize := saved_base.get("quantize", "none")) != adapter.base.quantize:
+        raise CheckpointError(
+            f"{step_directory} holds an adapter that was trained with adapter.quantize={quantize}, and what "
+            f"adapter.quantize={adapter.base.quantize} makes of its base is another model. Give the same."
         )
     mine = adapter.stored(shards)
     with open_checkpoint(step_directory) as index:

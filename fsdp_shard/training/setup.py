@@ -15,7 +15,7 @@ from fsdp_shard.blocks import no_split_blocks, tied_names
 from fsdp_shard.checkpoint.carry import carry
 from fsdp_shard.checkpoint.merge import open_weights
 from fsdp_shard.checkpoint.names import match_names, untie
-from fsdp_shard.checkpoint.restore import load_shards
+from fsdp_shard.checkpoint.restore import encode_shards, load_shards
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.data.base import DataConfig, check_tokenizer, sources_of
 from fsdp_shard.data.task import MASKED_LM, SpecialTokens, Task
@@ -37,6 +37,7 @@ from fsdp_shard.sharding.units import plan_units
 from fsdp_shard.sizes import format_size
 from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
 from fsdp_shard.training.base import OptimConfig
+from fsdp_shard.training.frozen import QuantisedBase, quantise_base
 from fsdp_shard.training.lora import Adapter, Base, base_path, fill_new, fingerprint, inject, is_adapter_step, restore
 from fsdp_shard.training.loss_head import use_loss_head
 
@@ -103,6 +104,7 @@ def check_model(
     shard.check_model(model)
     if isinstance(adapter, LoraConfig):
         inject(model, adapter, base_path(config, source), {})
+        quantise_base(model, adapter.quantize, shard, {})
     use_loss_head(model, config.chunked_loss)
 
 
@@ -130,27 +132,33 @@ def load_sharded(
     """
     model = context.together(lambda: _on_meta(config, source))
     added: Adapter | None = None
+    base: QuantisedBase | None = None
     with context.together(lambda: open_weights(source.weights)) as index:
         context.together(lambda: untie(model, index))
         blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
         names = context.together(lambda: match_names(model, index))
         if isinstance(adapter, LoraConfig):
-            base = Base(base_path(config, source), context.decide(lambda: fingerprint(index)))
-            added, names = inject(model, adapter, base.path, names)
-            added = replace(added, base=base)
+            origin = Base(base_path(config, source), context.decide(lambda: fingerprint(index)), adapter.quantize)
+            added, names = inject(model, adapter, origin.path, names)
+            base, names = quantise_base(model, adapter.quantize, shard, names)
+            added = replace(added, base=origin, frozen=base.describe() if base else None)
         context.together(lambda: use_loss_head(model, config.chunked_loss))  # the adapter may have a head of its own
         tree = _explain(model, shard, context.world_size) if shard.explain else []
+        largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
         rebuild_buffers(model, context.device)
         sharded = shard.shard(model, context)
         shards = sharded.local_shards()
         filled = {name: part for name, part in shards.items() if name in names}
         context.together(lambda: load_shards(index, filled, names))
+        if base is not None:
+            encoded = {name: shards[name] for name in base.names}
+            context.together(lambda: encode_shards(index, encoded, base.names, base.code))
     if added is not None and resumed is not None:
         context.together(lambda: restore(added, shards, resumed))
     elif added is not None:
-        fill_new(shards, names, seed)
+        fill_new(shards, names if base is None else {**names, **base.names}, seed)
     shard_bytes = sum(part.data.numel() * part.data.element_size() for part in shards.values())
-    figures = _figures(shard_bytes, max(block.num_bytes for block in blocks), context)
+    figures = _figures(shard_bytes, largest, context)
     return LoadedModel(sharded, sum(block.num_params for block in blocks), len(blocks), aliases, figures, tree, added)
 
 

@@ -327,3 +327,23 @@ def test_of_a_model_with_an_adapter_only_that_is_trained(option: str) -> None:
     assert (found.peak_bytes or 0) < (whole.peak_bytes or 0)
     with pytest.raises(ConfigError, match=r"Target modules .*q_prj.* not found"):
         plan(adapter=LoraConfig(target_modules=["q_prj"]))
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
+def test_of_a_quantised_base_the_bytes_are_counted(wrapper: str) -> None:
+    shard = OPTIONS["shard"][wrapper]()
+    plain = plan(num_ranks=2, shard=shard, adapter=LoraConfig(rank=4))
+    found = plan(num_ranks=2, shard=shard, adapter=LoraConfig(rank=4, quantize="nf4"))
+    assert (found.num_params, found.num_trained) == (plain.num_params, plain.num_trained)
+    weights = [36 * 36, 12 * 36, 12 * 36, 36 * 36, 36 * 85, 36 * 85, 36 * 85]
+    saved = 2 * sum(4 * count - 36 * -(-count // 64) for count in weights)
+    difference = sum(rank.parameters_bytes for rank in plain.per_rank) - sum(
+        rank.parameters_bytes for rank in found.per_rank
+    )
+    assert difference == pytest.approx(saved, abs=2 * 14 * 16)  # what pads flat parameters
+    assert [block.num_params for block in found.blocks] == [block.num_params for block in plain.blocks]
+    assert found.blocks[1].num_bytes < plain.blocks[1].num_bytes / 2
+    for figure in ("gradients_bytes", "optimizer_bytes"):
+        sums = [sum(getattr(rank, figure) for rank in each.per_rank) for each in (found, plain)]
+        assert sums[0] == pytest.approx(sums[1], abs=256)
+    assert found.per_rank[0].activations_bytes == plain.per_rank[0].activations_bytes
