@@ -33,6 +33,9 @@ class DistributedContext:
     """Who this rank is: its place in the world, its device, and the mesh [replicate, shard] of all ranks, or
     [replicate, shard, tensor] where a model's layers are divided too.
 
+    Where the experts of a mixture are divided, `expert_mesh` is another view of the same ranks, for them alone:
+    [replicate, shard, expert, tensor], the last always of size 1.
+
     Its collectives are those of `group`, a process group over all ranks; None is the default one.
     """
 
@@ -42,6 +45,7 @@ class DistributedContext:
     device: torch.device
     mesh: DeviceMesh
     group: Any = None
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def is_main(self) -> bool:
@@ -55,6 +59,16 @@ class DistributedContext:
     def num_tensor_ranks(self) -> int:
         """Ranks next to each other that compute one layer together, and so see the same samples."""
         return int(self.mesh.size(2)) if self.mesh.ndim > 2 else 1
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks next to each other that hold the experts of a mixture together; each sees samples of its own."""
+        return int(self.expert_mesh.size(2)) if self.expert_mesh is not None else 1
+
+    @property
+    def divides_modules(self) -> bool:
+        """Whether parameters lie on several meshes, as some modules are divided beside being sharded."""
+        return self.num_tensor_ranks > 1 or self.num_expert_ranks > 1
 
     @property
     def data_rank(self) -> int:
@@ -134,15 +148,18 @@ def distributed(
     rendezvous: str = "env://",
     *,
     tensor_parallel: int = 1,
+    expert_parallel: int = 1,
 ) -> Iterator[DistributedContext]:
     """Join the ranks that the environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*), or be a world of one.
 
     `device` is auto, cpu or cuda; auto takes a GPU when there is one. `replicas` groups of ranks hold a copy of the
-    model each (HSDP); `tensor_parallel` neighbours divide each layer. A collective that waits longer than
-    `timeout_seconds` raises instead of hanging.
+    model each (HSDP); `tensor_parallel` neighbours divide each layer, or `expert_parallel` of them the experts of a
+    mixture. A collective that waits longer than `timeout_seconds` raises instead of hanging.
     """
     rank, world_size, local_rank = (int(os.environ.get(k, v)) for k, v in _ALONE.items())
-    assert world_size % (replicas * tensor_parallel) == 0, (world_size, replicas, tensor_parallel)
+    assert 1 in (tensor_parallel, expert_parallel), "these two are not combined"
+    divided = replicas * tensor_parallel * expert_parallel
+    assert world_size % divided == 0, (world_size, replicas, tensor_parallel, expert_parallel)
     where = _place(device, local_rank)
     timeout = timedelta(seconds=timeout_seconds)
     # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.
@@ -155,7 +172,12 @@ def distributed(
         if tensor_parallel > 1:
             shape, names = (*shape, tensor_parallel), (*names, "tensor")
         mesh = init_device_mesh(where.type, shape, mesh_dim_names=names)
-        yield DistributedContext(rank, local_rank, world_size, where, mesh)
+        expert_mesh = None
+        if expert_parallel > 1:
+            shape = (replicas, world_size // divided, expert_parallel, 1)
+            names = ("replicate", "shard", "expert", "tensor")
+            expert_mesh = init_device_mesh(where.type, shape, mesh_dim_names=names)
+        yield DistributedContext(rank, local_rank, world_size, where, mesh, expert_mesh=expert_mesh)
     finally:
         dist.destroy_process_group()
 

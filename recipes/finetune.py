@@ -67,7 +67,11 @@ def main(config: FinetuneConfig) -> None:
     with (
         deterministic_algorithms(settings.deterministic),
         distributed(
-            launch.device, shard.replicas, launch.timeout_seconds, tensor_parallel=shard.tensor_parallel
+            launch.device,
+            shard.replicas,
+            launch.timeout_seconds,
+            tensor_parallel=shard.tensor_parallel,
+            expert_parallel=shard.expert_parallel,
         ) as context,
         run_lock(config.run_dir, context),
         StopSignal() as stop,

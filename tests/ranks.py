@@ -27,6 +27,7 @@ def on_ranks(
     *args: Any,
     replicas: int = 1,
     tensor_parallel: int = 1,
+    expert_parallel: int = 1,
     timeout_seconds: float = 120.0,
 ) -> list[Any]:
     """`function(context, *args)` on each of `world_size` ranks; what each returned, in rank order.
@@ -41,7 +42,7 @@ def on_ranks(
                 rank,
                 world_size,
                 f"file://{directory}/rendezvous",
-                (replicas, tensor_parallel),
+                (replicas, tensor_parallel, expert_parallel),
                 sender,
                 function,
                 args,
@@ -77,18 +78,23 @@ def _rank_main(
     rank: int,
     world_size: int,
     rendezvous: str,
-    mesh: tuple[int, int],
+    mesh: tuple[int, int, int],
     out: Connection,
     function: Callable[..., Any],
     args: Any,
 ) -> None:
-    replicas, divided = mesh
+    replicas, layers, experts = mesh
     gc.freeze()  # what the parent left is never collected here: a process group of its would wait for threads of its
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         with distributed(
-            "cpu", replicas, timeout_seconds=60, rendezvous=rendezvous, tensor_parallel=divided
+            "cpu",
+            replicas,
+            timeout_seconds=60,
+            rendezvous=rendezvous,
+            tensor_parallel=layers,
+            expert_parallel=experts,
         ) as context:
             value = function(context, *args)
             context.barrier()

@@ -125,11 +125,11 @@ class MemoryPlan:
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     """The plan of `run` for the model that `config` describes. Raises ConfigError or ModelError."""
-    if run.shard.tensor_parallel > 1:
-        raise ConfigError(
-            f"shard.tensor_parallel={run.shard.tensor_parallel} cannot be planned for: what a divided layer keeps is "
-            "not counted. Plan with shard.tensor_parallel=1."
-        )
+    for name, what in (("tensor_parallel", "a divided layer keeps"), ("expert_parallel", "is sent to experts")):
+        if (ranks := getattr(run.shard, name)) > 1:
+            raise ConfigError(
+                f"shard.{name}={ranks} cannot be planned for: what {what} is not counted. Plan with shard.{name}=1."
+            )
     run.shard.check_mesh(run.num_ranks)
     model = _build(config, run, run.model.dtype)
     run.shard.check_model(model)

@@ -53,6 +53,11 @@ class ShardConfig:
     tensor_parallel: int = setting(
         1, "Neighbouring ranks that divide each layer by the model's own plan, and see the same samples.", minimum=1
     )
+    expert_parallel: int = setting(
+        1,
+        "Neighbouring ranks that divide the experts of a mixture by the model's own plan, and send each other tokens.",
+        minimum=1,
+    )
     reshard_after_forward: bool | int = setting(
         True,
         "true frees a unit's gathered parameters after its forward pass and gathers them again for the backward pass; "
@@ -121,16 +126,24 @@ class ShardConfig:
                 f"reshard_after_forward=false, which keeps parameters gathered for the backward pass."
             )
 
-        if self.tensor_parallel > 1:
-            self._check_tensor_parallel(prefix)
+        for divided, others in (
+            ("tensor_parallel", ()),
+            ("expert_parallel", ("tensor_parallel", "activation_offload")),
+        ):
+            if getattr(self, divided) > 1:
+                self._check_divided(prefix, divided, others)
 
-    def _check_tensor_parallel(self, prefix: str) -> None:
-        for name in ("compile", "explain", "cpu_offload"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{prefix}{name}={str(getattr(self, name)).lower()} does not go together with "
-                    f"{prefix}tensor_parallel={self.tensor_parallel} yet; leave one of them out."
-                )
+    def _check_divided(self, prefix: str, divided: str, others: Sequence[str]) -> None:
+        standard = type(self)()
+        refused = ("compile", "explain", "cpu_offload", *others)
+        wrong = [name for name in refused if getattr(self, name) != getattr(standard, name)]
+        if type(self.reshard_after_forward) is int:  # torch cannot, of parameters that are divided already
+            wrong.append("reshard_after_forward")
+        for name in wrong:
+            raise ConfigError(
+                f"{prefix}{name}={str(getattr(self, name)).lower()} does not go together with "
+                f"{prefix}{divided}={getattr(self, divided)} yet; leave one of them out."
+            )
 
     def check_ranks(self, num_ranks: int, on_gpu: bool) -> None:
         """Raise ConfigError when these settings cannot work, or would do nothing, on `num_ranks` ranks."""
@@ -141,11 +154,12 @@ class ShardConfig:
 
     def check_mesh(self, num_ranks: int) -> None:
         """Raise ConfigError when `num_ranks` ranks cannot be arranged as these settings say, whatever drives them."""
-        if self.tensor_parallel > 1 and num_ranks % (self.replicas * self.tensor_parallel):
-            raise ConfigError(
-                f"shard.replicas={self.replicas} times shard.tensor_parallel={self.tensor_parallel} does not divide "
-                f"the {num_ranks} ranks of this run."
-            )
+        for divided in ("tensor_parallel", "expert_parallel"):
+            if (ranks := getattr(self, divided)) > 1 and num_ranks % (self.replicas * ranks):
+                raise ConfigError(
+                    f"shard.replicas={self.replicas} times shard.{divided}={ranks} does not divide the {num_ranks} "
+                    f"ranks of this run."
+                )
         if num_ranks % self.replicas:
             raise ConfigError(f"shard.replicas={self.replicas} does not divide the {num_ranks} ranks of this run.")
         every, num_shards = self.reshard_after_forward, self.num_shards(num_ranks)

@@ -29,6 +29,7 @@ _MEANINGLESS = (
     "norms_in_float32",
     "replicas",
     "tensor_parallel",
+    "expert_parallel",
     "reshard_after_forward",
     "prefetch_forward",
     "prefetch_backward",

@@ -39,10 +39,9 @@ class Fsdp1Config(ShardConfig):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        if self.tensor_parallel > 1:
-            raise ConfigError(
-                f"{prefix}tensor_parallel={self.tensor_parallel}: shard=fsdp1 cannot divide layers; use shard=fsdp2."
-            )
+        for name, what in (("tensor_parallel", "layers"), ("expert_parallel", "experts")):
+            if (ranks := getattr(self, name)) > 1:
+                raise ConfigError(f"{prefix}{name}={ranks}: shard=fsdp1 cannot divide {what}; use shard=fsdp2.")
         if type(self.reshard_after_forward) is int:
             raise ConfigError(
                 f"{prefix}reshard_after_forward={self.reshard_after_forward}: shard=fsdp1 reshards over all ranks "

@@ -16,6 +16,7 @@ from fsdp_shard.shards import LocalShard
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
     from fsdp_shard.distributed import DistributedContext
@@ -40,6 +41,10 @@ class Fsdp2Config(ShardConfig):
             from fsdp_shard.sharding.tensor import check_plan
 
             check_plan(model, self.tensor_parallel)
+        if self.expert_parallel > 1:
+            from fsdp_shard.sharding.experts import check_experts
+
+            check_experts(model, self.expert_parallel)
         for name, param in model.named_parameters():
             if param.ndim == 0:
                 raise ConfigError(
@@ -66,10 +71,16 @@ class Fsdp2Config(ShardConfig):
             divide_layers(model, context.mesh["tensor"])
             # Logits of divided heads are a view of what was gathered; nothing here changes them in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        experts: Mapping[str, nn.Module] = {}
+        if self.expert_parallel > 1:
+            assert context.num_expert_ranks == self.expert_parallel
+            from fsdp_shard.sharding.experts import divide_experts
+
+            experts = divide_experts(model, context)
         blocks = recompute_blocks(model, self)
         compile_blocks(blocks, self.compile)
         settings: dict[str, Any] = {
-            "mesh": context.mesh["replicate", "shard"] if self.replicas > 1 else context.mesh["shard"],
+            "mesh": self._mesh(context.mesh),
             "reshard_after_forward": self.reshard_after_forward,
             "offload_policy": OffloadPolicy(),
         }
@@ -77,7 +88,8 @@ class Fsdp2Config(ShardConfig):
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
         materialise_buffers(model, context.device)
         *inner, root = units
-        for unit in inner:
+        self._shard_experts(experts, context, settings)
+        for unit in (unit for unit in inner if unit.fqn not in experts):
             fully_shard(model.get_submodule(unit.fqn), mp_policy=self._precision(unit), **settings)
         # The root's parameters are used last in the forward pass and first in the backward pass: freeing them between
         # would only gather them twice.
@@ -86,6 +98,28 @@ class Fsdp2Config(ShardConfig):
         _materialise(model, torch.device("cpu") if self.cpu_offload else context.device)
         assert isinstance(model, FSDPModule)
         return Fsdp2Model(model, context)
+
+    def _shard_experts(
+        self, experts: Mapping[str, nn.Module], context: DistributedContext, settings: Mapping[str, Any]
+    ) -> None:
+        import torch
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        from fsdp_shard.sharding.experts import average_over
+
+        # What comes in has the dtype that the block around it chose: routing weights may be wider.
+        dtypes = {name: getattr(torch, getattr(self, name)) for name in ("param_dtype", "reduce_dtype")}
+        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+        for module in experts.values():
+            assert context.expert_mesh is not None
+            mesh = self._mesh(context.expert_mesh)
+            fully_shard(module, **{**settings, "mesh": mesh, "mp_policy": policy})
+            assert isinstance(module, FSDPModule)
+            average_over(module, context.num_data_ranks, context.expert_mesh.size(1))
+
+    def _mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The dimensions of `mesh` that parameters are gathered and gradients reduced over."""
+        return mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
 
     def _precision(self, unit: Unit) -> MixedPrecisionPolicy:
         import torch
@@ -126,7 +160,7 @@ class Fsdp2Model:
         import torch
         from torch.distributed.tensor import DTensor
 
-        if self._context.num_tensor_ranks > 1:
+        if self._context.divides_modules:
             from fsdp_shard.sharding.tensor import clip_grads
 
             return clip_grads(self.module.parameters(), max_norm)

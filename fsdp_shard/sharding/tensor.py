@@ -7,11 +7,12 @@ by rows over the sharding ranks: one box of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_shard.blocks import tied_names
@@ -93,17 +94,29 @@ def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Ten
     from torch.distributed.tensor import DTensor
 
     params = [param for param in parameters if param.grad is not None]
-    norms = []
-    for members in by_mesh(params).values():
-        norm = torch.nn.utils.get_total_norm([param.grad for param in members if param.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = torch.stack(norms).square().sum().sqrt()
+    groups = by_mesh(params).values()
+    squares = [_squared_norm([param.grad for param in members if param.grad is not None]) for members in groups]
+    total = torch.stack(squares).sum().sqrt()
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for param in params:
         assert param.grad is not None
         local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
         local.mul_(scale)
     return total
+
+
+def _squared_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of `grads`, all on one mesh, over all ranks."""
+    from torch.distributed.tensor import DTensor
+
+    norm = torch.nn.utils.get_total_norm(grads)
+    if not isinstance(norm, DTensor):
+        return norm.square()
+    square = norm.to_local().square()
+    for dim, placement in enumerate(norm.placements):  # as `full_tensor` does, which warns of doing so
+        if placement.is_partial():
+            dist.all_reduce(square, group=norm.device_mesh.get_group(dim))
+    return square
 
 
 def by_mesh(params: Iterable[nn.Parameter]) -> Mapping[Any, list[nn.Parameter]]:

@@ -34,9 +34,10 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
     config = WRAPPERS[wrapper](**settings)
     check(config)
     config.check_ranks(context.world_size, on_gpu=context.device.type == "cuda")
-    if config.tensor_parallel != context.num_tensor_ranks:
-        raise ConfigError(
-            f"tensor_parallel={config.tensor_parallel}, but the ranks were joined with tensor_parallel="
-            f"{context.num_tensor_ranks}; give distributed(...) the same."
-        )
+    joined = {"tensor_parallel": context.num_tensor_ranks, "expert_parallel": context.num_expert_ranks}
+    for name, ranks in joined.items():
+        if (given := getattr(config, name)) != ranks:
+            raise ConfigError(
+                f"{name}={given}, but the ranks were joined with {name}={ranks}; give distributed(...) the same."
+            )
     return config.shard(model, context)

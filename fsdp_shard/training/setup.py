@@ -183,15 +183,17 @@ def build_optimizer(config: OptimConfig, model: ShardedModel, context: Distribut
 
     shards = {name: shard for name, shard in model.local_shards().items() if isinstance(shard.tensor, nn.Parameter)}
     shapes = {name: shard.shape for name, shard in shards.items()}
-    if config.needs_whole and context.num_tensor_ranks > 1:
+    if config.needs_whole and context.divides_modules:
+        ranks = max(context.num_tensor_ranks, context.num_expert_ranks)
+        divided = "tensor_parallel" if context.num_tensor_ranks > 1 else "expert_parallel"
         raise ConfigError(
             "This optimizer needs whole parameters for an update, which it cannot bring together with "
-            f"shard.tensor_parallel={context.num_tensor_ranks}; use optim=adamw or optim=sgd."
+            f"shard.{divided}={ranks}; use optim=adamw or optim=sgd."
         )
     if config.needs_whole:
         return WholeOptimizer(shards, context.mesh["shard"].get_group(), lambda params: config.build(params, shapes))
     optimizer = config.build({name: cast("nn.Parameter", shard.tensor) for name, shard in shards.items()}, shapes)
-    if context.num_tensor_ranks > 1:
+    if context.divides_modules:
         split_groups(optimizer)
     return optimizer
 
@@ -202,6 +204,8 @@ def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, conte
     mesh = f"{context.world_size} {context.device.type} rank{'s' if context.world_size > 1 else ''}"
     if context.num_tensor_ranks > 1:
         mesh += f" (layers divided over {context.num_tensor_ranks})"
+    if context.num_expert_ranks > 1:
+        mesh += f" (experts divided over {context.num_expert_ranks})"
     if context.num_replicas > 1:
         mesh += f" ({context.num_replicas} replicas of {context.world_size // context.num_replicas})"
     return [
