@@ -117,7 +117,7 @@ class PlanConfig(RunConfig, PlanSettings):
 
     command: ClassVar[str] = "plan"
     ranks_are: ClassVar[Literal["started", "planned", "one"]] = "planned"
-    unused: ClassVar[tuple[str, ...]] = ("seed",)
+    unused: ClassVar[tuple[str, ...]] = ("seed", "model.kernels")  # what fused kernels save is not known
 
     run_dir: str = _run_dir("plan")
     model: ModelConfig = field(default_factory=ModelConfig)

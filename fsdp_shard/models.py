@@ -64,6 +64,12 @@ class ModelConfig:
         "auto: for a vocabulary of 65,536 tokens or more, where the model allows it.",
         choices=("auto", "true", "false"),
     )
+    kernels: str = setting(
+        "none",
+        "Fused kernels in the place of the model's own norms, rotary positions and gated layers. liger: those of "
+        "liger-kernel, on GPUs (needs the extra `liger`); the loss stays that of model.chunked_loss.",
+        choices=("none", "liger"),
+    )
     trust_remote_code: bool = setting(
         False, "Run Python code that comes with the model. Only for sources you trust.", warning=REMOTE_CODE
     )

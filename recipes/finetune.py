@@ -20,6 +20,7 @@ from fsdp_shard.training.checkpointing import (
     verify_resumed,
 )
 from fsdp_shard.training.flops import utilisation
+from fsdp_shard.training.kernels import check_kernels
 from fsdp_shard.training.lock import run_lock
 from fsdp_shard.training.loop import evaluate_loss, train
 from fsdp_shard.training.lora import check_continues
@@ -47,6 +48,7 @@ def check(config: FinetuneConfig) -> None:
     for num_ranks in world_sizes(config.launch):
         config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
         check_batch(config.train, config.shard.num_data_ranks(num_ranks))
+    check_kernels(config.model.kernels, config.shard, on_gpu=uses_gpus(config.launch))
     config.optim.check_installed()
     check_task(config.model.task, config.data)
     check_data(config.data, config.model.task)

@@ -116,6 +116,8 @@ class Fsdp1Config(ShardConfig):
             reduce_dtype=getattr(torch, self.reduce_dtype),
             # Inputs come in the dtype of what is around; a unit with one of its own casts them.
             cast_forward_inputs=unit.dtype != self.param_dtype,
+            # torch takes batch norms out of a unit to spare them a lower precision; without one, blocks stay whole.
+            **({"_module_classes_to_ignore": ()} if unit.dtype == "float32" else {}),
         )
 
     def _strategy(self, context: DistributedContext) -> ShardingStrategy:

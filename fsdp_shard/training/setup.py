@@ -38,6 +38,7 @@ from fsdp_shard.sizes import format_size
 from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
 from fsdp_shard.training.base import OptimConfig
 from fsdp_shard.training.frozen import QuantisedBase, quantise_base
+from fsdp_shard.training.kernels import check_known, use_kernels
 from fsdp_shard.training.lora import Adapter, Base, base_path, fill_new, fingerprint, inject, is_adapter_step, restore
 from fsdp_shard.training.loss_head import use_loss_head
 
@@ -66,7 +67,10 @@ class LoadFigures:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A sharded model with weights, the tied names that are not stored, what loading it cost, and how it is divided."""
+    """A sharded model with weights, the tied names that are not stored, what loading it cost, and how it is divided.
+
+    `num_fused` modules have the kernels of `model.kernels`.
+    """
 
     model: ShardedModel
     num_params: int
@@ -75,6 +79,7 @@ class LoadedModel:
     figures: LoadFigures
     tree: list[str] = field(default_factory=list)
     adapter: Adapter | None = None
+    num_fused: int = 0
 
 
 def model_source(config: ModelConfig, step_directory: Path | None) -> ModelSource:
@@ -102,6 +107,7 @@ def check_model(
         check_tokenizer(data, load_tokenizer(source, config.trust_remote_code), config.task)
     model = _on_meta(config, source)
     shard.check_model(model)
+    check_known(model_config, config.kernels)
     if isinstance(adapter, LoraConfig):
         inject(model, adapter, base_path(config, source), {})
         quantise_base(model, adapter.quantize, shard, {})
@@ -131,6 +137,7 @@ def load_sharded(
     CheckpointError, on all ranks, when model, weights and adapter do not fit each other.
     """
     model = context.together(lambda: _on_meta(config, source))
+    num_fused = context.together(lambda: use_kernels(model, config.kernels))
     added: Adapter | None = None
     base: QuantisedBase | None = None
     with context.together(lambda: open_weights(source.weights)) as index:
@@ -159,7 +166,8 @@ def load_sharded(
         fill_new(shards, names if base is None else {**names, **base.names}, seed)
     shard_bytes = sum(part.data.numel() * part.data.element_size() for part in shards.values())
     figures = _figures(shard_bytes, largest, context)
-    return LoadedModel(sharded, sum(block.num_params for block in blocks), len(blocks), aliases, figures, tree, added)
+    num_params = sum(block.num_params for block in blocks)
+    return LoadedModel(sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused)
 
 
 def side_files(source: ModelSource, dtype: str, adapter: Adapter | None = None) -> dict[str, bytes]:
@@ -214,6 +222,7 @@ def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, conte
         f"loaded: {format_size(figures.shard_bytes)} of weights a rank, "
         f"{format_size(figures.peak_memory_bytes)} of memory in use at most",
         *loaded.tree,
+        *([f"{loaded.num_fused} modules have fused kernels ({config.kernels})"] if loaded.num_fused else []),
         *([] if loaded.adapter is None else [loaded.adapter.describe(loaded.model.local_shards())]),
     ]
 

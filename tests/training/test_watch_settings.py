@@ -39,8 +39,12 @@ def test_figures_reach_tensorboard(tmp_path: Path) -> None:
         ["tensorboard"], "project", tmp_path, {"optim.lr": 0.5, "resume": "auto", "model.path": None}
     ) as found:
         found.log("train", {"step": 1, "loss": 2.5, "grad_norm": None})
-        found.log("train", {"step": 2, "loss": 2.25, "grad_norm": 1.0})
-    assert scalars(tmp_path / "tensorboard") == {"train/loss": [(1, 2.5), (2, 2.25)], "train/grad_norm": [(2, 1.0)]}
+        found.log("train", {"step": 2, "loss": 2.25, "grad_norm": 1.0, "sources": {"web": {"tokens": 8}}})
+    assert scalars(tmp_path / "tensorboard") == {
+        "train/loss": [(1, 2.5), (2, 2.25)],
+        "train/grad_norm": [(2, 1.0)],
+        "train/sources/web/tokens": [(2, 8.0)],
+    }
     (settings,) = (tmp_path / "tensorboard").glob("*/hparams.yml")
     assert "optim.lr: 0.5" in settings.read_text()
     assert torch.get_num_threads() == threads
