@@ -6,6 +6,7 @@ ranks, so it works on a model on the meta device. It knows no wrapper, no checkp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from torch import nn
 
 from fsdp_shard.errors import ModelError
 from fsdp_shard.settings import nearest
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,8 @@ def no_split_blocks(model: nn.Module, names: Sequence[str] | None = None) -> lis
     """The blocks of `model` in module order: disjoint, never nested, each parameter in exactly one of them.
 
     Repeated blocks are found by class name: `names` when given, else the model's own `_no_split_modules` as far as
-    those are present, else by structure (see `_structural`). What holds parameters beside them is a block too.
+    those are present (see `_own`), else by structure (see `_structural`). What holds parameters beside them is a block
+    too.
 
     Raises ModelError when a class in `names` is not in the model, or nothing repeats; it lists the candidates.
     """
@@ -73,14 +77,60 @@ def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
                     f"its modules that could be blocks are {', '.join(known)}."
                 )
         return list(_outermost(model, set(names)))
-    own = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
-    layers = list(_outermost(model, own)) or list(_structural(model))
+    layers = _own(model) or list(_structural(model, _whole_classes(model)))
     if not layers:
         raise ModelError(
             f"No blocks were found in {type(model).__name__}: nothing in it repeats and it names none itself. "
             f"Name them with shard.blocks=[CLASS]; candidates are {', '.join(_candidates(model))}."
         )
     return layers
+
+
+def _own(model: nn.Module) -> list[nn.Module]:
+    """The modules that the model's own list names, but whole layers where it names only parts of them.
+
+    A listed class that is always the only one of its kind in a module, which is no list, is such a part where a module
+    around it is of a class that repeats: the shortcut of a residual block (ResNet), the attention of an encoder layer
+    (Idefics). Then every module of the class around it stays whole. Where the list has only what stands beside the
+    layers (BiT's embeddings), those are found by structure.
+    """
+    names = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
+    listed = list(_outermost(model, names))
+    if not listed:
+        return []
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
+    repeated = _repeated_classes(model)
+    own = {type(module) for module in listed if not _is_single(module, parents[module])}
+    above = (_around(module, parents, repeated) for module in listed if type(module) not in own)
+    around = {type(module).__name__ for module in above if module is not None}
+    found = list(_outermost(model, names | around))
+    if not own and not around:
+        taken = {id(inner) for module in found for inner in module.modules()}
+        structural = list(_structural(model, _whole_classes(model)))
+        found += [block for block in structural if not any(id(inner) in taken for inner in block.modules())]
+    return found
+
+
+def _is_single(child: nn.Module, parent: nn.Module) -> bool:
+    return not _is_container(parent) and sum(type(sibling) is type(child) for sibling in parent.children()) == 1
+
+
+def _repeated_classes(model: nn.Module) -> set[type[nn.Module]]:
+    """The classes of modules, other than lists, that repeat inside a list."""
+    found: set[type[nn.Module]] = set()
+    for parent in filter(_is_container, model.modules()):
+        counts = Counter(map(type, parent.children()))
+        found |= {type(m) for m in parent.children() if counts[type(m)] > 1 and any(m.children()) and _has_params(m)}
+    return found - set(_CONTAINERS)
+
+
+def _around(module: nn.Module, parents: dict[nn.Module, nn.Module], repeated: set[type[nn.Module]]) -> nn.Module | None:
+    """The innermost module around `module` that is of a class which repeats."""
+    while (parent := parents.get(module)) is not None:
+        if type(parent) in repeated:
+            return parent
+        module = parent
+    return None
 
 
 def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
@@ -92,17 +142,29 @@ def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
             yield from _outermost(child, classes)
 
 
-def _structural(module: nn.Module) -> Iterator[nn.Module]:
+def _structural(module: nn.Module, whole: set[type[nn.Module]]) -> Iterator[nn.Module]:
     """Blocks of a model that names none: recurrent cells, and modules that repeat inside a list.
 
     A module that is nothing but a list of repeated modules (a stage of a ResNet) is looked into; one that has
-    something beside its list (a residual block with its shortcut, a decoder layer) is whole.
+    something beside its list (a residual block with its shortcut, a decoder layer) is whole, and so are all of its
+    class (`whole`): those whose shortcut is the identity, and one that is alone in its list.
     """
     for child in module.children():
-        if isinstance(child, nn.RNNBase) or (_is_repeated(child, module) and not _is_stage(child)):
+        is_alike = type(child) in whole and _is_container(module) and _has_params(child)
+        if isinstance(child, (nn.RNNBase, nn.RNNCellBase)) or is_alike or _is_layer(child, module):
             yield child
         else:
-            yield from _structural(child)
+            yield from _structural(child, whole)
+
+
+def _whole_classes(model: nn.Module) -> set[type[nn.Module]]:
+    """The classes of which some module repeats and is more than a list."""
+    found = {type(child) for parent in model.modules() for child in parent.children() if _is_layer(child, parent)}
+    return found - set(_CONTAINERS)
+
+
+def _is_layer(child: nn.Module, parent: nn.Module) -> bool:
+    return _is_repeated(child, parent) and not _is_stage(child)
 
 
 def _is_repeated(child: nn.Module, parent: nn.Module) -> bool:
@@ -145,4 +207,4 @@ def _candidates(model: nn.Module) -> list[str]:
 
 
 def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    return isinstance(module, _CONTAINERS)

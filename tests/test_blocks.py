@@ -3,7 +3,20 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BloomConfig, GPT2Config, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BitConfig,
+    BitModel,
+    BloomConfig,
+    GPT2Config,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5Config,
+    ViltConfig,
+    ViltModel,
+)
 
 from fsdp_shard.blocks import no_split_blocks, tied_names
 from fsdp_shard.errors import ModelError
@@ -73,6 +86,79 @@ def test_structure_keeps_residual_blocks_and_recurrent_cells_whole() -> None:
     )
     found = [(block.fqn, block.cls) for block in no_split_blocks(model) if block.repeated]
     assert found == [*((f"stages.{s}.{b}", "Residual") for s in (0, 1) for b in (0, 1)), ("lstm", "LSTM")]
+
+
+class Unit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+
+class Shortened(nn.Module):
+    """A residual block that is nothing but a list where its shortcut is the identity."""
+
+    def __init__(self, shortcut: bool) -> None:
+        super().__init__()
+        self.shortcut = nn.Conv2d(4, 4, 1) if shortcut else nn.Identity()
+        self.body = nn.Sequential(Unit(), Unit())
+
+
+def test_structure_keeps_residual_blocks_whole_whose_shortcut_is_the_identity() -> None:
+    stages = [nn.Sequential(Shortened(True), Shortened(False), Shortened(False)), nn.Sequential(Shortened(False))]
+    model = nn.Sequential(Unit(), nn.MaxPool2d(2), nn.ModuleList(stages), nn.LSTMCell(4, 4), nn.BatchNorm2d(4))
+    found = [(block.fqn, block.repeated) for block in no_split_blocks(model)]
+    layers = ["2.0.0", "2.0.1", "2.0.2", "2.1", "3"]  # 2.1 holds one block and nothing beside it
+    assert found == [("0", True), *((fqn, True) for fqn in layers), ("4", False)]
+
+
+def resnet(depths: list[int], kind: str = "basic") -> nn.Module:
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=depths, layer_type=kind, num_labels=3)
+    with torch.device("meta"):
+        return ResNetForImageClassification(config)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("basic", "ResNetBasicLayer"), ("bottleneck", "ResNetBottleNeckLayer")])
+def test_residual_blocks_of_a_resnet_are_whole(kind: str, name: str) -> None:
+    """Its own list has their shortcuts and layers each for itself; the first stage of this one has no shortcut."""
+    model = resnet([2, 1], kind)
+    found = [(block.fqn, block.cls) for block in no_split_blocks(model)]
+    assert found == [
+        ("resnet.embedder.embedder", "ResNetConvLayer"),
+        *((f"resnet.encoder.stages.{fqn}", name) for fqn in ("0.layers.0", "0.layers.1", "1.layers.0")),
+        ("classifier", "Sequential"),
+    ]
+    assert {id(p) for p in model.parameters()} == {
+        id(p) for fqn, _ in found for p in model.get_submodule(fqn).parameters()
+    }
+    # Stages of one block each are as good: nothing is beside the block.
+    alone = [block.fqn for block in no_split_blocks(resnet([1, 1], kind)) if "encoder" in block.fqn]
+    assert alone == ["resnet.encoder.stages.0", "resnet.encoder.stages.1"]
+
+
+def test_layers_are_whole_where_a_model_lists_their_attention_only() -> None:
+    config = ViltConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=11)
+    with torch.device("meta"):
+        model = ViltModel(config)
+    found = [(block.fqn, block.cls) for block in no_split_blocks(model) if block.repeated]
+    assert found == [
+        ("embeddings", "ViltEmbeddings"),
+        ("encoder.layer.0", "ViltLayer"),
+        ("encoder.layer.1", "ViltLayer"),
+    ]
+
+
+def test_layers_are_found_where_a_model_lists_what_stands_beside_them() -> None:
+    config = BitConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], num_groups=2)
+    with torch.device("meta"):
+        found = [(block.fqn, block.cls) for block in no_split_blocks(BitModel(config)) if block.repeated]
+    assert found == [
+        ("embedder", "BitEmbeddings"),
+        *(
+            (f"encoder.stages.{stage}.layers.{layer}", "BitPreActivationBottleneckLayer")
+            for stage in (0, 1)
+            for layer in (0, 1)
+        ),
+    ]
 
 
 def test_a_model_without_blocks_lists_what_could_be_one() -> None:

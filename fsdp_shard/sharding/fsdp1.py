@@ -111,14 +111,16 @@ class Fsdp1Config(ShardConfig):
 
         if unit.is_bytes:
             return None
-        return MixedPrecision(
+        precision = MixedPrecision(
             param_dtype=getattr(torch, unit.dtype),
             reduce_dtype=getattr(torch, self.reduce_dtype),
             # Inputs come in the dtype of what is around; a unit with one of its own casts them.
             cast_forward_inputs=unit.dtype != self.param_dtype,
-            # torch takes batch norms out of a unit to spare them a lower precision; without one, blocks stay whole.
-            **({"_module_classes_to_ignore": ()} if unit.dtype == "float32" else {}),
         )
+        if unit.dtype == "float32":
+            # torch takes batch norms out of a unit to spare them a lower precision; without one, blocks stay whole.
+            precision._module_classes_to_ignore = ()
+        return precision
 
     def _strategy(self, context: DistributedContext) -> ShardingStrategy:
         from torch.distributed.fsdp import ShardingStrategy
