@@ -61,6 +61,7 @@ def divide_experts(model: nn.Module, context: DistributedContext) -> dict[str, n
 
     plan, mesh = _plan(model), context.expert_mesh
     assert mesh is not None
+    assert plan, "check_experts was asked before"
     apply_expert_parallelism(model, mesh["expert"], mesh["tensor"], plan, "all_to_all")
     return {fqn: model.get_submodule(fqn) for fqn, style in plan.items() if style == _SENDS}
 

@@ -108,6 +108,7 @@ def check_model(
     model = _on_meta(config, source)
     shard.check_model(model)
     check_known(model_config, config.kernels)
+    _check_adapter(adapter, shard)
     if isinstance(adapter, LoraConfig):
         inject(model, adapter, base_path(config, source), {})
         quantise_base(model, adapter.quantize, shard, {})
@@ -136,6 +137,7 @@ def load_sharded(
     What `adapter` adds is filled from the step `resumed`, else from `seed`. Raises ModelError, ConfigError or
     CheckpointError, on all ranks, when model, weights and adapter do not fit each other.
     """
+    _check_adapter(adapter, shard)
     model = context.together(lambda: _on_meta(config, source))
     num_fused = context.together(lambda: use_kernels(model, config.kernels))
     added: Adapter | None = None
@@ -225,6 +227,14 @@ def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, conte
         *([f"{loaded.num_fused} modules have fused kernels ({config.kernels})"] if loaded.num_fused else []),
         *([] if loaded.adapter is None else [loaded.adapter.describe(loaded.model.local_shards())]),
     ]
+
+
+def _check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
+    if isinstance(adapter, LoraConfig) and shard.expert_parallel > 1:  # peft wraps experts, and plans know no wrapper
+        raise ConfigError(
+            f"adapter=lora does not go together with shard.expert_parallel={shard.expert_parallel} yet; leave one of "
+            f"them out."
+        )
 
 
 def _explain(model: PreTrainedModel, shard: ShardConfig, num_ranks: int) -> list[str]:

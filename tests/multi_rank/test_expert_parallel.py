@@ -26,6 +26,7 @@ from fsdp_shard.settings import check
 from fsdp_shard.sharding.ddp import DdpConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.training.adapter import LoraConfig
 from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.loop import evaluate_loss, train
 from fsdp_shard.training.muon import MuonConfig
@@ -112,6 +113,8 @@ def trained_divided(context: DistributedContext, root: Path, mesh: str) -> dict[
         loaded = load_sharded(model, shard, resolve(model.path), context)
         before = evaluate_loss(loaded.model, data().head(8), 2, context).loss
         optimizer = build_optimizer(SgdConfig(lr=LR, momentum=0.0, weight_decay=0.0), loaded.model, context)
+        with pytest.raises(ConfigError, match=r"adapter=lora does not go together with shard\.expert_parallel=2"):
+            load_sharded(model, shard, resolve(model.path), context, LoraConfig())
         with pytest.raises(ConfigError, match=r"cannot bring together with shard\.expert_parallel=2"):
             build_optimizer(MuonConfig(), loaded.model, context)
         state, stop = TrainerState(SEED, data().identity), StopSignal()
