@@ -56,14 +56,21 @@ def _unknown(override: Any, schema: type, error: BaseException) -> str | None:
     name = override.key_or_group
     if name in groups:
         return _unknown_option(override, groups, error)
-    sections = {setting.rpartition(".")[0] for setting in settings}
-    if name in settings or name in sections:
+    if name in settings:
         return None
+    if inside := [setting.name for setting in settings.values() if setting.name.startswith(f"{name}.")]:
+        return None if isinstance(override.value(), dict) else _whole_section(override, inside)
     if (outer := next((setting for setting in settings if name.startswith(f"{setting}.")), None)) is not None:
         inside = name.removeprefix(f"{outer}.")
         value = settings[outer].default
         return None if value.startswith("{") else f"{name}: {outer} is {value}, not a mapping that has {inside}."
     return unknown(name, schema)
+
+
+def _whole_section(override: Any, inside: Sequence[str]) -> str:
+    name, value = override.key_or_group, override.get_value_element_as_str()
+    likely = f"{name}.path" if f"{name}.path" in inside else inside[0]
+    return f"{name}={value}: {name} is a section of settings and has no value itself; did you mean {likely}={value}?"
 
 
 def unknown(name: str, schema: type) -> str:
@@ -134,6 +141,8 @@ def _expected(name: str, message: str) -> str:
     if match is None and (several := re.match(r"Value '(.*)' of type .* type hint '.*Union\[(.*)\]+'", message)):
         kinds = [_TYPES[_NAMES[kind]] for kind in several[2].rstrip("]").split(", ") if kind in _NAMES]
         return f"{name}={several[1]} is not {' or '.join(kinds)}"
+    if match is None and message.endswith("is not Optional"):
+        return f"{name}=null: this setting needs a value; leave it out to have its default"
     if match is None:
         return f"{name}: {message.rstrip('.')}"
     return f"{name}={match[1]} is not {_TYPES.get(kind, kind)}"

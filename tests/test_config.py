@@ -168,6 +168,8 @@ def test_mappings_can_be_given_whole() -> None:
         ("train.steps", "train.steps is not of the form name=value"),
         ("model.path=[a", "model.path=[a cannot be read"),
         ("train.steps.x=1", "train.steps is 100, not a mapping that has x"),
+        ("data=a.txt", "data is a section of settings and has no value itself; did you mean data.path=a.txt?"),
+        ("train.steps=null", "train.steps=null: this setting needs a value"),
         ("~train.steps", "train.steps"),
         ("--foo", "Unrecognized arguments: --foo"),
         ("--cfg nothing", "Argument --cfg/-c: invalid choice: 'nothing'"),
