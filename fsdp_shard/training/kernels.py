@@ -38,11 +38,12 @@ def check_kernels(kernels: str, shard: ShardConfig, *, on_gpu: bool) -> None:
             f"model.kernels={kernels} needs liger-kernel, which is not installed. Install it with "
             f"pip install 'fsdp-shard[liger]', or set model.kernels=none."
         )
-    if shard.tensor_parallel > 1:
-        raise ConfigError(
-            f"model.kernels={kernels} does not go together with shard.tensor_parallel={shard.tensor_parallel}: its "
-            f"kernels take whole tensors, not those of a layer that is divided over ranks. Leave one of them out."
-        )
+    for name in ("tensor_parallel", "expert_parallel"):
+        if (num_ranks := getattr(shard, name)) > 1:
+            raise ConfigError(
+                f"model.kernels={kernels} does not go together with shard.{name}={num_ranks}: its kernels take whole "
+                f"layers, not parts of them that are divided over ranks. Leave one of them out."
+            )
 
 
 def check_known(config: PretrainedConfig, kernels: str) -> None:

@@ -128,8 +128,9 @@ def test_machines_and_settings_without_it(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match=r"needs liger-kernel, which is not installed.*fsdp-shard\[liger\]"):
         check_kernels("liger", ShardConfig(), on_gpu=True)
     monkeypatch.setattr("fsdp_shard.training.kernels.find_spec", lambda name: object())
-    with pytest.raises(ConfigError, match=r"does not go together with shard\.tensor_parallel=2"):
-        check_kernels("liger", ShardConfig(tensor_parallel=2), on_gpu=True)
+    for name in ("tensor_parallel", "expert_parallel"):
+        with pytest.raises(ConfigError, match=rf"does not go together with shard\.{name}=2"):
+            check_kernels("liger", ShardConfig(**{name: 2}), on_gpu=True)
 
 
 def test_the_commands_refuse_it(tmp_path: Path) -> None:
