@@ -50,13 +50,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | {"num_experts": 8, "moe_intermediate_size": 20, "mlp_only_layers": [0], "intermediate_size": 45},
     ),
 }
-# Ranks, replicas and what else is set; the experts are always on two neighbours.
-MESHES: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "pairs": (2, 1, {"sync_every_micro_batch": False}),
-    "shards of pairs": (4, 1, {"activation_checkpointing": "selective"}),
-    "replicas of pairs": (4, 2, {"activation_checkpointing": True, "reshard_after_forward": False}),
+# Ranks, replicas, families and what else is set; the experts are always on two neighbours.
+MESHES: dict[str, tuple[int, int, tuple[str, ...], dict[str, Any]]] = {
+    "pairs": (2, 1, tuple(FAMILIES), {"sync_every_micro_batch": False}),
+    "shards of pairs": (4, 1, ("mixtral",), {"activation_checkpointing": "selective"}),
+    "replicas of pairs": (
+        4,
+        2,
+        ("qwen3_moe",),
+        {"activation_checkpointing": True, "reshard_after_forward": False},
+    ),
 }
-ALL, ONE = tuple(FAMILIES), ("qwen3_moe",)  # of a mesh of replicas, the family where a rank gets no token
 
 
 def config(family: str, **settings: Any) -> Any:
@@ -103,12 +107,12 @@ def trained_divided(context: DistributedContext, root: Path, mesh: str) -> dict[
     settings = TrainConfig(
         steps=STEPS, global_batch_size=BATCH, micro_batch_size=2, max_grad_norm=MAX_NORM, schedule="constant"
     )
-    _, replicas, others = MESHES[mesh]
+    _, replicas, families, others = MESHES[mesh]
     shard = Fsdp2Config(param_dtype="float32", expert_parallel=2, replicas=replicas, **others)
     check(shard)
     shard.check_ranks(context.world_size, on_gpu=False)
     found = {}
-    for family in ONE if replicas > 1 else ALL:
+    for family in families:
         model = ModelConfig(path=str(root / family))
         loaded = load_sharded(model, shard, resolve(model.path), context)
         before = evaluate_loss(loaded.model, data().head(8), 2, context).loss
@@ -159,9 +163,9 @@ def plain() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_divided_experts_train_like_whole_ones(plain: dict[str, dict[str, Any]], root: Path, mesh: str) -> None:
-    ranks, replicas, _ = MESHES[mesh]
+    ranks, replicas, families, _ = MESHES[mesh]
     results = on_ranks(ranks, trained_divided, root, mesh, replicas=replicas, expert_parallel=2)
-    for family in results[0]:
+    for family in families:
         wanted = plain[family]
         of_experts = sum(weight.numel() for name, weight in wanted["weights"].items() if "experts" in name)
         assert sum(result[family]["held"] for result in results) == replicas * of_experts
@@ -188,7 +192,7 @@ SETTINGS = [
     "shard.param_dtype=float32",
     "data.sequence_length=32",
     "launch.device=cpu",
-    "checkpoint.every=2",
+    "checkpoint.every=1",
     "seed=7",
 ]
 
@@ -202,16 +206,15 @@ def run(target: Path, settings: list[str], *overrides: str) -> Ended:
 def test_divided_runs_resume_bit_equal_and_as_others(root: Path, texts: Path, tmp_path: Path) -> None:
     settings = [*SETTINGS, f"model.path={root}/mixtral", f"data.path={texts}/train.txt", f"data.cache_dir={tmp_path}/c"]
     two = ["shard.expert_parallel=2", "launch.ranks=2"]
-    plain, divided = run(tmp_path / "plain", settings), run(tmp_path / "divided", settings, *two)
+    divided = run(tmp_path / "divided", settings, *two)
     assert "(experts divided over 2)" in divided.err
-    assert divided.losses == pytest.approx(plain.losses, abs=1e-5)
-    half = "checkpoints/step-00000002"
-    again = run(tmp_path / "again", settings, f"resume={divided.run_dir}/{half}", *two, "checkpoint.layout=gathered")
+    half = f"resume={divided.run_dir}/checkpoints/step-00000002"
+    again = run(tmp_path / "again", settings, half, *two, "checkpoint.layout=gathered")
     assert again.losses == divided.losses[2:]
-    whole = run(tmp_path / "whole", settings, f"resume={divided.run_dir}/{half}")
-    assert whole.losses == pytest.approx(plain.losses[2:], abs=1e-5)
-    back = run(tmp_path / "back", settings, f"resume={plain.run_dir}/{half}", *two)
-    assert back.losses == pytest.approx(plain.losses[2:], abs=1e-5)
+    whole = run(tmp_path / "whole", settings, half)
+    assert whole.losses == pytest.approx(divided.losses[2:], abs=1e-5)
+    back = run(tmp_path / "back", settings, f"resume={whole.run_dir}/checkpoints/step-00000003", *two)
+    assert back.losses == pytest.approx(divided.losses[3:], abs=1e-5)
     model = transformers.AutoModelForCausalLM.from_pretrained(again.checkpoint)
     with open_checkpoint(divided.checkpoint) as index:
         for name, parameter in model.named_parameters():

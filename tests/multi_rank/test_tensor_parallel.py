@@ -156,6 +156,7 @@ def test_what_cannot_be_divided_is_named() -> None:
         (Fsdp1Config(tensor_parallel=2), "shard=fsdp1 cannot divide layers"),
         (DdpConfig(tensor_parallel=2), "tensor_parallel=2 would do nothing with shard=ddp"),
         (replace(two, compile=True), "compile=true does not go together with tensor_parallel=2"),
+        (replace(two, reshard_after_forward=2), "reshard_after_forward=2 does not go together with tensor_parallel=2"),
     ):
         with pytest.raises(ConfigError, match=said):
             check(wrong)
