@@ -18,8 +18,9 @@ from fsdp_shard.checkpoint.remote_url import refuse_remote
 from fsdp_shard.config import RunConfig, command_of, is_used
 from fsdp_shard.errors import ConfigError, InputError, RunError
 from fsdp_shard.launch import check_machine, joined_rank, launch
+from fsdp_shard.memory import collect_as_usual
 from fsdp_shard.settings import walk, warnings_of
-from fsdp_shard.shell import collect_as_usual, run_as_program, tell, wants_debug
+from fsdp_shard.shell import run_as_program, tell, wants_debug
 
 if TYPE_CHECKING:
     from fsdp_shard.compose import Job

@@ -16,10 +16,9 @@ from typing import NoReturn, TypeGuard
 
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
 from fsdp_shard.launch import is_joined_rank, joined_rank
+from fsdp_shard.memory import collect_rarely
 from fsdp_shard.redact import redact
 from fsdp_shard.signals import Stopped, interrupt_on_signals
-
-_THRESHOLDS = gc.get_threshold()
 
 
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
@@ -32,20 +31,6 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
         # when its threads outlive it.
         gc.collect()
     sys.exit(status)
-
-
-def collect_rarely() -> None:
-    """Let the garbage collector sleep through the imports: they make a million objects, all of which stay.
-
-    With Python's own thresholds a seventh of the time that transformers takes to load goes into looking at them.
-    """
-    gc.set_threshold(50_000, 20, 20)
-
-
-def collect_as_usual() -> None:
-    """Let it work again, but not on what there is by now: cycles that hold tensors are to be found soon."""
-    gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
 
 
 def _outcome(body: Callable[[], None], debug: bool) -> int:

@@ -21,6 +21,14 @@ from fsdp_shard.distributed import DistributedContext, distributed
 _FORK = multiprocessing.get_context("fork")
 
 
+def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor, context: DistributedContext) -> float:
+    """One step by this rank's `loss`; the mean of the losses of all ranks."""
+    loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    optimizer.step()
+    optimizer.zero_grad()
+    return context.all_reduce([float(loss.detach())])[0] / context.world_size
+
+
 def on_ranks(
     world_size: int,
     function: Callable[..., Any],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.files import Handles
+from fsdp_shard.checkpoint.files import Handles, aligned
 from fsdp_shard.checkpoint.index import open_checkpoint
 from tests.checkpoint.files import assert_same, write_huggingface
 
@@ -53,3 +53,12 @@ def test_more_ranks_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     convert(tmp_path / "ranks", tmp_path / "back", format="dcp", ranks=9)
     with open_checkpoint(tmp_path / "back") as index:
         assert_same(index, tensors)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 8), (3, 4), (3, 8), (3, 30), (16, 31)])
+def test_parts_end_where_multiples_of_their_size_are(start: int, stop: int) -> None:
+    parts = list(aligned(start, stop, 8))
+    assert [byte for low, high in parts for byte in range(low, high)] == list(range(start, stop))
+    assert all(high % 8 == 0 for _, high in parts[:-1])
+    assert all(0 < high - low <= 8 for low, high in parts)
+    assert len(parts) == len({byte // 8 for byte in range(start, stop)})

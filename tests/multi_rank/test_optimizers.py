@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -32,7 +31,7 @@ from fsdp_shard.training.muon import MuonConfig
 from fsdp_shard.training.setup import build_optimizer
 from fsdp_shard.training.sgd import SgdConfig
 from fsdp_shard.training.whole import assign_owners
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, update
 from tests.sharding.test_wrappers import WRAPPERS
 from tests.tiny import token_batch
 
@@ -127,12 +126,7 @@ def go(context: DistributedContext, model: ShardedModel, optimizer: torch.optim.
     for step in steps:
         rows = token_batch(step).chunk(context.world_size)[context.rank]
         loss = model.module(input_ids=rows, labels=rows, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / context.world_size)
+        losses.append(update(optimizer, loss, context))
     return losses
 
 

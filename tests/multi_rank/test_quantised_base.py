@@ -11,7 +11,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -30,7 +29,7 @@ from fsdp_shard.training.adapter import LoraConfig
 from fsdp_shard.training.lora import fill_new
 from fsdp_shard.training.setup import load_sharded
 from tests.plain_codes import quantised
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, update
 from tests.runs import Ended, run_recipe
 from tests.tiny import llama, token_batch
 
@@ -83,12 +82,7 @@ def _run(context: DistributedContext, directory: Path, cell: Cell) -> dict[str, 
     for _ in range(STEPS):
         tokens = token_batch(0).chunk(context.world_size)[context.rank]
         loss = model.module(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().double()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / context.world_size)
+        losses.append(update(optimizer, loss, context))
     said = loaded.adapter.describe(model.local_shards()) if loaded.adapter else ""
     return {"losses": losses, "rows": rows, "held": held, "said": said}
 

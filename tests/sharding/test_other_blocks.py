@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -23,7 +22,7 @@ from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.loop import train
 from fsdp_shard.training.signals import StopSignal
 from fsdp_shard.training.state import TrainerState
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, update
 from tests.sharded import WRAPPERS, assembled
 
 SEED, STEPS, BATCH, LR = 4, 3, 4, 0.2
@@ -88,12 +87,7 @@ def train_sharded(context: DistributedContext, model: ShardedModel, name: str) -
     losses = []
     model.module.train()
     for loss in image_losses(model.module, context.rank, context.world_size, range(STEPS)):
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / context.world_size)
+        losses.append(update(optimizer, loss, context))
     return losses
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -20,7 +19,7 @@ from fsdp_shard.sharding.wrappers import WRAPPERS
 from fsdp_shard.training import loss_head
 from fsdp_shard.training.loss_head import giving_loss, linear_cross_entropy, use_loss_head
 from fsdp_shard.training.step import forward_loss
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, update
 from tests.tiny import token_batch
 
 NUM_TOKENS, WIDTH, VOCABULARY = 37, 16, 101
@@ -163,12 +162,7 @@ def _steps(context: DistributedContext, cases: list[tuple[str, bool]]) -> list[l
             rows = token_batch(step, rows=4).chunk(context.world_size)[context.rank]
             batch = Batch(rows[:, :-1].numpy(), rows[:, 1:].numpy())
             loss = forward_loss(sharded, batch, rows[:, 1:].numel(), context.device)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            losses.append(float(mean) / context.world_size)
+            losses.append(update(optimizer, loss, context))
         all_losses.append(losses)
     return all_losses
 
