@@ -206,14 +206,19 @@ def leave_store(store: Store, num_members: int, *, serves: bool, seconds: float)
 
     A store that is gone already is no error: there is nobody left to wait for.
     """
-    deadline = time.monotonic() + seconds
     try:
-        num_left = store.add("fsdp-shard/left", 1)
-        while serves and num_left < num_members and time.monotonic() < deadline:
-            time.sleep(0.02)
-            num_left = store.add("fsdp-shard/left", 0)
+        wait_for_members(store, "fsdp-shard/left", num_members if serves else 1, seconds)
     except (RuntimeError, ValueError):
         return
+
+
+def wait_for_members(store: Store, key: str, num_members: int, seconds: float) -> None:
+    """Count this member under `key`, and wait until `num_members` have been, or for `seconds`."""
+    deadline = time.monotonic() + seconds
+    num_there = store.add(key, 1)
+    while num_there < num_members and time.monotonic() < deadline:
+        time.sleep(0.02)
+        num_there = store.add(key, 0)
 
 
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

@@ -34,6 +34,8 @@ from fsdp_shard.signals import STOP_SIGNALS, Stopped, interrupt_on_signals, stop
 C = TypeVar("C")
 Share = Callable[[str, str], str]
 
+_ALL_STARTED = "all-started"
+
 # What gloo and NCCL say on the other ranks when one is gone.
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "connection refused")
 _WAITED_IN_VAIN = ("timed out waiting", "wait timeout", "watchdog caught collective operation timeout")
@@ -97,6 +99,7 @@ def run_ranks(
                 timeout_seconds=timeout_seconds,
                 sign_of_life=lambda rank: _sign_of_life(here, rank),
                 # A fixed number of machines that one of them was told to leave cannot go on.
+                all_started=lambda: (_this_attempt(here) / _ALL_STARTED).touch(),
                 restarts=lambda status: not (status == InputError.exit_status or (status > 128 and len({*nodes}) == 1)),
             )
             result = agent.run()
@@ -140,11 +143,11 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
     os.setpgid(0, 0)
     interrupt_on_signals(ctrl_c=True)
     torch.set_num_threads(num_threads)
-    place = Path(reports) / f"attempt-{attempt()}"
-    place.mkdir(exist_ok=True)
+    place = _this_attempt(Path(reports))
     give_signs_of_life(place / f"rank-{os.environ['RANK']}.alive")
     try:
         try:
+            _wait_for(place / _ALL_STARTED)
             work(config)
         finally:
             _on_signals(signal.SIG_IGN)  # the report is written whole
@@ -155,6 +158,14 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
         raise SystemExit(report.exit_status) from None
     finally:
         _on_signals(signal.SIG_DFL)  # what follows is torch waiting for the other ranks
+
+
+def _wait_for(file: Path) -> None:
+    launcher = os.getppid()
+    while not file.exists():
+        time.sleep(0.005)
+        if os.getppid() != launcher:
+            raise RankError("The process that started the ranks has died.")
 
 
 def _on_signals(handler: signal.Handlers) -> None:
@@ -181,6 +192,12 @@ def read_reports(directory: Path) -> list[Report]:
     return sorted(reports, key=lambda report: report.time)
 
 
+def _this_attempt(reports: Path) -> Path:
+    place = reports / f"attempt-{attempt()}"
+    place.mkdir(exist_ok=True)
+    return place
+
+
 def _last_attempt(reports: Path) -> Path:
     """Where the ranks of the last attempt left word; those of earlier ones failed for reasons of their own."""
     attempts = sorted(reports.glob("attempt-*"), key=lambda place: int(place.name.removeprefix("attempt-")))
@@ -194,7 +211,7 @@ def _finished(directory: Path) -> set[int]:
 
 def _sign_of_life(reports: Path, rank: int) -> Path | None:
     """What a rank touches while it is at work; None when its work is done, and torch ends it."""
-    place = reports / f"attempt-{attempt()}"
+    place = _this_attempt(reports)
     return None if (place / f"rank-{rank}.done").exists() else place / f"rank-{rank}.alive"
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +21,7 @@ from fsdp_shard.shell import run_as_program
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 _FORK = multiprocessing.get_context("fork")
+_FRAMES = 12
 
 
 @dataclass(frozen=True)
@@ -67,18 +72,40 @@ class Started:
     def wait(self, timeout_seconds: float = 240) -> Ended:
         self._process.join(timeout_seconds)
         alive = self._process.is_alive()
+        stacks = ""
         if alive:
+            stacks = _stacks(self.pid, Path(self._directory.name))
             self._process.kill()
             self._process.join()
         texts = [(Path(self._directory.name) / name).read_text() for name in ("out", "err")]
         self._directory.cleanup()
-        assert not alive, f"still running after {timeout_seconds} s\n" + "\n".join(texts)
+        assert not alive, f"still running after {timeout_seconds} s\n" + "\n".join([*texts, stacks])
         assert self._process.exitcode is not None
         return Ended(self._process.exitcode, *texts, self.run_dir)
 
 
+def _stacks(pid: int, directory: Path) -> str:
+    """Where the threads of every process of a run that hangs are: the last calls of each."""
+    texts = []
+    for process in _with_children(pid):
+        (directory / "stacks").write_text("")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGUSR2)
+            time.sleep(0.3)
+        threads = (directory / "stacks").read_text().split("\n\n")
+        texts += [f"process {process}", *("\n".join(thread.splitlines()[:_FRAMES]) for thread in threads)]
+    return "\n".join(texts)
+
+
+def _with_children(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(below for child in children for below in _with_children(int(child)))]
+
+
 def _program(command: str, arguments: list[str], directory: str) -> None:
     gc.freeze()  # as in tests/ranks.py
+    stacks = os.open(Path(directory) / "stacks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)  # also in the ranks that are forked from here
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(directory) / name, os.O_CREAT | os.O_WRONLY, 0o600), number)
     sys.stdout = os.fdopen(1, "w", buffering=1)

@@ -190,6 +190,20 @@ def test_ranks_can_be_spawned_as_gpus_need(tmp_path: Path) -> None:
     assert (tmp_path / "attempt-0-rank-1").read_text() == "1"
 
 
+def test_no_rank_begins_before_all_are_forked(tmp_path: Path) -> None:
+    """One that came to the store meanwhile could leave another with the resolver locked: a hang at the start."""
+    body = """
+    began = time.clock_gettime(time.CLOCK_BOOTTIME)
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    (Path(here) / f"times-{rank}").write_text(f"{ticks / os.sysconf('SC_CLK_TCK')} {began}")
+    """
+    done = run(_program(tmp_path, body, "ranks=12"), tmp_path)
+    assert (done.out, done.err) == ("", "")
+    times = [[float(part) for part in file.read_text().split()] for file in tmp_path.glob("times-*")]
+    assert len(times) == 12
+    assert min(began for _, began in times) > max(forked for forked, _ in times)
+
+
 def test_a_recipe_can_be_sent_to_a_spawned_rank(tmp_path: Path) -> None:
     import pickle
 
