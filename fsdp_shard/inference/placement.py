@@ -22,7 +22,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.inference.base import Device
 from fsdp_shard.inference.device_plan import DevicePlan, device_name
 from fsdp_shard.inference.mapping import MappedFiles
-from fsdp_shard.inference.pages import FilePages
+from fsdp_shard.inference.pages import FilePages, PageReader
 from fsdp_shard.inference.reader import TensorReader
 from fsdp_shard.inference.ring import Content, make_ring, page_lock
 from fsdp_shard.inference.stream import BlockStream, Slot, StreamedBlock
@@ -87,6 +87,7 @@ class _Placement:
         self._kept: dict[int, nn.Parameter] = {}  # by id of the parameter on meta, which `_metas` keeps alive
         self._metas = list(model.parameters())
         self._mapped = MappedFiles(reader.index) if plan.main == "cpu" else None
+        self._pages = PageReader()
         self._cache_left = spare.cache_bytes
 
     def run(self, blocks: Sequence[Block], quantise: Quantise | None) -> None:
@@ -152,7 +153,11 @@ class _Placement:
         pages = [] if self._mapped is None else self._mapped.pages(in_place)
         # Of an embedding only the rows that are looked up are needed, and those come when they are touched.
         ahead = [] if isinstance(module, nn.Embedding) else pages
-        return StreamedBlock(module, shown, content, partial(self._bring_in, ahead), self._drop(pages))
+        for these in ahead:
+            these.in_large_pages()
+        parts = [part for these in ahead for part in these.parts()]
+        bring_in = partial(self._pages.bring_in, parts, dropped=self._spare.hold)
+        return StreamedBlock(module, shown, content, bring_in, self._drop(pages))
 
     def _locked(self, content: Content) -> torch.Tensor:
         """CPU memory that holds `content`, and that the GPU copies from by itself."""
@@ -162,12 +167,6 @@ class _Placement:
         )
         page_lock(memory)
         return memory
-
-    def _bring_in(self, pages: Sequence[FilePages]) -> None:
-        self._reader.bring_in(pages)
-        if self._spare.hold:
-            for these in pages:
-                these.populate()
 
     def _drop(self, pages: Sequence[FilePages]) -> Any:
         """What is to be done with the pages of a block after its pass."""

@@ -16,14 +16,13 @@ import torch
 
 from fsdp_shard.checkpoint.dtypes import to_torch
 from fsdp_shard.checkpoint.index import TensorIndex, tensor_bytes
-from fsdp_shard.inference.pages import FilePages
 
 NUM_THREADS = 4  # docs/decisions.md
 _STAGING_BYTES = 4 << 20
 
 
 class TensorReader:
-    """Fills tensors from `index`, and brings pages of its files into memory, from several threads."""
+    """Fills tensors from `index`, from several threads."""
 
     def __init__(self, index: TensorIndex) -> None:
         self.index = index
@@ -33,10 +32,6 @@ class TensorReader:
     def fill_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
         """`fill` each, several at once; the first error is raised once none of them is being written to any more."""
         self._together([partial(self.fill, name, out) for name, out in wanted])
-
-    def bring_in(self, pages: Sequence[FilePages]) -> None:
-        """Have `pages` in memory."""
-        self._together([part.read for these in pages for part in these.missing()])
 
     def fill(self, name: str, out: torch.Tensor) -> None:
         """Copy the stored tensor `name` into `out` (contiguous, same shape), cast to its dtype."""

@@ -1,6 +1,6 @@
 """Blocks whose parameters are brought to the main device shortly before they run, and let go after it.
 
-While a block computes, a thread fetches those that will follow it. Parameters that the CPU can use where they lie in a
+While a block computes, threads fetch those that will follow it. Parameters that the CPU can use where they lie in a
 file stay in the module; only their pages are brought in and, where memory is short, dropped. The others are on the meta
 device, and hooks around the block's forward pass put a buffer of the ring in their place. What follows what is learnt
 from the passes before, so an encoder that runs once does not confuse the decoder. Knows no files and no model class.
@@ -54,7 +54,7 @@ class BlockStream:
         self._shown: dict[int, Buffer | None] = {}
         self._follows: dict[int, int] = {}
         self._last: int | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
     def add(self, block: StreamedBlock) -> None:
         """Stream `block` whenever its forward pass runs."""
@@ -124,9 +124,10 @@ class BlockStream:
         if self._fetches and len(self._fetches) + len(self._shown) > self._prefetch:
             self._forget(next(reversed(self._fetches)))  # it was a wrong guess
         buffer = self._ring.take() if block.needs_buffer else None
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsdp-shard-prefetch")
-        self._fetches[number] = self._thread.submit(_load, block, self._ring, buffer), buffer
+        if self._threads is None:
+            # Two, so that whoever reads has the next block's parts to go on with when the last of one are on their way.
+            self._threads = ThreadPoolExecutor(2, thread_name_prefix="fsdp-shard-prefetch")
+        self._fetches[number] = self._threads.submit(_load, block, self._ring, buffer), buffer
 
     def _forget(self, number: int) -> None:
         """Give up a fetch; its buffer is free once nobody writes into it."""

@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.inference import pages as pages_module
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.mapping import MappedFiles
-from fsdp_shard.inference.pages import resident_bytes
+from fsdp_shard.inference.pages import PageReader, resident_bytes
 from fsdp_shard.inference.ring import Content, Ring
 from fsdp_shard.inference.stream import BlockStream, Slot, StreamedBlock
 from fsdp_shard.memory import give_back_free_memory
@@ -141,15 +142,16 @@ def test_weights_are_seen_in_their_own_files_and_budgets_are_held(sources: dict[
     assert anonymous > 0.5 * weights
 
 
-def test_pages_come_and_go(sources: dict[str, Path]) -> None:
+@pytest.mark.parametrize("advice", [pages_module._POPULATE_READ, 9999], ids=["populated", "read, as before Linux 5.14"])
+def test_pages_come_and_go(sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
+    monkeypatch.setattr(pages_module, "_POPULATE_READ", advice)
     with (sources["whole"] / "model.safetensors").open("rb") as file:
         os.fsync(file.fileno())  # pages that are still to be written cannot go
     with open_checkpoint(sources["whole"]) as index:
         (pages,) = MappedFiles(index).pages(name for name in index.names if "layers.3." in name)
         pages.drop(from_cache=True)
         gone = resident_bytes([pages])
-        for part in pages.missing():
-            part.read()
+        PageReader().bring_in(pages.parts(), dropped=False)
         assert resident_bytes([pages]) == pages.num_bytes
     assert gone < pages.num_bytes  # all of it, on file systems that do as they are advised
 
