@@ -19,6 +19,9 @@ from typing import Any
 
 MB = 1_000_000
 
+# Where it is set, what is installed still has its bytecode, and a checkout would be compiled in each process.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 @dataclass(frozen=True)
 class Cost:

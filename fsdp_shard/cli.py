@@ -86,12 +86,12 @@ _RECIPES = ("finetune", "convert", "evaluate", "generate", "plan")
 
 
 def _run_shipped(command: str, arguments: Sequence[str], program: str = "") -> None:
-    from fsdp_shard.config import COMMANDS
+    from fsdp_shard.config import schema_of
     from fsdp_shard.recipe import load_recipe, run_jobs
     from fsdp_shard.shipped import shipped
 
     file = shipped("recipes") / f"{command}.py"
-    run_jobs(COMMANDS[command], lambda: load_recipe(file), arguments, program or f"fsdp-shard {command}")
+    run_jobs(schema_of(command), lambda: load_recipe(file), arguments, program or f"fsdp-shard {command}")
 
 
 def _run_file(arguments: Sequence[str]) -> None:

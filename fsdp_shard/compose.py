@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fsdp_shard import settings
-from fsdp_shard.config import OPTIONS, RunConfig, command_of, register, schema_name
+from fsdp_shard.config.base import RunConfig, command_of, options_of, register, schema_name
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.explain import explain, unknown
 from fsdp_shard.redact import redact
@@ -257,9 +257,9 @@ def _as_yaml(config: RunConfig) -> str:
     command = command_of(type(config))
     chosen: list[Any] = [
         {group: option}
-        for group, options in OPTIONS.items()
-        for option, node in options.items()
-        if type(getattr(config, group, None)) is node
+        for group in (field.name for field in dataclasses.fields(config))
+        for option, node in options_of(group).items()
+        if type(getattr(config, group)) is node
     ]
     comment = f"# To run this again: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
     defaults = OmegaConf.to_yaml({"defaults": [schema_name(command), *chosen, "_self_"]})

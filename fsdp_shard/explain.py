@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.config import command_of
+from fsdp_shard.config.base import command_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.reference import groups_of, settings_of
 from fsdp_shard.settings import nearest

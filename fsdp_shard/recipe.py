@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fsdp_shard.checkpoint.remote_url import refuse_remote
-from fsdp_shard.config import RunConfig, command_of, is_used
+from fsdp_shard.config.base import RunConfig, command_of, is_used
 from fsdp_shard.errors import ConfigError, InputError, RunError
 from fsdp_shard.launch import check_machine, joined_rank, launch
 from fsdp_shard.memory import collect_as_usual

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_shard.config import COMMANDS, OPTIONS, RunConfig, command_of, is_used
+from fsdp_shard.config import COMMANDS, schema_of
+from fsdp_shard.config.base import RunConfig, command_of, is_used, options_of
 from fsdp_shard.settings import REQUIRED
 from fsdp_shard.shipped import configs
 
@@ -45,7 +46,7 @@ def _walk(config: Any, prefix: str) -> Iterator[Setting]:
     fields = sorted(dataclasses.fields(config), key=lambda f: dataclasses.is_dataclass(getattr(config, f.name)))
     for field in fields:
         name, value = prefix + field.name, getattr(config, field.name)
-        options = {option: node for option, node in OPTIONS.get(name, {}).items() if issubclass(node, type(value))}
+        options = {option: node for option, node in options_of(name).items() if issubclass(node, type(value))}
         if options:
             yield from _walk_options(name, options)
         elif dataclasses.is_dataclass(value):
@@ -95,7 +96,7 @@ def groups_of(schema: type) -> dict[str, list[str]]:
     root = next(item.path for item in configs() if item.name == f"{command_of(schema)}.yaml")
     groups = re.findall(r"^  - (\w+): ", root.read_text(encoding="utf-8"), re.MULTILINE)
     presets = [item.name.removesuffix(".yaml").rpartition("/") for item in configs()]
-    options = {group: [*OPTIONS.get(group, ()), *(name for of, _, name in presets if of == group)] for group in groups}
+    options = {group: [*options_of(group), *(name for of, _, name in presets if of == group)] for group in groups}
     return {group: names for group, names in options.items() if names}
 
 
@@ -131,7 +132,8 @@ def markdown() -> str:
         "Made by `make docs` from the declarations in the code. On a command line `name=value` changes a setting and",
         f"`group=option` takes a set of them. `{REQUIRED}` must be given.",
     ]
-    for command, schema in COMMANDS.items():
+    for command in COMMANDS:
+        schema = schema_of(command)
         groups = (
             f"- `{group}=` {', '.join(f'`{o}`' for o in options)}" for group, options in groups_of(schema).items()
         )

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.config import COMMANDS, FinetuneConfig
+from fsdp_shard.config import COMMANDS, FinetuneConfig, schema_of
 from fsdp_shard.settings import walk, warnings_of
 from tests.runs import run_recipe
 
 
 def test_settings_that_run_code_of_others_have_a_warning() -> None:
     assert warnings_of(FinetuneConfig()) == []
-    for schema in COMMANDS.values():
+    for schema in map(schema_of, COMMANDS):
         for name, field, _ in walk(schema()):
             assert ("trust_remote_code" in name) == bool(field.metadata.get("warning")), name
 

@@ -26,7 +26,7 @@ import torch
 
 from fsdp_shard.cli import dispatch
 from fsdp_shard.compose import compose, write_config
-from fsdp_shard.config import COMMANDS
+from fsdp_shard.config import schema_of
 from fsdp_shard.errors import FsdpShardError
 from fsdp_shard.recipe import Recipe, load_recipe
 from fsdp_shard.shell import tell
@@ -80,7 +80,7 @@ class _Commands:
             "finetune": ["model.path=x", text, "data.sequence_length=16", "train.steps=1", "launch.device=cpu"],
         }
         for command, arguments in settings.items():
-            (job,) = compose(COMMANDS[command], [*arguments, f"run_dir={place}/run"], command)
+            (job,) = compose(schema_of(command), [*arguments, f"run_dir={place}/run"], command)
             self._recipes[command], self._configs[command] = load_recipe(RECIPES / f"{command}.py"), job.config
         self._configs["finetune"].data.cache_dir = str(place / "tokens")
 
@@ -246,7 +246,7 @@ def _spend_token(place: Path, texts: Path, path: str) -> str:
     out = io.StringIO()
     arguments = [f"model.path={path}", f"data.path={texts}/held_out.txt", "train.steps=1", "launch.device=cpu"]
     arguments += ["data.sequence_length=16", f"run_dir={place}/run", f"data.cache_dir={place}/tokens"]
-    (job,) = compose(COMMANDS["finetune"], arguments, "finetune")
+    (job,) = compose(schema_of("finetune"), arguments, "finetune")
     recipe = load_recipe(RECIPES / "finetune.py")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         write_config(job.config)

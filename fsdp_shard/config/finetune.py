@@ -1,0 +1,39 @@
+"""The whole config of `finetune`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from fsdp_shard.checkpoint.base import CheckpointConfig
+from fsdp_shard.config.base import RunConfig, default_run_dir
+from fsdp_shard.data.base import DataConfig
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.settings import setting
+from fsdp_shard.sharding.base import ShardConfig
+from fsdp_shard.training.adapter import AdapterConfig
+from fsdp_shard.training.base import OptimConfig, TrainConfig
+
+
+@dataclass
+class FinetuneConfig(RunConfig):
+    """Fine-tune a causal language model under FSDP."""
+
+    # `shard`, `adapter` and `optim` have the type that all options of a group share; conf/finetune.yaml chooses one.
+    command: ClassVar[str] = "finetune"
+    ranks_are: ClassVar[Literal["started", "planned", "one"]] = "started"
+    unused: ClassVar[tuple[str, ...]] = ()
+
+    run_dir: str = default_run_dir("finetune")
+    resume: str = setting(
+        "auto",
+        "auto: go on from the latest checkpoint in run_dir, if there is one; never: begin anew; or the PATH of a run "
+        "or checkpoint to go on from.",
+    )
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
