@@ -25,8 +25,8 @@ class CheckpointConfig:
     every: int = setting(0, "Steps between checkpoints; 0 keeps only the last step.", minimum=0)
     asynchronous: bool = setting(
         True,
-        "Save in the background: training waits only for a copy of the state in host memory, which takes as much of it "
-        "as a rank's part of weights and optimizer state. false: training waits until the step is on the disk.",
+        "Save in the background, from a copy in host memory of what is on a GPU, or is not written when the next step "
+        "changes it: at most a rank's part of weights and optimizer state. false: training waits for the disk.",
     )
     timeout_seconds: float = setting(
         1800.0, "A save in which a rank waits longer than this for the others fails, and with it the run.", above=0.0

@@ -6,7 +6,8 @@ Local throughout: who waits for whom is `state`'s business. Knows shards and fil
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ _STAGE_BYTES = 16 << 20  # moved between device, hash and file at a time
 
 Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
 Records = dict[str, FileRecord]  # file -> size and digest
+# A shard, and which of its elements -> those, flat; as long as the block runs, nobody changes them.
+Reading = Callable[[LocalShard, slice], AbstractContextManager["torch.Tensor"]]
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,19 @@ def create_files(directory: Path, plans: RankPlans) -> None:
     reach("created")
 
 
+def as_it_is(shard: LocalShard, part: slice) -> AbstractContextManager[torch.Tensor]:
+    """Of a shard that nobody changes."""
+    return nullcontext(shard.data[part])
+
+
 def write_ranges(
-    directory: Path, plans: RankPlans, weights: Mapping[str, LocalShard], optimizer: Mapping[str, LocalShard]
+    directory: Path,
+    plans: RankPlans,
+    weights: Mapping[str, LocalShard],
+    optimizer: Mapping[str, LocalShard],
+    reading: Reading,
 ) -> tuple[Digests, Records]:
-    """Put all that is this rank's in its place and on the disk.
+    """Put all that is this rank's in its place and on the disk; each element is read once, through `reading`.
 
     Returns the digests of the weights' chunks that lie wholly in its ranges, and the records of the files it made.
     """
@@ -70,16 +82,17 @@ def write_ranges(
         file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex())
         for file in plans.weights.creates
     }
-    with _Writer() as writer:
+    with _Writer(reading) as writer:
         for name, (file, _) in plans.weights.places.items():
             observe = hashers[name].update if name in hashers else _ignore
             for offset, part in plans.weights.runs(name, weights[name]):
-                writer.write(directory / file, offset, weights[name].data[part], observe)
+                writer.write(directory / file, offset, weights[name], part, observe)
         reach("weights-written")
         for plan in plans.optimizer.creates:  # this rank's only one, so it is written front to back
             hasher = xxhash.xxh3_128(plan.header)
             for name, (_, offset) in plans.optimizer.places.items():
-                writer.write(directory / OPTIMIZER / plan.name, offset, optimizer[name].data, hasher.update)
+                shard = optimizer[name]
+                writer.write(directory / OPTIMIZER / plan.name, offset, shard, slice(0, len(shard.data)), hasher.update)
             records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=hasher.hexdigest())
         small_files = {**plans.weights.small_files, **plans.small_files}
         for name, content in small_files.items():
@@ -123,17 +136,23 @@ def _ignore(data: memoryview) -> None:
 class _Writer:
     """Writes ranges of files that are there already, and has them on the disk when `sync` returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
         self._descriptors: dict[Path, int] = {}
 
-    def write(self, path: Path, offset: int, data: torch.Tensor, observe: Callable[[memoryview], object]) -> None:
-        """The elements of the flat tensor `data` from byte `offset` on; `observe` sees their bytes, in order."""
-        descriptor = self._open(path)
-        for position, part in _staged(data):
-            observe(part)
-            with atomic.naming(path):
-                pwrite_all(descriptor, offset + position, part)
-            atomic.start_writeback(descriptor, offset + position, len(part))
+    def write(
+        self, path: Path, offset: int, shard: LocalShard, part: slice, observe: Callable[[memoryview], object]
+    ) -> None:
+        """Elements of a shard from byte `offset` on, some MiB at a time; `observe` sees their bytes, in order."""
+        descriptor, size = self._open(path), shard.data.element_size()
+        per_stage = max(1, _STAGE_BYTES // size)
+        for start in range(part.start, part.stop, per_stage):
+            at = offset + (start - part.start) * size
+            with self._reading(shard, slice(start, min(start + per_stage, part.stop))) as data, atomic.naming(path):
+                content = tensor_bytes(data.cpu())
+                observe(content)
+                pwrite_all(descriptor, at, content)
+            atomic.start_writeback(descriptor, at, len(content))
 
     def sync(self, paths: Iterable[Path]) -> None:
         """Have all that was written, and the files `paths`, on the disk."""
@@ -154,11 +173,3 @@ class _Writer:
     def __exit__(self, *_: object) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
-
-
-def _staged(data: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
-    """(byte position, bytes) of a flat tensor, some MiB at a time; on a GPU each part is copied to the host first."""
-    per_stage = max(1, _STAGE_BYTES // data.element_size())
-    for start in range(0, len(data), per_stage):
-        part = data[start : start + per_stage].cpu()
-        yield start * data.element_size(), tensor_bytes(part)

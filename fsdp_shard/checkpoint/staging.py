@@ -1,14 +1,17 @@
-"""A copy of this rank's part of the state in host memory, so that a step can be written while training goes on.
+"""This rank's part of the state as it was at one moment, for a save that goes on behind the training.
 
-The memory is allocated once and used again by every save: fresh pages cost several times the copy. Parameters and
-optimizer state do not change before the next `optimizer.step()`, so their copy may go on through the next forward and
-backward pass, and only has to be `settled` before the weights change; buffers, which a forward pass may change, are
-copied at once. Parts on a GPU are copied to pinned memory by a stream of their own. Knows no file and no wrapper.
+Parameters and optimizer state do not change before the next `optimizer.step()`. So what lies in host memory is written
+from where it lies, through the next forward and backward pass, and only what is not written by then is copied, when the
+save is `settled` before the weights change. That memory is allocated once and used again by every save: fresh pages
+cost several times the copy. Buffers, which a forward pass may change, are copied at once. Parts on a GPU are copied to
+pinned memory by a stream of their own. Knows no file and no wrapper.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,30 +28,54 @@ Job = tuple["torch.Tensor", "torch.Tensor"]  # (host memory, source), flat and a
 
 
 class Copy:
-    """A copy under way. `run` makes it, in whatever thread; `settle` is called before the weights change."""
+    """What a save reads. `settle` is called before the weights change, from another thread than those that read."""
 
     def __init__(self, jobs: list[Job]) -> None:
-        self._jobs = [job for job in jobs if job[1].device.type == "cpu"]
-        self._copied = threading.Event()
+        self._parts = {id(source): _Part(host, source) for host, source in jobs if source.device.type == "cpu"}
         self._transfer = _start_transfer([job for job in jobs if job[1].device.type != "cpu"])
+        self._is_over = False
 
-    def run(self) -> None:
-        """Copy what is in host memory, and wait for what comes from a GPU; returns when all of it is there."""
-        try:
-            for job in self._jobs:
-                _copy(job)
-        finally:
-            self._copied.set()
+    def wait(self) -> None:
+        """Until what comes from a GPU is there."""
         if self._transfer is not None:
             self._transfer.synchronize()
 
+    @contextmanager
+    def reading(self, shard: LocalShard, elements: slice) -> Iterator[torch.Tensor]:
+        """Some elements of a staged shard, which a save reads once each; while it does, they cannot change."""
+        if (part := self._parts.get(id(shard.data))) is None:
+            yield shard.data[elements]
+            return
+        with part.lock:
+            assert part.num_unread or part.is_copied, "they may have changed since"
+            yield (part.host if part.is_copied else part.source)[elements]
+            part.num_unread -= elements.stop - elements.start
+
     def settle(self) -> None:
-        """Let nothing that follows change the state before it is copied; on a GPU the stream waits, not this thread."""
-        self._copied.wait()
+        """Let nothing that follows change what is still to be read; on a GPU the stream waits, not this thread."""
+        for part in self._parts.values():
+            with part.lock:
+                if part.num_unread and not (part.is_copied or self._is_over):
+                    _copy((part.host, part.source))
+                    part.is_copied = True
         if self._transfer is not None:
             import torch
 
             torch.cuda.current_stream().wait_event(self._transfer)
+
+    def end(self) -> None:
+        """Nothing is read any more."""
+        self._is_over = True
+
+
+class _Part:
+    """A shard in host memory, `source`, and where it is copied to if it has to be."""
+
+    def __init__(self, host: torch.Tensor, source: torch.Tensor) -> None:
+        self.host, self.source = host, source
+        self.lock = threading.Lock()
+        self.num_unread = len(source)
+        self.is_copied = False
 
 
 class Staging:
@@ -58,9 +85,9 @@ class Staging:
         self._memory: torch.Tensor | None = None
 
     def stage(self, state: RunState) -> tuple[RunState, Copy]:
-        """`state` as it will be in host memory once the returned copy has run; what it stages now is overwritten then.
+        """`state` for a save behind the training, and the copy that it reads through; the save before must have ended.
 
-        Parts that another rank writes are not copied: their `data` is empty.
+        Parts that another rank writes are left out: their `data` is empty.
         """
         from torch import nn
 
@@ -76,14 +103,16 @@ class Staging:
             for name, shard in part.items():
                 count = len(shard.data) if shard.writes else 0
                 host = memory[at : at + count * shard.data.element_size()].view(shard.data.dtype)
-                copies[name] = replace(shard, tensor=host, data=host)
                 at += _num_bytes(shard)
                 is_buffer = part is state.weights and not isinstance(shard.tensor, nn.Parameter)
+                stays = count and not is_buffer and shard.data.device.type == "cpu"
+                copies[name] = replace(shard, tensor=host, data=shard.data if stays else host)
                 if count:
                     (at_once if is_buffer else later).append((host, shard.data))
         for host, source in at_once:
             host.copy_(source)
-        return replace(state, weights=staged[0], optimizer=staged[1]), Copy(later)
+        copy = Copy(later)
+        return replace(state, weights=staged[0], optimizer=staged[1], reading=copy.reading), copy
 
     def _get_memory(self, num_bytes: int, pinned: bool) -> torch.Tensor:
         import torch

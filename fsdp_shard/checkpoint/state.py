@@ -23,7 +23,9 @@ from fsdp_shard.checkpoint.points import reach
 from fsdp_shard.checkpoint.ranges import (
     Digests,
     RankPlans,
+    Reading,
     Records,
+    as_it_is,
     create_files,
     hash_shared_chunks,
     write_ranges,
@@ -43,7 +45,7 @@ TRAINER = "trainer.json"
 class RunState:
     """All that a step directory holds. `side_files` (config, tokenizer) are needed on rank 0 only.
 
-    `single_file` is the name of the weights' file where the layout makes one.
+    `single_file` is the name of the weights' file where the layout makes one. Shards are read through `reading`.
     """
 
     weights: Mapping[str, LocalShard]
@@ -52,6 +54,7 @@ class RunState:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     side_files: Mapping[str, bytes] = field(default_factory=dict)
     single_file: str = SINGLE_FILE
+    reading: Reading = as_it_is
 
 
 def save_step(
@@ -75,9 +78,10 @@ def save_step(
     plans = RankPlans(LAYOUTS[layout](state.weights, target), states, _small_files(state, target))
     num_bytes = sum(context.all_gather_object(plans.num_bytes))
     directory = Path(context.broadcast_object(context.together(lambda: _begin(context, store, step, num_bytes))))
+    parts = (state.weights, state.optimizer, state.reading)
     try:
         context.together(lambda: create_files(directory, plans))
-        digests, records = context.together(lambda: write_ranges(directory, plans, state.weights, state.optimizer))
+        digests, records = context.together(lambda: write_ranges(directory, plans, *parts))
         context.together(lambda: hash_shared_chunks(directory, state.weights, digests))
         everyone = context.gather_object((digests, records))
         context.together(lambda: _commit(context, store, directory, step, state, layout, everyone))

@@ -38,7 +38,7 @@ class PlanDataConfig:
 class PlanSavingConfig:
     """What a plan needs to know of checkpoints."""
 
-    asynchronous: bool = setting(True, "As in finetune: a copy of what is saved is made in host memory.")
+    asynchronous: bool = setting(True, "As in finetune: what is saved may be copied in host memory.")
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """Saving steps of a run, behind the training or not: what is saved, one save at a time, and what a failure means.
 
-Whether and when to save is the recipe's; how bytes lie on the disk is `checkpoint`'s. A save in the background works on
-a copy of the state in host memory, in a thread of its own (hashing, copying and writing let go of the interpreter), and
-meets the other ranks' in a process group of its own. What it came to is agreed on by all ranks, in the main thread,
-before any acts on it: `poll` after a step, `finish` before the run ends.
+Whether and when to save is the recipe's; how bytes lie on the disk is `checkpoint`'s. A save in the background goes on
+in a thread of its own (hashing and writing let go of the interpreter), is settled before the optimizer changes what it
+has still to read, and meets the other ranks' in a process group of its own. What it came to is agreed on by all ranks,
+in the main thread, before any acts on it: `poll` after a step, `finish` before the run ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SaveLog(Protocol):
 
 
 class Flight:
-    """A save in the background: `work` in a thread, after a copy of the state is made there."""
+    """A save in the background: `work`, which reads the state through `copy`, in a thread."""
 
     def __init__(self, step: int, copy: Copy, work: Callable[[], Path]) -> None:
         self.step, self.copy, self._work = step, copy, work
@@ -78,11 +78,13 @@ class Flight:
 
     def _run(self) -> None:
         try:
-            self.copy.run()
+            self.copy.wait()
             reach("staged")
             self._path = self._work()
         except BaseException as error:  # told to the main thread, whatever it is
             self._error = error
+        finally:
+            self.copy.end()
 
 
 class Saver:

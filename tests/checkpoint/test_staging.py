@@ -1,15 +1,27 @@
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import nn
 
-from fsdp_shard.checkpoint.staging import Staging
+from fsdp_shard.checkpoint.staging import Copy, Staging
 from fsdp_shard.checkpoint.state import RunState
 from fsdp_shard.shards import LocalShard
 
 
 def shard(tensor: torch.Tensor, *, writes: bool = True) -> LocalShard:
     return LocalShard(tensor, tensor.detach().view(-1), 0, tuple(tensor.shape), writes)
+
+
+def read(copy: Copy, shard: LocalShard, start: int = 0, stop: int | None = None) -> list[float]:
+    with copy.reading(shard, slice(start, len(shard.data) if stop is None else stop)) as data:
+        return [float(value) for value in data]
+
+
+def change(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.zero_()
 
 
 def test_buffers_are_copied_at_once_and_the_rest_before_it_may_change() -> None:
@@ -23,21 +35,61 @@ def test_buffers_are_copied_at_once_and_the_rest_before_it_may_change() -> None:
     )
     staging = Staging()
     staged, copy = staging.stage(state)
-    buffer.zero_()
-    copy.run()
+    change(buffer)  # a forward pass may
     copy.settle()
-    with torch.no_grad():
-        weight.zero_()
-    step.zero_()
-    assert torch.equal(staged.weights["weight"].data, torch.arange(10.0))
-    assert torch.equal(staged.weights["buffer"].data, torch.ones(3, dtype=torch.bfloat16)), (
-        "a forward pass may change it"
-    )
-    assert staged.optimizer["weight.step"].data.tolist() == [5.0]
+    change(weight)
+    change(step)
+    assert read(copy, staged.weights["weight"]) == list(range(10))
+    assert read(copy, staged.weights["buffer"]) == [1, 1, 1]
+    assert read(copy, staged.optimizer["weight.step"]) == [5]
     assert len(staged.weights["other"].data) == 0, "another rank writes it, so it takes no memory"
     assert (staged.weights["weight"].shape, staged.trainer) == ((10,), {"step": 5})
 
+
+def test_what_is_written_in_time_is_never_copied() -> None:
+    early, late, unread = (nn.Parameter(torch.arange(first, first + 4.0)) for first in (0, 10, 20))
+    state = RunState({"early": shard(early), "late": shard(late), "unread": shard(unread)}, {})
+    staging = Staging()
+    staged, copy = staging.stage(state)
+    with copy.reading(staged.weights["early"], slice(0, 2)) as data:
+        assert data.data_ptr() == early.data_ptr(), "it is read where it lies"
+    assert read(copy, staged.weights["early"], 2) == [2, 3]
+    assert read(copy, staged.weights["late"], 0, 1) == [10]
+    memory = staging._get_memory(0, pinned=False)
+    memory.fill_(255)
+    copy.settle()
+    for tensor in (early, late, unread):
+        change(tensor)
+    assert set(memory[:16].tolist()) == {255}, "it was all written"
+    assert read(copy, staged.weights["late"], 1) == [11, 12, 13]
+    with copy.reading(staged.weights["unread"], slice(0, 4)) as data:
+        assert data.tolist() == [20, 21, 22, 23]
+        first = data.data_ptr()
+    copy.end()
     again, copy = staging.stage(state)
-    copy.run()
-    assert again.weights["weight"].data.data_ptr() == staged.weights["weight"].data.data_ptr(), "the memory is reused"
-    assert not again.weights["weight"].data.any()
+    copy.settle()
+    with copy.reading(again.weights["unread"], slice(0, 4)) as data:
+        assert data.data_ptr() == first, "the memory is used again"
+
+
+def test_weights_do_not_change_while_they_are_read() -> None:
+    weight = nn.Parameter(torch.ones(8))
+    staged, copy = Staging().stage(RunState({"weight": shard(weight)}, {}))
+    changed = threading.Thread(target=lambda: (copy.settle(), change(weight)))
+    with copy.reading(staged.weights["weight"], slice(0, 4)) as data:
+        changed.start()
+        changed.join(0.2)
+        assert changed.is_alive()
+        assert data.tolist() == [1, 1, 1, 1]
+    changed.join(10)
+    assert read(copy, staged.weights["weight"], 4) == [1, 1, 1, 1]
+
+
+def test_a_save_that_has_ended_needs_no_copy() -> None:
+    weight = nn.Parameter(torch.ones(8))
+    staging = Staging()
+    _, copy = staging.stage(RunState({"weight": shard(weight)}, {}))
+    memory = staging._get_memory(0, pinned=False).fill_(255)
+    copy.end()
+    copy.settle()
+    assert set(memory.tolist()) == {255}

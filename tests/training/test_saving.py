@@ -78,20 +78,27 @@ class Training:
         return self.held()
 
 
-def behind(context: DistributedContext, run_dir: Path, wrapper: str, layout: str) -> None:
-    """Two saves, each of which is slow to copy and slower to write, while training goes on."""
+def behind(context: DistributedContext, run_dir: Path, wrapper: str, layout: str, held_at: str) -> None:
+    """Two saves, each slow to copy and held up while training goes on: before anything is written, or halfway."""
     run = Training(context, run_dir, wrapper, layout=layout, keep_last=1)
-    real, writing = staging._copy, threading.Event()
+    real, writing, held = staging._copy, threading.Event(), threading.Event()
 
     def slow(job: Any) -> None:
         time.sleep(0.004)
         real(job)
 
     staging._copy = slow
-    points.hook = lambda point: writing.wait(60) and None if point == "created" else None
+
+    def hold(point: str) -> None:
+        if point == held_at:
+            held.set()
+            writing.wait(60)
+
+    points.hook = hold
     run.step()
     first = run.held()
     run.saver.save(run.state)
+    held.wait(60)
     run.step()  # the weights change while nothing is written yet
     run.saver.poll()
     assert run.store.steps() == []
@@ -115,9 +122,10 @@ def behind(context: DistributedContext, run_dir: Path, wrapper: str, layout: str
     assert not all(torch.equal(restored[name], third[name]) for name in third)
 
 
+@pytest.mark.parametrize("held_at", ["created", "weights-written"])
 @pytest.mark.parametrize(("wrapper", "layout"), [("fsdp1", "sharded"), ("fsdp2", "gathered")])
-def test_what_is_saved_is_the_state_of_its_step(wrapper: str, layout: str, tmp_path: Path) -> None:
-    on_ranks(2, behind, tmp_path, wrapper, layout)
+def test_what_is_saved_is_the_state_of_its_step(wrapper: str, layout: str, held_at: str, tmp_path: Path) -> None:
+    on_ranks(2, behind, tmp_path, wrapper, layout, held_at)
     assert verify(tmp_path).is_sound
 
 
