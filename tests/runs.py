@@ -74,8 +74,10 @@ class Started:
         alive = self._process.is_alive()
         stacks = ""
         if alive:
-            stacks = _stacks(self.pid, Path(self._directory.name))
-            self._process.kill()
+            processes = _with_children(self.pid)
+            stacks = _stacks(processes, Path(self._directory.name))
+            for process in processes:
+                _send(signal.SIGKILL, process)
             self._process.join()
         texts = [(Path(self._directory.name) / name).read_text() for name in ("out", "err")]
         self._directory.cleanup()
@@ -84,14 +86,18 @@ class Started:
         return Ended(self._process.exitcode, *texts, self.run_dir)
 
 
-def _stacks(pid: int, directory: Path) -> str:
-    """Where the threads of every process of a run that hangs are: the last calls of each."""
+def _send(number: signal.Signals, process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def _stacks(processes: list[int], directory: Path) -> str:
+    """Where the threads of the processes of a run that hangs are: the last calls of each."""
     texts = []
-    for process in _with_children(pid):
+    for process in processes:
         (directory / "stacks").write_text("")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGUSR2)
-            time.sleep(0.3)
+        _send(signal.SIGUSR2, process)
+        time.sleep(0.3)
         threads = (directory / "stacks").read_text().split("\n\n")
         texts += [f"process {process}", *("\n".join(thread.splitlines()[:_FRAMES]) for thread in threads)]
     return "\n".join(texts)
