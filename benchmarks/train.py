@@ -5,7 +5,7 @@
 Wants two quiet cores and 16 GB of memory. A random Llama of 101 M parameters is always there, made once in `--work`;
 `--model` adds any other. Two ranks on the CPU, one window each a step, fp32 and bf16. Two things are measured:
 
-- tokens a second: our loop and bare ones with the same `fully_shard` calls take turns in one run (`train_sides.py`);
+- tokens a second: our loop and bare ones with the same `fully_shard` calls take turns (`train_sides.py`);
 - from the command to the end of the first step: whole programs, ours and those of others (`train_peers.py`), each once
   in each round. What such a program really ran, sharded or not, is looked at and printed; one that fails says why.
 
@@ -40,7 +40,8 @@ PEERS = {
     "trainer_accelerate": "Trainer, accelerate's FSDP2",
     "fabric": "Lightning Fabric",
 }
-QUICK = {"sequence_length": 16, "rounds": 2, "steps": 1, "dtypes": ["float32"]}
+OTHERS = ("bare", "bare, torch's loss", "DDP")
+QUICK = {"sequence_length": 16, "rounds": 1, "steps": 1, "dtypes": ["float32"]}
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Bench:
     rounds: int
     steps: int
     with_peers: bool
+    others: tuple[str, ...]
 
     @property
     def tokens(self) -> int:
@@ -80,11 +82,18 @@ class Bench:
         return path
 
     def turns(self, model: Path, dtype: str) -> dict[str, Any]:
-        """The seconds and losses that `train_sides.py` prints."""
-        counts = map(str, (self.sequence_length, self.rounds, self.steps))
-        said = _output(_ranks("train_sides.py", str(model), dtype, *counts))
-        found: dict[str, Any] = json.loads(said.strip().splitlines()[-1])
-        return found
+        """What `train_sides.py` prints: the seconds of a step of each side in each round, and its first loss."""
+        sides = ("ours", *self.others)
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        losses: dict[str, float] = {}
+        for number in range(self.rounds):
+            turn = number % len(sides)
+            for side in sides[turn:] + sides[:turn]:
+                words = (side, str(model), dtype, str(self.sequence_length), str(self.steps))
+                found = json.loads(_output(_ranks("train_sides.py", *words)).strip().splitlines()[-1])
+                seconds[side].append(found["seconds"])
+                losses[side] = found["loss"]
+        return {"seconds": seconds, "losses": losses}
 
     def programs(self, model: Path, text: Path, dtype: str) -> dict[str, Program | str]:
         """Every program, once in each round; a text instead says why one does not run."""
@@ -216,9 +225,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a Llama to train beside the random one, such as SmolLM2-135M")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a rank and step (default 256)")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of which the median counts (default 7)")
-    parser.add_argument("--steps", type=int, default=2, help="steps of each side in a round (default 2)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round (default 4)")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="*", default=["tokens", "starts"], choices=["tokens", "starts"])
+    parser.add_argument("--loops", nargs="*", default=OTHERS, choices=OTHERS, help="loops that take turns with ours")
     parser.add_argument("--no-peers", action="store_true", help="run only the bare loops beside ours")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: does it work at all?")
     parser.add_argument("--json", type=Path, help="write the table there too")
@@ -226,7 +236,14 @@ def main() -> None:
     if options.quick:
         vars(options).update(QUICK)
     options.work.mkdir(parents=True, exist_ok=True)
-    bench = Bench(options.work.resolve(), options.sequence_length, options.rounds, options.steps, not options.no_peers)
+    bench = Bench(
+        options.work.resolve(),
+        options.sequence_length,
+        options.rounds,
+        options.steps,
+        not options.no_peers,
+        tuple(options.loops),
+    )
     llama = bench.llama(64, 2, 512) if options.quick else bench.llama(768, 9, 49_152)
     models = {"Llama": llama, **({options.model.name: options.model.resolve()} if options.model else {})}
     rows: list[Row] = []

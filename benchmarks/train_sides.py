@@ -1,8 +1,9 @@
-"""Training loops in turns, on the ranks that torchrun started: MODEL DTYPE SEQUENCE_LENGTH ROUNDS STEPS.
+"""One training loop of several, on the ranks that torchrun started: SIDE MODEL DTYPE SEQUENCE_LENGTH STEPS.
 
 Ours (`train` with its log, as the recipe drives it), the same in bare PyTorch with the same `fully_shard` calls, and
-DDP; the bare ones with our loss and with torch's. In each round each makes STEPS steps, in an order that turns, so that
-noise meets all of them. Rank 0 prints, as JSON, the seconds of a step of each in each round, and the first losses.
+DDP; the bare ones with our loss, or with torch's. Rank 0 prints, as JSON, the median seconds of STEPS steps after the
+first two, and the first loss. Each side has processes of its own: two that share them also share what the C library
+has free, and one of them then pays for pages that the other has given back.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -95,54 +97,45 @@ def bare_fsdp2(path: str, dtype: str, context: DistributedContext) -> torch.nn.M
     return fully_shard(model, mesh=context.mesh["shard"], mp_policy=policy, reshard_after_forward=False)
 
 
-def sides(path: str, dtype: str, data: WindowDataset, run_dir: str, context: DistributedContext) -> dict[str, Any]:
-    """Name -> steps. The two losses of a loop share its model and optimizer."""
+def side(
+    name: str, path: str, dtype: str, data: WindowDataset, run_dir: str, context: DistributedContext
+) -> Iterator[float]:
+    """The steps of one of `SIDES`."""
+    if name == "ours":
+        return ours(path, dtype, data, run_dir, context)
+    if name == "DDP":
+        whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+        replicated = DistributedDataParallel(whole)
+
+        def autocast(**inputs: Any) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+                return replicated(**inputs)
+
+        return bare(whole, autocast, our_loss, adamw(whole), data, context)
     sharded = bare_fsdp2(path, dtype, context)
-    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
-    replicated = DistributedDataParallel(whole)
-
-    def autocast(**inputs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            return replicated(**inputs)
-
-    first, second = adamw(sharded), adamw(whole)
-    return {
-        "ours": ours(path, dtype, data, run_dir, context),
-        "bare": bare(sharded, sharded, our_loss, first, data, context),
-        "bare, torch's loss": bare(sharded, sharded, torch_loss, first, data, context),
-        "DDP": bare(whole, autocast, our_loss, second, data, context),
-    }
-
-
-def _mean(loss: float, context: DistributedContext) -> float:
-    return context.all_reduce([loss])[0] / context.world_size
+    return bare(sharded, sharded, our_loss if name == "bare" else torch_loss, adamw(sharded), data, context)
 
 
 def main() -> None:
-    path, dtype, length, rounds, steps = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+    name, path, dtype, length, steps = *sys.argv[1:4], *map(int, sys.argv[4:])
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     with distributed("cpu") as context, TemporaryDirectory() as directory:
         vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
         tokens = np.random.default_rng(0).integers(0, vocabulary, 64 * length + 1)
-        running = sides(path, dtype, WindowDataset(tokens, length, "random"), directory, context)
-        losses = {name: _mean(next(side), context) for name, side in running.items()}
-        for side in running.values():
-            next(side)  # the optimizer's state is made in the first step
-        seconds: dict[str, list[float]] = {name: [] for name in running}
-        names = list(running)
-        for number in range(rounds):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                context.barrier()
-                began = time.perf_counter()
-                for _ in range(steps):
-                    next(running[name])
-                context.barrier()
-                seconds[name].append((time.perf_counter() - began) / steps)
-        for side in running.values():
-            side.close()
+        running = side(name, path, dtype, WindowDataset(tokens, length, "random"), directory, context)
+        loss = context.all_reduce([next(running)])[0] / context.world_size
+        next(running)  # the optimizer's state is made in the first step
+        seconds = []
+        for _ in range(steps):
+            context.barrier()
+            began = time.perf_counter()
+            next(running)
+            context.barrier()
+            seconds.append(time.perf_counter() - began)
+        running.close()
         if context.is_main:
-            print(json.dumps({"seconds": seconds, "losses": losses}), flush=True)
+            print(json.dumps({"seconds": statistics.median(seconds), "loss": loss}), flush=True)
 
 
 if __name__ == "__main__":
