@@ -98,7 +98,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self.first_death, self.frozen, self._first_seen_dead = None, set(), None
         pids: dict[int, int] = super()._start_workers(worker_group)
-        # A thread of one of these processes serves the store, and looks up the name of whoever comes to it: a rank that
+        # A thread of one of the launchers serves the store, and looks up the name of whoever comes to it: a rank that
         # is forked at that moment finds the resolver of the C library locked for ever. So nobody comes before all are
         # forked. One machine that is late does not keep the others: what could happen then is rare.
         group: Any = worker_group  # torch's annotations know only what its fields are before the machines have met

@@ -98,8 +98,8 @@ def run_ranks(
                 grace_seconds=grace_seconds,
                 timeout_seconds=timeout_seconds,
                 sign_of_life=lambda rank: _sign_of_life(here, rank),
+                all_started=lambda: _let_go(here),
                 # A fixed number of machines that one of them was told to leave cannot go on.
-                all_started=lambda: (_this_attempt(here) / _ALL_STARTED).touch(),
                 restarts=lambda status: not (status == InputError.exit_status or (status > 128 and len({*nodes}) == 1)),
             )
             result = agent.run()
@@ -144,6 +144,7 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
     interrupt_on_signals(ctrl_c=True)
     torch.set_num_threads(num_threads)
     place = _this_attempt(Path(reports))
+    place.mkdir(exist_ok=True)
     give_signs_of_life(place / f"rank-{os.environ['RANK']}.alive")
     try:
         try:
@@ -160,7 +161,15 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
         _on_signals(signal.SIG_DFL)  # what follows is torch waiting for the other ranks
 
 
+def _let_go(reports: Path) -> None:
+    """Tell the ranks of this attempt, which wait for it, that all of them are there."""
+    place = _this_attempt(reports)
+    place.mkdir(exist_ok=True)
+    (place / _ALL_STARTED).touch()
+
+
 def _wait_for(file: Path) -> None:
+    """Until the launcher has made `file`; RankError if it dies before."""
     launcher = os.getppid()
     while not file.exists():
         time.sleep(0.005)
@@ -193,9 +202,8 @@ def read_reports(directory: Path) -> list[Report]:
 
 
 def _this_attempt(reports: Path) -> Path:
-    place = reports / f"attempt-{attempt()}"
-    place.mkdir(exist_ok=True)
-    return place
+    """Where the ranks of this attempt leave word; the first to do so makes it."""
+    return reports / f"attempt-{attempt()}"
 
 
 def _last_attempt(reports: Path) -> Path:

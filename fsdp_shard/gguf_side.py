@@ -67,7 +67,7 @@ def _write_side_files(file: Path, directory: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (ValueError, KeyError, ImportError, TypeError, NotImplementedError) as error:
+    except (ValueError, KeyError, ImportError, TypeError, NotImplementedError) as error:  # all that it does not know
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"{file} cannot be used as a model: {reason}") from error
     if not config.architectures:  # GGUF knows no classes; the architectures that can be read are decoder-only models

@@ -12,7 +12,7 @@ import pytest
 from fsdp_shard import settings
 from fsdp_shard.compose import Job, compose, write_config
 from fsdp_shard.config import COMMANDS, OPTIONS, ConvertConfig, FinetuneConfig, GenerateConfig, PlanConfig, schema_of
-from fsdp_shard.config.base import is_used
+from fsdp_shard.config.base import _GROUPS, is_used
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.reference import groups_of, help_text, markdown, settings_of
 from fsdp_shard.settings import setting
@@ -74,6 +74,10 @@ def test_every_preset_composes(command: str, group: str, option: str) -> None:
     plain, chosen = _one(command), _one(command, f"{group}={option}")
     plain.run_dir = chosen.run_dir
     assert chosen != plain, "a preset that changes nothing"
+
+
+def test_every_group_is_known_before_its_options_are_loaded() -> None:
+    assert set(_GROUPS) == set(OPTIONS)
 
 
 def test_every_file_under_conf_is_reached() -> None:

@@ -62,7 +62,7 @@ def create_files(directory: Path, plans: RankPlans) -> None:
 
 
 def as_it_is(shard: LocalShard, part: slice) -> AbstractContextManager[torch.Tensor]:
-    """Of a shard that nobody changes."""
+    """The `Reading` of shards that nobody changes."""
     return nullcontext(shard.data[part])
 
 

@@ -106,8 +106,8 @@ def _block_of(file: Path) -> Any:
         try:
             known = GGMLQuantizationType(kind)
             elements, num_bytes = GGML_QUANT_SIZES[known]
-            dequantize(np.zeros((1, num_bytes), np.uint8), known)  # gguf knows sizes of more types than it decodes
-        except (ValueError, KeyError, NotImplementedError):
+            dequantize(np.zeros((1, num_bytes), np.uint8), known)
+        except (ValueError, KeyError, NotImplementedError):  # gguf knows sizes of more types than it decodes
             return None
         return int(elements), int(num_bytes)
 
