@@ -134,7 +134,7 @@ class ConvertConfig:
     sync: bool = setting(
         True,
         "Have everything on the disk before the target gets its name, so that a power cut leaves it whole or absent. "
-        "false: leave that to the system, as cp does.",
+        "false: leave that to the system, as cp does; not with overwrite.",
     )
     overwrite: bool = setting(False, "Replace an existing checkpoint at the target, once the new one is complete.")
 
@@ -154,3 +154,8 @@ class ConvertConfig:
             )
         if self.nest is not None and (self.format != "dcp" or not self.nest):
             raise ConfigError(f"{prefix}nest={self.nest!r} needs format=dcp and a key, such as nest=model.")
+        if self.overwrite and not self.sync:
+            raise ConfigError(
+                f"{prefix}overwrite=true needs {prefix}sync=true: a power cut could take the new checkpoint after the "
+                "old one is gone. Give another target, or leave sync as it is."
+            )

@@ -95,7 +95,8 @@ def convert(
         _check_target(place, index, overwrite)
         plan = plan_conversion(index, settings, _ties(index, format))
         stamps = _stamps(index)
-        with atomic.new_directory(place, plan.target.num_bytes + side_bytes(index), replace=overwrite) as temporary:
+        room = plan.target.num_bytes + side_bytes(index)
+        with atomic.new_directory(place, room, replace=overwrite, sync=sync) as temporary:
             _write(index, plan, temporary, verify=verify, sync=sync)
             if _stamps(index) != stamps:
                 raise CheckpointError(
@@ -180,7 +181,7 @@ def _write(index: TensorIndex, plan: ConversionPlan, root: Path, *, verify: bool
             if problem is not None:
                 raise SaveError(f"{problem}; the disk or the memory of this machine is at fault. Nothing was kept.")
     if sync:
-        for name in names:
+        for name in [*names, MANIFEST]:
             atomic.fsync_file(root / name)
         atomic.fsync_tree(root)
 
@@ -206,7 +207,7 @@ def _write_manifest(
         digest = integrity.tensor_digest(spec.dtype, spec.shape, chunks)
         tensors[spec.name] = TensorRecord(spec.dtype, spec.shape, digest, tuple(chunk.hex() for chunk in chunks))
     manifest = Manifest(plan.target.layout, index.step, plan.target.world_size, {}, files, tensors, dict(plan.aliases))
-    atomic.write_text(root / MANIFEST, manifest.to_json())
+    (root / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
 
 def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:

@@ -105,6 +105,14 @@ def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
+def with_even_middle(start: int, stop: int, size: int, edge: int) -> Iterator[tuple[int, int]]:
+    """As `aligned`, and what lies before the first and after the last multiple of `edge` is a part of its own."""
+    low = min(start + -start % edge, stop)
+    high = max(stop - stop % edge, low)
+    for first, last in ((start, low), (low, high), (high, stop)):
+        yield from aligned(first, last, size)
+
+
 def copy_range(source: int, offset: int, target: int, at: int, num_bytes: int) -> int:
     """Let the kernel copy a range of one file into another, which some file systems do without moving a byte.
 

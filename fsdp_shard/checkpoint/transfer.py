@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from fsdp_shard.checkpoint.atomic import fsync_file, naming, start_writeback
+from fsdp_shard.checkpoint.atomic import allocate, fsync_file, naming, start_writeback
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.entries import Span
-from fsdp_shard.checkpoint.files import Handles, aligned, pwrite_all
+from fsdp_shard.checkpoint.files import Handles, pwrite_all, with_even_middle
 from fsdp_shard.checkpoint.header import PAGE_BYTES
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
@@ -26,7 +26,8 @@ from fsdp_shard.errors import CheckpointError
 
 _AHEAD = 4  # pieces read while one is written
 _COPY_BYTES = 32 << 20  # of a piece that is copied
-_PART_BYTES = 1 << 20  # of it that is copied, and sent on its way to the disk, at once
+_PART_BYTES = 8 << 20  # of it that is copied, and sent on its way to the disk, at once
+_EDGE_BYTES = 256 << 10  # the kernel copies in steps, and makes pages of a file as large as each step is aligned
 
 Progress = Callable[[int], None]
 
@@ -97,7 +98,7 @@ def create_file(root: Path, plan: FilePlan) -> None:
     handle = os.open(root / plan.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
     try:
         with naming(root / plan.name):
-            os.truncate(handle, plan.num_bytes)
+            allocate(handle, plan.num_bytes)
             for position, frame in plan.frames:
                 pwrite_all(handle, position, memoryview(frame))
     finally:
@@ -264,7 +265,7 @@ class _Writer:
                         self._send(handle, offset, high - low)
 
     def _copy(self, name: str, start: int, handle: int, offset: int, num_bytes: int) -> None:
-        for low, high in aligned(offset, offset + num_bytes, _PART_BYTES):
+        for low, high in with_even_middle(offset, offset + num_bytes, _PART_BYTES, _EDGE_BYTES):
             first = start + low - offset
             self._index.copy(Span(name, first, first + high - low), handle, low)
             self._send(handle, low, high - low)

@@ -325,8 +325,15 @@ def test_sync_decides_whether_the_weights_are_on_the_disk(
 
     monkeypatch.setattr(os, "fsync", record)
     convert(tmp_path / "source", tmp_path / "target", sync=sync)
-    assert ("model.safetensors" in synced) == sync
+    assert {"model.safetensors", "manifest.json"} <= set(synced) if sync else synced == []
     assert ("config.json" in synced) == sync
+
+
+def test_what_is_replaced_is_not_left_to_a_power_cut(tmp_path: Path) -> None:
+    for name in ("source", "target"):
+        write_huggingface(tmp_path / name, {"a": torch.randn(5, 3)})
+    with pytest.raises(ConfigError, match="overwrite=true needs sync=true: a power cut"):
+        convert(tmp_path / "source", tmp_path / "target", sync=False, overwrite=True)
 
 
 def test_a_cast_that_would_make_infinities_is_refused(tmp_path: Path) -> None:
