@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint import boxes, dtypes
 from fsdp_shard.checkpoint.entries import Extra, Piece, Span, TensorEntry
-from fsdp_shard.checkpoint.files import Files
+from fsdp_shard.checkpoint.files import Files, page_aligned
 from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.errors import CheckpointError
 
@@ -145,7 +145,7 @@ class TensorIndex:
         if not parts:
             return
         first, last = parts[0].inside, parts[-1].inside + parts[-1].repeats * parts[-1].size
-        stored = np.empty((last - first) * size, np.uint8)
+        stored = np.frombuffer(page_aligned((last - first) * size), np.uint8)
         self._fill(piece, size, first, stored.data)
         target = np.frombuffer(view, np.uint8)
         for part in parts:

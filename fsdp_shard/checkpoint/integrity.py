@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from fsdp_shard.checkpoint.dtypes import itemsize
-from fsdp_shard.checkpoint.files import open_regular
+from fsdp_shard.checkpoint.files import open_regular, page_aligned
 from fsdp_shard.checkpoint.manifest import FileRecord
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ def read_chunks(index: TensorIndex, name: str, numbers: Iterable[int] | None = N
     """The logical bytes of a tensor chunk by chunk (all, or those numbered `numbers`), each in the same buffer."""
     entry = index.entry(name)
     size = itemsize(entry.dtype)
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, entry.num_bytes)))
+    whole = page_aligned(min(CHUNK_BYTES, entry.num_bytes))
     for number in range(num_chunks(entry.num_bytes)) if numbers is None else numbers:
         start = number * CHUNK_BYTES
-        view = buffer[: min(CHUNK_BYTES, entry.num_bytes - start)]
+        view = whole[: min(CHUNK_BYTES, entry.num_bytes - start)]
         index.read_into(name, start // size, view)
         yield view
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint.atomic import allocate, fsync_file, naming, start_writeback
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.entries import Span
-from fsdp_shard.checkpoint.files import Handles, pwrite_all, with_even_middle
+from fsdp_shard.checkpoint.files import Handles, page_aligned, pwrite_all, with_even_middle
 from fsdp_shard.checkpoint.header import PAGE_BYTES
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
@@ -26,6 +26,7 @@ from fsdp_shard.errors import CheckpointError
 
 _AHEAD = 4  # pieces read while one is written
 _COPY_BYTES = 32 << 20  # of a piece that is copied
+_READ_BYTES = 4 << 20  # of it that is read and written
 _PART_BYTES = 8 << 20  # of it that is copied, and sent on its way to the disk, at once
 _EDGE_BYTES = 256 << 10  # the kernel copies in steps, and makes pages of a file as large as each step is aligned
 
@@ -43,7 +44,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of the target of `move`, from byte `start` on: `data`, or those that lie in `spans` of the source.
+    """Bytes of the target of `move`, from byte `start` on: `data`, or those that lie in `spans` of the source, or those
+    that are still to be read.
 
     `data` is good until _AHEAD more pieces are made.
     """
@@ -77,10 +79,12 @@ def move_tensors(
         create_file(root, plan)
     writer = _Writer(index, root, sync)
     try:
-        with closing(ahead(_Reader(index, expected, digests).pieces(moves), _AHEAD)) as pieces:
+        reader = _Reader(index, expected, digests)
+        with closing(ahead(reader.pieces(moves), _AHEAD)) as pieces:
             for piece in pieces:
-                writer.write(piece)
-                progress(piece.num_bytes)
+                for part in reader.read(piece):
+                    writer.write(part)
+                    progress(part.num_bytes)
     finally:
         writer.close()
     if sync:
@@ -139,9 +143,11 @@ class _Reader:
     ) -> None:
         self._index, self._expected, self._digests = index, expected, digests
         self._source = _Buffer()  # of what is not to be written as it is
-        self._ring = cycle([_Buffer() for _ in range(_AHEAD + 1)])  # of what is to be written
+        self._ring = cycle([_Buffer() for _ in range(_AHEAD + 1)])  # of what was cast
+        self._last = _Buffer()  # of what was read by who writes it
 
     def pieces(self, moves: Iterable[Move]) -> Iterator[_Piece]:
+        """Whatever can be done while something else is written, is done: casts, and the hashes of what is copied."""
         for move in moves:
             step, total = _step_elements(move), move.target.num_elements
             size = itemsize(move.target.dtype)
@@ -150,14 +156,28 @@ class _Reader:
                 last = min(first + many, total)
                 spans = self._to_copy(move, first, last)
                 starts = range(first, last, step)
-                if spans is None:
+                if spans is not None:
+                    for start in starts:
+                        self._read(move, start, min(step, last - start), self._source)
+                    yield _Piece(move, first * size, (last - first) * size, spans=spans)
+                elif _is_cast(move):
                     for start in starts:
                         data = self._read(move, start, min(step, last - start), next(self._ring))
                         yield _Piece(move, start * size, len(data), data)
                 else:
-                    for start in starts:
-                        self._read(move, start, min(step, last - start), self._source)
-                    yield _Piece(move, first * size, (last - first) * size, spans=spans)
+                    yield _Piece(move, first * size, (last - first) * size)
+
+    def read(self, piece: _Piece) -> Iterator[_Piece]:
+        """`piece`, or its parts as they are read: by who writes them, or they would be in the cache of another core."""
+        if piece.spans or piece.data is not None:
+            yield piece
+            return
+        move, size = piece.move, itemsize(piece.move.target.dtype)
+        step = _READ_BYTES // size
+        first, last = piece.start // size, (piece.start + piece.num_bytes) // size
+        for start in range(first, last, step):
+            data = self._read(move, start, min(step, last - start), self._last)
+            yield _Piece(move, start * size, len(data), data)
 
     def _to_copy(self, move: Move, first: int, last: int) -> list[Span] | None:
         """Where the elements [first, last) lie, if they can be copied from there."""
@@ -227,11 +247,11 @@ class _Buffer:
     """Memory that is used again, and grows to what is asked of it."""
 
     def __init__(self) -> None:
-        self._view = memoryview(bytearray(CHUNK_BYTES))
+        self._view = page_aligned(CHUNK_BYTES)
 
     def take(self, num_bytes: int) -> memoryview:
         if num_bytes > len(self._view):
-            self._view = memoryview(bytearray(num_bytes))
+            self._view = page_aligned(num_bytes)
         return self._view[:num_bytes]
 
 

@@ -14,6 +14,7 @@ from fsdp_shard.checkpoint.checks.findings import Place, Problem
 from fsdp_shard.checkpoint.checks.scan import Scan, position
 from fsdp_shard.checkpoint.dtypes import CASTABLE, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.entries import TensorEntry
+from fsdp_shard.checkpoint.files import page_aligned
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, read_chunks
 from fsdp_shard.checkpoint.threads import in_threads
@@ -148,7 +149,7 @@ def _first_not_cast(one: TensorIndex, two: TensorIndex, pair: Pair, is_downward:
 def _elements(index: TensorIndex, entry: TensorEntry, start: int) -> torch.Tensor:
     import torch
 
-    data = bytearray(min(_STEP_ELEMENTS, entry.num_elements - start) * itemsize(entry.dtype))
+    data = page_aligned(min(_STEP_ELEMENTS, entry.num_elements - start) * itemsize(entry.dtype))
     index.read_into(entry.name, start, data)
     return torch.frombuffer(data, dtype=to_torch(entry.dtype))
 

@@ -2,7 +2,7 @@
 
 Rules go by names that transformers' models share, each only where the config has the key and the checkpoint the tensor.
 What is built otherwise is passed over: of a sound model nothing may be said. So this finds a config of another size of
-the same architecture, layers that are missing, and an embedding that was resized; it proves nothing.
+the same architecture, layers or a head that are missing, and an embedding that was resized; it proves nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class _Sizes:
         every = [config, *(value for value in config.values() if isinstance(value, Mapping))]
         self.is_plain_attention = not any(_NOT_PLAIN.search(key) for part in every for key in part)
         self.has_embedding_size = any(_EMBEDDING_SIZE.search(key) for part in every for key in part)
-        self.ties = any(part.get("tie_word_embeddings") is True for part in every)
+        tied = {part["tie_word_embeddings"] for part in every if "tie_word_embeddings" in part}
+        self.ties, self.unties = True in tied, tied == {False}
         self.predicts_further = any(re.search(r"nextn|mtp", key) for part in every for key in part)
         self._parts = [config[key] for key in _NESTED if isinstance(config.get(key), Mapping)] or [config]
 
@@ -84,7 +85,7 @@ def config_problems(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
     if "quantization_config" in config or "compression_config" in config:
         return problems  # packed weights have other shapes
     kept = {name: shapes[name] for name in names}
-    problems += _vocabulary_problems(sizes, kept)
+    problems += [*_vocabulary_problems(sizes, kept), *_head_problems(config, sizes, shapes)]
     for rule in _RULES:
         problems += _rule_problems(rule, sizes, kept)
     return problems
@@ -126,6 +127,22 @@ def _layer_problems(sizes: _Sizes, names: list[str]) -> Iterator[str]:
         yield f"{key}={count}, but {stack} has {len(numbers)} layers, and {stack}.{missing[0]} is not among them."
     elif max(numbers) >= count and not sizes.predicts_further:
         yield f"{key}={count}, but {stack} has {len(numbers)} layers, up to {stack}.{max(numbers)}."
+
+
+def _head_problems(config: Mapping[str, Any], sizes: _Sizes, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """A language model whose config says that its head is not its embedding has two tensors of as many rows."""
+    named = config.get("architectures")
+    of = named[0] if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) else ""
+    embeddings = [name for name in shapes if _EMBEDDING.search(name)]
+    if not of.endswith("ForCausalLM") or not sizes.unties or len(embeddings) != 1:
+        return
+    rows = shapes[embeddings[0]][0] if len(shapes[embeddings[0]]) == 2 else 0
+    known = {rows, *(found[1:] if (found := sizes.get(*_VOCAB)) else ())}
+    if not any(known & {*shape} for name, shape in shapes.items() if name != embeddings[0]):
+        yield (
+            f"tie_word_embeddings=false gives a {of} a head beside {embeddings[0]}, which is "
+            f"{list(shapes[embeddings[0]])}, but no other tensor has as many rows."
+        )
 
 
 def _size(*keys: str) -> Callable[[_Sizes], tuple[str, int] | None]:

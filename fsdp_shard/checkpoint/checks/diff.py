@@ -15,6 +15,7 @@ from fsdp_shard.checkpoint.checks.numerics import Errors, decode
 from fsdp_shard.checkpoint.checks.scan import position
 from fsdp_shard.checkpoint.dtypes import itemsize
 from fsdp_shard.checkpoint.entries import TensorEntry
+from fsdp_shard.checkpoint.files import page_aligned
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.threads import in_threads
 
@@ -105,8 +106,8 @@ def _steps(pair: Pair, start: int) -> Iterator[range]:
     return (range(at, min(at + step, stop)) for at in range(start, stop, step))
 
 
-def _read(index: TensorIndex, entry: TensorEntry, elements: range) -> bytearray:
-    data = bytearray(len(elements) * itemsize(entry.dtype))
+def _read(index: TensorIndex, entry: TensorEntry, elements: range) -> memoryview:
+    data = page_aligned(len(elements) * itemsize(entry.dtype))
     index.read_into(entry.name, elements.start, data)
     return data
 

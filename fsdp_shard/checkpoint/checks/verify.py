@@ -141,9 +141,10 @@ class _Checkpoint:
             self.problems.append(Problem(str(error), (Place(_CONFIG),)))
             return
         self.checked.append(_CONFIG)
+        tied = {name: index.entry(name).shape for name in index.aliases}
         self.problems += [
             Problem(f"{path} does not fit the weights: {text}", (Place(_CONFIG),))
-            for text in config_problems(config, index.shapes)
+            for text in config_problems(config, index.shapes | tied)
         ]
 
     def _fail(self, error: Exception) -> None:

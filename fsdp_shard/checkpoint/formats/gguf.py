@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.entries import Codec, Piece, TensorEntry
+from fsdp_shard.checkpoint.files import page_aligned
 from fsdp_shard.checkpoint.formats.gguf_file import GGUFHeader, GGUFTensor, is_gguf, read_gguf_header
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.errors import CheckpointError
@@ -149,7 +150,7 @@ class BlockCodec:
         target = np.frombuffer(out, np.float32)
         stop = start + len(target)
         step = _DECODE_ELEMENTS // self.elements
-        stored = np.empty((1, step * self.block_bytes), np.uint8)
+        stored = np.frombuffer(page_aligned(step * self.block_bytes), np.uint8).reshape(1, -1)
         first, last = start // self.elements, -(-stop // self.elements)
         for block in range(first, last, step):
             part = stored[:, : min(step, last - block) * self.block_bytes]

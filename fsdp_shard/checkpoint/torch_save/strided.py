@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint import boxes, dtypes
 from fsdp_shard.checkpoint.entries import Piece
+from fsdp_shard.checkpoint.files import page_aligned
 from fsdp_shard.checkpoint.torch_save.stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class StridedCodec:
             self._fill(read, first, low)
             self._fill(read, first + half * self.stride[axis], high)
             return
-        stored: Any = np.empty(extent, target.dtype)
+        stored: Any = np.frombuffer(page_aligned(extent * target.itemsize), target.dtype)
         read(first * self.itemsize, memoryview(stored).cast("B"))
         steps = [step * self.itemsize for step in self.stride]
         target[...] = np.lib.stride_tricks.as_strided(stored, target.shape, steps)

@@ -92,6 +92,17 @@ def test_a_missing_layer_is_named() -> None:
     ]
 
 
+def test_a_missing_head_is_named() -> None:
+    config, shapes = model("llama")
+    left = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+    assert config_problems({**config, "architectures": ["LlamaForCausalLM"]}, left) == [
+        "tie_word_embeddings=false gives a LlamaForCausalLM a head beside model.embed_tokens.weight, which is "
+        "[97, 48], but no other tensor has as many rows."
+    ]
+    assert config_problems({**config, "architectures": ["LlamaModel"]}, left) == []
+    assert config_problems({**config, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}, left) == []
+
+
 def test_the_text_part_of_a_model_of_several_parts() -> None:
     config, shapes = model("llama")
     composed = {"model_type": "llava", "text_config": config, "vision_config": {"model_type": "clip_vision_model"}}
