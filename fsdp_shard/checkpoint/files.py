@@ -87,6 +87,13 @@ def page_aligned(num_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, num_bytes) if num_bytes >= _LARGE_BYTES else bytearray(num_bytes))
 
 
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """By numpy, which lets other threads run meanwhile and starts none of its own, as torch would."""
+    import numpy as np
+
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
 def pread_into(descriptor: int, offset: int, out: memoryview) -> int:
     """Fill `out` from `offset` on; returns the bytes read, fewer than asked only at the end of the file."""
     done, total = 0, len(out)

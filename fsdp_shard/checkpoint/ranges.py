@@ -5,7 +5,6 @@ Local throughout: who waits for whom is `state`'s business. Knows shards and fil
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from fsdp_shard.checkpoint import atomic, boxes
-from fsdp_shard.checkpoint.files import pwrite_all
+from fsdp_shard.checkpoint.direct import DirectFile, Stage
+from fsdp_shard.checkpoint.files import copy_bytes
 from fsdp_shard.checkpoint.index import open_checkpoint, tensor_bytes
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, RangeHasher, chunk_digest, digest_chunks, num_chunks
 from fsdp_shard.checkpoint.manifest import FileRecord
@@ -27,8 +27,6 @@ from fsdp_shard.shards import LocalShard
 
 if TYPE_CHECKING:
     import torch
-
-_STAGE_BYTES = 16 << 20  # moved between device, hash and file at a time
 
 Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
 Records = dict[str, FileRecord]  # file -> size and digest
@@ -137,39 +135,37 @@ class _Writer:
     """Writes ranges of files that are there already, and has them on the disk when `sync` returns."""
 
     def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        self._descriptors: dict[Path, int] = {}
+        self._reading, self._stage = reading, Stage()
+        self._files: dict[Path, DirectFile] = {}
 
     def write(
         self, path: Path, offset: int, shard: LocalShard, part: slice, observe: Callable[[memoryview], object]
     ) -> None:
         """Elements of a shard from byte `offset` on, some MiB at a time; `observe` sees their bytes, in order."""
-        descriptor, size = self._open(path), shard.data.element_size()
-        per_stage = max(1, _STAGE_BYTES // size)
-        for start in range(part.start, part.stop, per_stage):
-            at = offset + (start - part.start) * size
-            with self._reading(shard, slice(start, min(start + per_stage, part.stop))) as data, atomic.naming(path):
-                content = tensor_bytes(data.cpu())
-                observe(content)
-                pwrite_all(descriptor, at, content)
-            atomic.start_writeback(descriptor, at, len(content))
+        file, size, first = self._open(path), shard.data.element_size(), part.start
+        for at, content in self._stage.parts(offset, (part.stop - part.start) * size, size):
+            last = first + len(content) // size
+            with self._reading(shard, slice(first, last)) as data:
+                copy_bytes(content, tensor_bytes(data.cpu()))
+            observe(content)
+            file.write(at, content)
+            first = last
 
     def sync(self, paths: Iterable[Path]) -> None:
         """Have all that was written, and the files `paths`, on the disk."""
         for path in paths:
             self._open(path)
-        for path, descriptor in self._descriptors.items():
-            with atomic.naming(path):
-                os.fsync(descriptor)
+        for file in self._files.values():
+            file.sync()
 
-    def _open(self, path: Path) -> int:
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        return self._descriptors[path]
+    def _open(self, path: Path) -> DirectFile:
+        if path not in self._files:
+            self._files[path] = DirectFile(path)
+        return self._files[path]
 
     def __enter__(self) -> _Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        for file in self._files.values():
+            file.close()

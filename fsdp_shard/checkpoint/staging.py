@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard.checkpoint.files import copy_bytes
 from fsdp_shard.checkpoint.index import tensor_bytes
 from fsdp_shard.checkpoint.state import RunState
 from fsdp_shard.shards import LocalShard
@@ -56,7 +57,7 @@ class Copy:
         for part in self._parts.values():
             with part.lock:
                 if part.num_unread and not (part.is_copied or self._is_over):
-                    _copy((part.host, part.source))
+                    copy_bytes(tensor_bytes(part.host), tensor_bytes(part.source))
                     part.is_copied = True
         if self._transfer is not None:
             import torch
@@ -126,14 +127,6 @@ class Staging:
 def _num_bytes(shard: LocalShard) -> int:
     size = len(shard.data) * shard.data.element_size() if shard.writes else 0
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _copy(job: Job) -> None:
-    """By numpy, which lets other threads run meanwhile and starts none of its own, as torch would."""
-    import numpy as np
-
-    host, source = (np.frombuffer(tensor_bytes(tensor), dtype=np.uint8) for tensor in job)
-    np.copyto(host, source)
 
 
 def _start_transfer(jobs: list[Job]) -> Any:

@@ -14,6 +14,7 @@ from itertools import cycle
 from pathlib import Path
 
 from fsdp_shard.checkpoint.atomic import allocate, fsync_file, naming, start_writeback
+from fsdp_shard.checkpoint.checks.non_finite import find_non_finite
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.entries import Span
 from fsdp_shard.checkpoint.files import Handles, page_aligned, pwrite_all, with_even_middle
@@ -28,7 +29,7 @@ _AHEAD = 4  # pieces read while one is written
 _COPY_BYTES = 32 << 20  # of a piece that is copied
 _READ_BYTES = 4 << 20  # of it that is read and written
 _PART_BYTES = 8 << 20  # of it that is copied, and sent on its way to the disk, at once
-_EDGE_BYTES = 256 << 10  # the kernel copies in steps, and makes pages of a file as large as each step is aligned
+_EDGE_BYTES = 64 << 10  # the kernel copies in steps, and makes pages of a file as large as each step is aligned
 
 Progress = Callable[[int], None]
 
@@ -217,7 +218,7 @@ class _Reader:
 
         source = torch.frombuffer(data, dtype=to_torch(move.source_dtype))
         cast = torch.frombuffer(out, dtype=to_torch(move.target.dtype)).copy_(source)
-        if not cast.isfinite().all():
+        if find_non_finite(move.target.dtype, out) is not None:
             self._refuse_overflow(move, int((source.isfinite() & ~cast.isfinite()).sum()))
         return out
 

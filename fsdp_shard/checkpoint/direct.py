@@ -1,0 +1,91 @@
+"""Writing what is in memory past the page cache, in whole blocks: the disk fetches it, and no core copies it.
+
+That is what a save behind the training wants, whose cores have better things to do. Knows files, no tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdp_shard.checkpoint.atomic import naming
+from fsdp_shard.checkpoint.files import page_aligned, pwrite_all
+
+_BLOCK_BYTES = 4096  # offsets and addresses are multiples of it: the largest block of common disks and file systems
+_STAGE_BYTES = 4 << 20
+
+
+class Stage:
+    """Memory out of which ranges of files are written, one after the other."""
+
+    def __init__(self) -> None:
+        self._memory = page_aligned(_STAGE_BYTES)
+
+    def parts(self, offset: int, num_bytes: int, unit: int) -> Iterator[tuple[int, memoryview]]:
+        """(where it goes in the file, memory to fill) for each part of a range, all of whole `unit`s.
+
+        The memory is as far into its block as what it is for is in the file: only so can blocks be written directly.
+        """
+        low, end = offset, offset + num_bytes
+        while low < end:
+            high = min(low - low % _BLOCK_BYTES + _STAGE_BYTES, end)
+            high -= (high - offset) % unit
+            first = low % _BLOCK_BYTES
+            yield low, self._memory[first : first + high - low]
+            low = high
+
+
+class DirectFile:
+    """A file that is there, at its full size; written through the page cache where it cannot be written past it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._direct = _open_direct(path)
+
+    def write(self, offset: int, content: memoryview) -> None:
+        """Write a part that a Stage gave: whole blocks directly, what is before and after them through the cache."""
+        stop = offset + len(content)
+        low = min(offset + -offset % _BLOCK_BYTES, stop)
+        high = max(stop - stop % _BLOCK_BYTES, low)
+        with naming(self._path):
+            self._write_blocks(low, content[low - offset : high - offset])
+            pwrite_all(self._cached, offset, content[: low - offset])
+            pwrite_all(self._cached, high, content[high - offset :])
+
+    def _write_blocks(self, offset: int, blocks: memoryview) -> None:
+        try:
+            while blocks and self._direct is not None:
+                count = os.pwrite(self._direct, blocks, offset)
+                offset, blocks = offset + count, blocks[count:]
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # blocks are larger here, or memory has to be aligned otherwise
+                raise
+            self._close_direct()
+        pwrite_all(self._cached, offset, blocks)
+
+    def sync(self) -> None:
+        """Have all that was written on the disk."""
+        with naming(self._path):
+            os.fsync(self._cached)
+
+    def close(self) -> None:
+        os.close(self._cached)
+        self._close_direct()
+
+    def _close_direct(self) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
+
+
+def _open_direct(path: Path) -> int | None:
+    """None where the system or the file system has no such thing."""
+    if (flag := getattr(os, "O_DIRECT", None)) is None:
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag)
+    except OSError:
+        return None

@@ -1,0 +1,93 @@
+"""Ranges of files that are written past the page cache."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp_shard.checkpoint import direct
+from fsdp_shard.checkpoint.direct import DirectFile, Stage
+from fsdp_shard.checkpoint.files import copy_bytes, page_aligned
+
+SIZE = 10 << 20
+
+
+def write(path: Path, ranges: list[tuple[int, int]], unit: int) -> bytes:
+    """Random bytes in these ranges of a new file of SIZE bytes; what should be in it then."""
+    path.write_bytes(bytes(SIZE))
+    expected = bytearray(SIZE)
+    stage, file = Stage(), DirectFile(path)
+    for start, stop in ranges:
+        content = np.random.default_rng(start).bytes(stop - start)
+        expected[start:stop] = content
+        done = 0
+        for offset, memory in stage.parts(start, stop - start, unit):
+            assert offset == start + done
+            assert len(memory) % unit == 0
+            copy_bytes(memory, memoryview(content)[done : done + len(memory)])
+            file.write(offset, memory)
+            done += len(memory)
+        assert done == stop - start
+    file.sync()
+    file.close()
+    return bytes(expected)
+
+
+RANGES = {
+    "nothing": [(5, 5)],
+    "less than a block": [(10, 90)],
+    "over the end of a block": [(4000, 4200)],
+    "one block": [(4096, 8192)],
+    "blocks and what is around them": [(5000, 30001), (30001, 60002)],
+    "more than a stage": [(12, SIZE - 6)],
+    "all": [(0, SIZE)],
+}
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
+def test_what_is_written_is_there(
+    ranges: list[tuple[int, int]], is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_direct:
+        monkeypatch.setattr(direct, "_open_direct", lambda path: None)
+    expected = write(tmp_path / "file", ranges, 1)
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+@pytest.mark.parametrize("start", [0, 4096, 13, (4 << 20) - 20])
+def test_no_element_is_cut(start: int, tmp_path: Path) -> None:
+    expected = write(tmp_path / "file", [(start, start + 16 * 400_000)], 16)
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+def test_whole_blocks_pass_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "probe").touch()
+    if (probe := direct._open_direct(tmp_path / "probe")) is None:
+        pytest.skip("this file system has no direct writing")
+    os.close(probe)
+    written = {True: 0, False: 0}
+    pwrite = os.pwrite
+
+    def count(descriptor: int, data: memoryview, offset: int) -> int:
+        done = pwrite(descriptor, data, offset)
+        written[bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)] += done
+        return done
+
+    monkeypatch.setattr(os, "pwrite", count)
+    write(tmp_path / "file", [(1000, SIZE - 1000)], 4)
+    assert written == {True: SIZE - 2 * 4096, False: 2 * 3096}
+
+
+def test_memory_that_cannot_be_written_directly_is_written_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    content = page_aligned((1 << 20) + 1)[1:]  # not as far into its block as what is in the file
+    content[:] = np.random.default_rng(0).bytes(1 << 20)
+    file = DirectFile(tmp_path / "file")
+    file.write(0, content)
+    file.close()
+    assert (tmp_path / "file").read_bytes() == bytes(content)
