@@ -57,8 +57,7 @@ class Copy:
         for part in self._parts.values():
             with part.lock:
                 if part.num_unread and not (part.is_copied or self._is_over):
-                    copy_bytes(tensor_bytes(part.host), tensor_bytes(part.source))
-                    part.is_copied = True
+                    _copy(part)
         if self._transfer is not None:
             import torch
 
@@ -127,6 +126,11 @@ class Staging:
 def _num_bytes(shard: LocalShard) -> int:
     size = len(shard.data) * shard.data.element_size() if shard.writes else 0
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copy(part: _Part) -> None:
+    copy_bytes(tensor_bytes(part.host), tensor_bytes(part.source))
+    part.is_copied = True
 
 
 def _start_transfer(jobs: list[Job]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,6 @@ def test_optimizer_state_moves_between_wrappers_and_ranks(
 
 def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -> list[str]:
     """A save that cannot be written on rank 1: what each rank is told, and what is there afterwards."""
-    import fsdp_shard.checkpoint.ranges as ranges_module
-
     config = WRAPPERS["fsdp2"](param_dtype="float32")
     model = sharded(config, context)
     beside = side_files(ModelSource(model_dir), "float32")
@@ -121,21 +120,19 @@ def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -
     store = Store(root)
     save_step(context, store, 1, state, layout="sharded")
     if context.rank == 1:
-        import os
-
         real = os.fsync
 
         def no_space(descriptor: int) -> None:
             raise OSError(28, "No space left on device")
 
-        ranges_module.os.fsync = no_space  # type: ignore[assignment]
+        os.fsync = no_space  # type: ignore[assignment]
     try:
         save_step(context, store, 2, state, layout="sharded")
     except SaveError as error:
         return [str(error), *(f"step {step}" for step in store.steps())]
     finally:
         if context.rank == 1:
-            ranges_module.os.fsync = real
+            os.fsync = real
     return ["no error"]
 
 

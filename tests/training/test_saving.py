@@ -83,9 +83,9 @@ def behind(context: DistributedContext, run_dir: Path, wrapper: str, layout: str
     run = Training(context, run_dir, wrapper, layout=layout, keep_last=1)
     real, writing, held = staging._copy, threading.Event(), threading.Event()
 
-    def slow(job: Any) -> None:
+    def slow(part: Any) -> None:
         time.sleep(0.004)
-        real(job)
+        real(part)
 
     staging._copy = slow
 
