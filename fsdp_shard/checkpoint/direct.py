@@ -1,6 +1,7 @@
 """Writing what is in memory past the page cache, in whole blocks: the disk fetches it, and no core copies it.
 
-That is what a save behind the training wants, whose cores have better things to do. Knows files, no tensors.
+That is what a save behind the training wants, whose cores have better things to do. Whoever waits for the disk is done
+sooner through the page cache, where more is under way at once. Knows files, no tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_shard.checkpoint.atomic import naming
+from fsdp_shard.checkpoint.atomic import naming, start_writeback
 from fsdp_shard.checkpoint.files import page_aligned, pwrite_all
 
 _BLOCK_BYTES = 4096  # offsets and addresses are multiples of it: the largest block of common disks and file systems
@@ -38,12 +39,12 @@ class Stage:
 
 
 class DirectFile:
-    """A file that is there, at its full size; written through the page cache where it cannot be written past it."""
+    """A file that is there, at its full size; written as others where it cannot be, or shall not be, past the cache."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, past_cache: bool) -> None:
         self._path = path
         self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._direct = _open_direct(path)
+        self._direct = _open_direct(path) if past_cache else None
 
     def write(self, offset: int, content: memoryview) -> None:
         """Write a part that a Stage gave: whole blocks directly, what is before and after them through the cache."""
@@ -54,6 +55,8 @@ class DirectFile:
             self._write_blocks(low, content[low - offset : high - offset])
             pwrite_all(self._cached, offset, content[: low - offset])
             pwrite_all(self._cached, high, content[high - offset :])
+        if self._direct is None:
+            start_writeback(self._cached, offset, len(content))
 
     def _write_blocks(self, offset: int, blocks: memoryview) -> None:
         try:

@@ -70,8 +70,11 @@ def write_ranges(
     weights: Mapping[str, LocalShard],
     optimizer: Mapping[str, LocalShard],
     reading: Reading,
+    is_behind: bool,
 ) -> tuple[Digests, Records]:
     """Put all that is this rank's in its place and on the disk; each element is read once, through `reading`.
+
+    A save that `is_behind` the training leaves the cores to it.
 
     Returns the digests of the weights' chunks that lie wholly in its ranges, and the records of the files it made.
     """
@@ -80,7 +83,7 @@ def write_ranges(
         file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex())
         for file in plans.weights.creates
     }
-    with _Writer(reading) as writer:
+    with _Writer(reading, is_behind) as writer:
         for name, (file, _) in plans.weights.places.items():
             observe = hashers[name].update if name in hashers else _ignore
             for offset, part in plans.weights.runs(name, weights[name]):
@@ -134,8 +137,8 @@ def _ignore(data: memoryview) -> None:
 class _Writer:
     """Writes ranges of files that are there already, and has them on the disk when `sync` returns."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading, self._stage = reading, Stage()
+    def __init__(self, reading: Reading, past_cache: bool) -> None:
+        self._reading, self._past_cache, self._stage = reading, past_cache, Stage()
         self._files: dict[Path, DirectFile] = {}
 
     def write(
@@ -143,12 +146,15 @@ class _Writer:
     ) -> None:
         """Elements of a shard from byte `offset` on, some MiB at a time; `observe` sees their bytes, in order."""
         file, size, first = self._open(path), shard.data.element_size(), part.start
-        for at, content in self._stage.parts(offset, (part.stop - part.start) * size, size):
-            last = first + len(content) // size
+        for at, memory in self._stage.parts(offset, (part.stop - part.start) * size, size):
+            last = first + len(memory) // size
             with self._reading(shard, slice(first, last)) as data:
-                copy_bytes(content, tensor_bytes(data.cpu()))
-            observe(content)
-            file.write(at, content)
+                content = tensor_bytes(data.cpu())
+                if self._past_cache:
+                    copy_bytes(memory, content)
+                    content = memory
+                observe(content)
+                file.write(at, content)
             first = last
 
     def sync(self, paths: Iterable[Path]) -> None:
@@ -160,7 +166,7 @@ class _Writer:
 
     def _open(self, path: Path) -> DirectFile:
         if path not in self._files:
-            self._files[path] = DirectFile(path)
+            self._files[path] = DirectFile(path, past_cache=self._past_cache)
         return self._files[path]
 
     def __enter__(self) -> _Writer:

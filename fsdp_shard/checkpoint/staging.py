@@ -112,7 +112,8 @@ class Staging:
         for host, source in at_once:
             host.copy_(source)
         copy = Copy(later)
-        return replace(state, weights=staged[0], optimizer=staged[1], reading=copy.reading), copy
+        staged_state = replace(state, weights=staged[0], optimizer=staged[1], reading=copy.reading, is_behind=True)
+        return staged_state, copy
 
     def _get_memory(self, num_bytes: int, pinned: bool) -> torch.Tensor:
         import torch

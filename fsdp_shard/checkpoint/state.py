@@ -46,6 +46,7 @@ class RunState:
     """All that a step directory holds. `side_files` (config, tokenizer) are needed on rank 0 only.
 
     `single_file` is the name of the weights' file where the layout makes one. Shards are read through `reading`.
+    `is_behind` says that training goes on meanwhile.
     """
 
     weights: Mapping[str, LocalShard]
@@ -55,6 +56,7 @@ class RunState:
     side_files: Mapping[str, bytes] = field(default_factory=dict)
     single_file: str = SINGLE_FILE
     reading: Reading = as_it_is
+    is_behind: bool = False
 
 
 def save_step(
@@ -78,7 +80,7 @@ def save_step(
     plans = RankPlans(LAYOUTS[layout](state.weights, target), states, _small_files(state, target))
     num_bytes = sum(context.all_gather_object(plans.num_bytes))
     directory = Path(context.broadcast_object(context.together(lambda: _begin(context, store, step, num_bytes))))
-    parts = (state.weights, state.optimizer, state.reading)
+    parts = (state.weights, state.optimizer, state.reading, state.is_behind)
     try:
         context.together(lambda: create_files(directory, plans))
         digests, records = context.together(lambda: write_ranges(directory, plans, *parts))

@@ -16,11 +16,11 @@ from fsdp_shard.checkpoint.files import copy_bytes, page_aligned
 SIZE = 10 << 20
 
 
-def write(path: Path, ranges: list[tuple[int, int]], unit: int) -> bytes:
+def write(path: Path, ranges: list[tuple[int, int]], unit: int, *, past_cache: bool = True) -> bytes:
     """Random bytes in these ranges of a new file of SIZE bytes; what should be in it then."""
     path.write_bytes(bytes(SIZE))
     expected = bytearray(SIZE)
-    stage, file = Stage(), DirectFile(path)
+    stage, file = Stage(), DirectFile(path, past_cache=past_cache)
     for start, stop in ranges:
         content = np.random.default_rng(start).bytes(stop - start)
         expected[start:stop] = content
@@ -50,12 +50,8 @@ RANGES = {
 
 @pytest.mark.parametrize("is_direct", [True, False])
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
-def test_what_is_written_is_there(
-    ranges: list[tuple[int, int]], is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not is_direct:
-        monkeypatch.setattr(direct, "_open_direct", lambda path: None)
-    expected = write(tmp_path / "file", ranges, 1)
+def test_what_is_written_is_there(ranges: list[tuple[int, int]], is_direct: bool, tmp_path: Path) -> None:
+    expected = write(tmp_path / "file", ranges, 1, past_cache=is_direct)
     assert (tmp_path / "file").read_bytes() == expected
 
 
@@ -87,7 +83,7 @@ def test_memory_that_cannot_be_written_directly_is_written_all_the_same(tmp_path
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     content = page_aligned((1 << 20) + 1)[1:]  # not as far into its block as what is in the file
     content[:] = np.random.default_rng(0).bytes(1 << 20)
-    file = DirectFile(tmp_path / "file")
+    file = DirectFile(tmp_path / "file", past_cache=True)
     file.write(0, content)
     file.close()
     assert (tmp_path / "file").read_bytes() == bytes(content)
