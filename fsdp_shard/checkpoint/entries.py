@@ -27,8 +27,7 @@ class Codec(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a logical tensor that lies row-major and contiguous in `file`, from byte `start` on."""
 
     file: str
@@ -38,8 +37,7 @@ class Piece:
     codec: Codec | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One logical tensor: safetensors dtype name, full shape, and the pieces that partition it, in flat order."""
 
     name: str

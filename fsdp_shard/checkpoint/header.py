@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_shard.checkpoint import dtypes
 from fsdp_shard.checkpoint.dtypes import TensorSpec
@@ -26,8 +26,7 @@ _MAX_HEADER = 100_000_000  # safetensors' own limit
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """One tensor of a file: dtype, shape, absolute byte offset in the file."""
 
     dtype: str

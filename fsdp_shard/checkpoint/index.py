@@ -110,9 +110,12 @@ class TensorIndex:
         entry = self.entry(name)
         return all(piece.codec is None and _has_long_runs(entry, piece) for piece in entry.pieces)
 
-    def copy(self, span: Span, target: int, at: int) -> None:
-        """Copy the bytes of `span` to byte `at` of the open file `target`, without a way through our memory."""
-        self._files.copy(span.file, span.start, span.num_bytes, target, at)
+    def clone(self, span: Span, target: int, at: int) -> bool:
+        """Have byte `at` of the open file `target` and what follows share the blocks of `span`; False where it cannot.
+
+        Both must begin at a page, and `span` be of whole pages.
+        """
+        return self._files.clone(span.file, span.start, span.num_bytes, target, at)
 
     def _touched(self, entry: TensorEntry, start: int, stop: int) -> Sequence[Piece]:
         """The pieces that may hold elements of [start, stop); found by bisection where all are flat ranges."""

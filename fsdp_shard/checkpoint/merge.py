@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +153,7 @@ def _replaced(adapter: TensorIndex, name: str, kept: TensorEntry) -> TensorEntry
         raise _misfit(adapter, name, adapter.shapes[name], kept)
     entry = adapter.tensors[name]
     codec = _Elsewhere(adapter, name, entry.num_bytes)
-    return replace(kept, dtype=entry.dtype, pieces=(_piece(kept, codec),))
+    return kept._replace(dtype=entry.dtype, pieces=(_piece(kept, codec),))
 
 
 def _adapted(
@@ -184,7 +184,7 @@ def _adapted(
         a, b = adapter.read(parts["A"]).float(), adapter.read(parts["B"]).float() * scale
         return (a.T.contiguous(), b.T.contiguous()) if transposed else (b, a)
 
-    return replace(kept, pieces=(_piece(kept, _LowRank(base, kept, factors)),))
+    return kept._replace(pieces=(_piece(kept, _LowRank(base, kept, factors)),))
 
 
 def _matrix(adapter: TensorIndex, name: str) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdp_shard.checkpoint.entries import Piece, TensorEntry
@@ -78,4 +77,4 @@ def _merged(index: TensorIndex, name: str, parts: Sequence[Part]) -> TensorEntry
 
 def _moved(piece: Piece, expert: int, row: int) -> Piece:
     offsets = (expert, piece.offsets[0] + row, *piece.offsets[1:])
-    return replace(piece, offsets=offsets, shape=(1, *piece.shape))
+    return piece._replace(offsets=offsets, shape=(1, *piece.shape))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -40,19 +39,3 @@ def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> Non
                 future.result()
         finally:
             stopped.set()
-
-
-def ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """`items` in order, up to `depth` of them made ahead by a thread: one reads while the other writes.
-
-    Close it where it is not run to its end: `items` is left alone after that. Two threads that both read and write wait
-    for each other at every file that both write (docs/decisions.md).
-    """
-    pool = ThreadPoolExecutor(1)
-    try:
-        made = deque(pool.submit(next, items, _END) for _ in range(depth))
-        while (item := made.popleft().result()) is not _END:
-            made.append(pool.submit(next, items, _END))
-            yield item  # type: ignore[misc]  # not _END, so a T
-    finally:
-        pool.shutdown(cancel_futures=True)

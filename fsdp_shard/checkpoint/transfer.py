@@ -1,35 +1,32 @@
-"""Moves tensors from an index into planned files: read a range, cast it if asked, hash it, write it. Streams.
+"""Moves tensors from an index into planned files: read a range, check it, cast it if asked, hash it, write it. Streams.
 
-Bytes that stay as they are, in long runs, are copied by the kernel, as `cp` does, and read only to be hashed. A step
-holds at most a few MiB in reused buffers, whatever the size of a tensor. torch is imported only to cast.
+Two threads do all of that, a few MiB at a time, so that what one has read is still in its core's cache when it is
+hashed and written. Where the file system can have two files share their blocks, the target gets those of the source for
+bytes that stay as they are. torch is imported only to cast.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
+from threading import Lock
 
 from fsdp_shard.checkpoint.atomic import allocate, fsync_file, naming, start_writeback
 from fsdp_shard.checkpoint.checks.non_finite import find_non_finite
 from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.entries import Span
-from fsdp_shard.checkpoint.files import Handles, page_aligned, pwrite_all, with_even_middle
+from fsdp_shard.checkpoint.files import Handles, page_aligned, pwrite_all
 from fsdp_shard.checkpoint.header import PAGE_BYTES
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
 from fsdp_shard.checkpoint.layout import Extent, FilePlan
-from fsdp_shard.checkpoint.threads import ahead, in_threads
+from fsdp_shard.checkpoint.threads import in_threads
 from fsdp_shard.errors import CheckpointError
 
-_AHEAD = 4  # pieces read while one is written
-_COPY_BYTES = 32 << 20  # of a piece that is copied
-_READ_BYTES = 4 << 20  # of it that is read and written
-_PART_BYTES = 8 << 20  # of it that is copied, and sent on its way to the disk, at once
-_EDGE_BYTES = 64 << 10  # the kernel copies in steps, and makes pages of a file as large as each step is aligned
+_STEP_BYTES = 4 << 20  # read, hashed and written at a time
+_SHARE_BYTES = 32 << 20  # what a thread takes at a time: neighbours, so that each file is read and written in order
 
 Progress = Callable[[int], None]
 
@@ -42,20 +39,16 @@ class Move:
     source_dtype: str
     extents: tuple[Extent, ...]
 
+    @property
+    def is_cast(self) -> bool:
+        return self.target.dtype != self.source_dtype
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes of the target of `move`, from byte `start` on: `data`, or those that lie in `spans` of the source, or those
-    that are still to be read.
-
-    `data` is good until _AHEAD more pieces are made.
-    """
-
-    move: Move
-    start: int
-    num_bytes: int
-    data: memoryview | None = None
-    spans: Sequence[Span] = ()
+    def shares(self) -> Iterator[tuple[Move, range]]:
+        """All of it in parts for threads: the first elements of the steps of each."""
+        size = max(itemsize(self.source_dtype), itemsize(self.target.dtype))
+        step = _STEP_BYTES // size  # whole chunks of both, as no size is more than four times the other
+        many, total = _SHARE_BYTES // _STEP_BYTES * step, self.target.num_elements
+        return ((self, range(first, min(first + many, total), step)) for first in range(0, total, many))
 
 
 def move_tensors(
@@ -78,14 +71,18 @@ def move_tensors(
     digests = {move.target.name: [b""] * num_chunks(move.target.num_bytes) for move in moves}
     for plan in plans:
         create_file(root, plan)
-    writer = _Writer(index, root, sync)
-    try:
+    writer = _Writer(index, root, [plan.name for plan in plans], sync)
+
+    def work(shares: Iterator[tuple[Move, range]]) -> None:
         reader = _Reader(index, expected, digests)
-        with closing(ahead(reader.pieces(moves), _AHEAD)) as pieces:
-            for piece in pieces:
-                for part in reader.read(piece):
-                    writer.write(part)
-                    progress(part.num_bytes)
+        for move, starts in shares:
+            for start in starts:
+                data = reader.read(move, start, min(starts.step, move.target.num_elements - start))
+                writer.write(move, start, data)
+                progress(len(data))
+
+    try:
+        in_threads(work, [share for move in moves for share in move.shares()])
     finally:
         writer.close()
     if sync:
@@ -127,78 +124,27 @@ def compare_with(index: TensorIndex, digests: Mapping[str, Sequence[bytes]], pro
     return problems[0] if problems else None
 
 
-def _is_cast(move: Move) -> bool:
-    return move.target.dtype != move.source_dtype
-
-
-def _step_elements(move: Move) -> int:
-    """Elements of the smallest step that is whole chunks both of the source and of the target."""
-    return CHUNK_BYTES // min(itemsize(move.source_dtype), itemsize(move.target.dtype))
-
-
 class _Reader:
-    """Reads, checks, casts and hashes what is to be written, in pieces of whole chunks."""
+    """Reads, checks, casts and hashes what is to be written; one for each thread."""
 
     def __init__(
         self, index: TensorIndex, expected: Mapping[str, Sequence[str]], digests: dict[str, list[bytes]]
     ) -> None:
         self._index, self._expected, self._digests = index, expected, digests
-        self._source = _Buffer()  # of what is not to be written as it is
-        self._ring = cycle([_Buffer() for _ in range(_AHEAD + 1)])  # of what was cast
-        self._last = _Buffer()  # of what was read by who writes it
+        self._source, self._cast_to = page_aligned(_STEP_BYTES), page_aligned(_STEP_BYTES)
 
-    def pieces(self, moves: Iterable[Move]) -> Iterator[_Piece]:
-        """Whatever can be done while something else is written, is done: casts, and the hashes of what is copied."""
-        for move in moves:
-            step, total = _step_elements(move), move.target.num_elements
-            size = itemsize(move.target.dtype)
-            many = max(_COPY_BYTES // (step * size), 1) * step
-            for first in range(0, total, many):
-                last = min(first + many, total)
-                spans = self._to_copy(move, first, last)
-                starts = range(first, last, step)
-                if spans is not None:
-                    for start in starts:
-                        self._read(move, start, min(step, last - start), self._source)
-                    yield _Piece(move, first * size, (last - first) * size, spans=spans)
-                elif _is_cast(move):
-                    for start in starts:
-                        data = self._read(move, start, min(step, last - start), next(self._ring))
-                        yield _Piece(move, start * size, len(data), data)
-                else:
-                    yield _Piece(move, first * size, (last - first) * size)
-
-    def read(self, piece: _Piece) -> Iterator[_Piece]:
-        """`piece`, or its parts as they are read: by who writes them, or they would be in the cache of another core."""
-        if piece.spans or piece.data is not None:
-            yield piece
-            return
-        move, size = piece.move, itemsize(piece.move.target.dtype)
-        step = _READ_BYTES // size
-        first, last = piece.start // size, (piece.start + piece.num_bytes) // size
-        for start in range(first, last, step):
-            data = self._read(move, start, min(step, last - start), self._last)
-            yield _Piece(move, start * size, len(data), data)
-
-    def _to_copy(self, move: Move, first: int, last: int) -> list[Span] | None:
-        """Where the elements [first, last) lie, if they can be copied from there."""
-        if _is_cast(move) or not self._index.is_in_long_runs(move.target.name):
-            return None
-        spans = self._index.places(move.target.name, first, last)
-        return spans if _page_for_page(move, first * itemsize(move.target.dtype), spans) else None
-
-    def _read(self, move: Move, start: int, count: int, buffer: _Buffer) -> memoryview:
-        """What is to be written for `count` elements from `start` on, in `buffer`."""
+    def read(self, move: Move, start: int, count: int) -> memoryview:
+        """What is to be written for `count` elements from `start` on; good until the next call."""
         name, size = move.target.name, itemsize(move.source_dtype)
-        is_cast = _is_cast(move)
-        data = (self._source if is_cast else buffer).take(count * size)
+        data = self._source[: count * size]
         self._index.read_into(name, start, data)
         found = _chunks(data)
         self._check(name, start * size // CHUNK_BYTES, found)
-        if is_cast:
-            data = self._cast(move, data, buffer.take(count * itemsize(move.target.dtype)))
+        if move.is_cast:
+            size = itemsize(move.target.dtype)
+            data = self._cast(move, data, self._cast_to[: count * size])
             found = _chunks(data)
-        first = start * itemsize(move.target.dtype) // CHUNK_BYTES
+        first = start * size // CHUNK_BYTES
         self._digests[name][first : first + len(found)] = found
         return data
 
@@ -231,69 +177,60 @@ class _Reader:
             )
 
 
-def _page_for_page(move: Move, at: int, spans: Sequence[Span]) -> bool:
-    """Whether the bytes from `at` on, which lie in `spans`, go to the same bytes of pages as they come from.
-
-    Copying others takes the kernel half as long again, and reading and writing them does not.
-    """
-    for span in spans:
-        place = next(extent.offset + at - extent.start for extent in move.extents if extent.start <= at < extent.stop)
-        if (span.start - place) % PAGE_BYTES:
-            return False
-        at += span.num_bytes
-    return True
-
-
-class _Buffer:
-    """Memory that is used again, and grows to what is asked of it."""
-
-    def __init__(self) -> None:
-        self._view = page_aligned(CHUNK_BYTES)
-
-    def take(self, num_bytes: int) -> memoryview:
-        if num_bytes > len(self._view):
-            self._view = page_aligned(num_bytes)
-        return self._view[:num_bytes]
-
-
 class _Writer:
-    """Puts pieces in their places in the files of `root`."""
+    """Puts what was read in its place in the files of `root`; for several threads.
 
-    def __init__(self, index: TensorIndex, root: Path, sync: bool) -> None:
+    One at a time writes to a file: where two do, the kernel has one spin until the other is done.
+    """
+
+    def __init__(self, index: TensorIndex, root: Path, names: Iterable[str], sync: bool) -> None:
         self._index, self._root, self._sync = index, root, sync
         self._handles = Handles(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
+        self._locks = {name: Lock() for name in names}
+        self._clones = True  # until the file system has shown that it cannot
 
-    def write(self, piece: _Piece) -> None:
-        if piece.data is not None:
-            self._put(piece, piece.start, piece.data)
-        at = piece.start
-        for span in piece.spans:
-            self._put(piece, at, span)
-            at += span.num_bytes
-
-    def _put(self, piece: _Piece, at: int, data: memoryview | Span) -> None:
-        """Write `data`, which begins at byte `at` of the tensor, to wherever its extents are."""
-        stop = at + (data.num_bytes if isinstance(data, Span) else len(data))
-        for extent in piece.move.extents:
-            low, high = max(at, extent.start), min(stop, extent.stop)
+    def write(self, move: Move, start: int, data: memoryview) -> None:
+        """Write `data`, the elements of `move` from `start` on, to wherever its extents are."""
+        at = start * itemsize(move.target.dtype)
+        for extent in move.extents:
+            low, high = max(at, extent.start), min(at + len(data), extent.stop)
             if low < high:
                 offset = extent.offset + low - extent.start
+                spans = self._to_clone(move, low, high)
                 with self._handles.use(extent.file) as handle, naming(self._root / extent.file):
-                    if isinstance(data, Span):
-                        self._copy(data.file, data.start + low - at, handle, offset, high - low)
-                    else:
-                        pwrite_all(handle, offset, data[low - at : high - at])
-                        self._send(handle, offset, high - low)
+                    with self._locks[extent.file]:
+                        self._put(handle, offset, data[low - at : high - at], spans)
+                    if self._sync:
+                        start_writeback(handle, offset, high - low)
 
-    def _copy(self, name: str, start: int, handle: int, offset: int, num_bytes: int) -> None:
-        for low, high in with_even_middle(offset, offset + num_bytes, _PART_BYTES, _EDGE_BYTES):
-            first = start + low - offset
-            self._index.copy(Span(name, first, first + high - low), handle, low)
-            self._send(handle, low, high - low)
+    def _to_clone(self, move: Move, low: int, high: int) -> Sequence[Span]:
+        """Where the bytes [low, high) of `move` lie, if they may lie there as they are to be written."""
+        if not self._clones or move.is_cast or not self._index.is_in_long_runs(move.target.name):
+            return ()
+        size = itemsize(move.target.dtype)
+        return self._index.places(move.target.name, low // size, high // size)
 
-    def _send(self, handle: int, offset: int, num_bytes: int) -> None:
-        if self._sync:
-            start_writeback(handle, offset, num_bytes)
+    def _put(self, handle: int, offset: int, data: memoryview, spans: Sequence[Span]) -> None:
+        """Write `data`, which lies in `spans`, to `offset`: whole pages of it by sharing them, where that can be."""
+        for span in spans:
+            end = offset + span.num_bytes
+            first, last = offset + -offset % PAGE_BYTES, end - end % PAGE_BYTES
+            if first < last and self._clone(
+                Span(span.file, span.start + first - offset, span.stop), handle, first, last
+            ):
+                pwrite_all(handle, offset, data[: first - offset])
+                pwrite_all(handle, last, data[last - offset : end - offset])
+            else:
+                pwrite_all(handle, offset, data[: end - offset])
+            offset, data = end, data[end - offset :]
+        pwrite_all(handle, offset, data)
+
+    def _clone(self, span: Span, handle: int, first: int, last: int) -> bool:
+        """Whether the bytes [first, last) of the file are now those that begin `span`."""
+        if not self._clones or (span.start - first) % PAGE_BYTES:
+            return False
+        self._clones = self._index.clone(span._replace(stop=span.start + last - first), handle, first)
+        return self._clones
 
     def close(self) -> None:
         self._handles.close()

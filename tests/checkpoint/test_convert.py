@@ -220,7 +220,9 @@ def test_what_was_written_is_compared(tmp_path: Path, model_dir: Path, monkeypat
     write = transfer.pwrite_all
 
     def flip(descriptor: int, offset: int, data: memoryview) -> None:
-        write(descriptor, offset, memoryview(bytes([data[0] ^ 1]) + bytes(data[1:])) if offset > 10_000 else data)
+        write(
+            descriptor, offset, memoryview(bytes([data[0] ^ 1]) + bytes(data[1:])) if data and offset > 10_000 else data
+        )
 
     monkeypatch.setattr(transfer, "pwrite_all", flip)
     with pytest.raises(SaveError, match="was not read back as written"):

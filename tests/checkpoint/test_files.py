@@ -12,7 +12,7 @@ import torch
 
 from fsdp_shard.checkpoint.atomic import allocate
 from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.files import Handles, aligned, with_even_middle
+from fsdp_shard.checkpoint.files import Handles, aligned
 from fsdp_shard.checkpoint.index import open_checkpoint
 from tests.checkpoint.files import assert_same, write_huggingface
 
@@ -64,21 +64,6 @@ def test_parts_end_where_multiples_of_their_size_are(start: int, stop: int) -> N
     assert all(high % 8 == 0 for _, high in parts[:-1])
     assert all(0 < high - low <= 8 for low, high in parts)
     assert len(parts) == len({byte // 8 for byte in range(start, stop)})
-
-
-@pytest.mark.parametrize(
-    ("start", "stop", "expected"),
-    [
-        (0, 0, []),
-        (0, 16, [(0, 8), (8, 16)]),
-        (3, 4, [(3, 4)]),
-        (3, 5, [(3, 4), (4, 5)]),
-        (5, 30, [(5, 8), (8, 16), (16, 24), (24, 28), (28, 30)]),
-        (3, 26, [(3, 4), (4, 8), (8, 16), (16, 24), (24, 26)]),
-    ],
-)
-def test_the_middle_begins_and_ends_at_an_edge(start: int, stop: int, expected: list[tuple[int, int]]) -> None:
-    assert list(with_even_middle(start, stop, 8, 4)) == expected
 
 
 def test_a_new_file_has_its_blocks_before_its_bytes(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fsdp_shard.checkpoint.integrity import num_chunks
 from fsdp_shard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from fsdp_shard.checkpoint.ties import usual_ties
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.memory import collection_paused
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.dtypes import TensorSpec
@@ -66,6 +67,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"{__package__}.{name}")
 
 
+@collection_paused()
 def read_any(path: Path) -> TensorIndex:
     """See `index.open_checkpoint`."""
     place = locate(path if path.exists() else _from_hub(path))
@@ -109,14 +111,10 @@ def _with_plain_names(index: TensorIndex) -> TensorIndex:
     if not selection.extras and all(name == fqn for name, fqn in plain.items()):
         return index
     adapters = [index.tensors[name] for name in selection.extras.get(ADAPTER, ()) if name in index.tensors]
-    tensors = {
-        plain[name]: dataclasses.replace(entry, name=plain[name])
-        for name, entry in index.tensors.items()
-        if name in plain
-    }
+    tensors = {plain[name]: entry._replace(name=plain[name]) for name, entry in index.tensors.items() if name in plain}
     for alias, kept in index.aliases.items():
         if kept not in plain and alias in plain:  # tied to what peft keeps as a copy: that is its only value
-            tensors.setdefault(plain[alias], dataclasses.replace(index.tensors[kept], name=plain[alias]))
+            tensors.setdefault(plain[alias], index.tensors[kept]._replace(name=plain[alias]))
     aliases = {plain[alias]: plain[kept] for alias, kept in index.aliases.items() if {alias, kept} <= plain.keys()}
     extras = index.extras | ({ADAPTER: count(adapters)} if adapters else {})
     return dataclasses.replace(index, tensors=tensors, aliases=aliases, extras=extras)
