@@ -29,6 +29,7 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
   evaluate [name=value ...]     perplexity of a checkpoint on a text
   generate [name=value ...]     text from a checkpoint, over the devices and the disk there are
   plan [name=value ...]         memory that each rank will need, from the config alone
+  doctor [name=value ...]       what would go wrong in a finetune with these settings, before it does
 
   inspect PATH                  what is in a checkpoint of any format
   verify PATH [--against OTHER] every byte against its digest; or the content of two checkpoints
@@ -82,7 +83,7 @@ def _show_version() -> None:
     print(f"fsdp-shard {__version__}")
 
 
-_RECIPES = ("finetune", "convert", "evaluate", "generate", "plan")
+_RECIPES = ("finetune", "convert", "evaluate", "generate", "plan", "doctor")
 
 
 def _run_shipped(command: str, arguments: Sequence[str], program: str = "") -> None:

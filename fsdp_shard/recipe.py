@@ -149,7 +149,8 @@ def _carry_out(recipe: Recipe[C], config: C) -> None:
     if config.ranks_are == "started":
         launch(recipe.perform, config, begin=write_config)
     else:
-        write_config(config)
+        if config.writes:
+            write_config(config)
         recipe.perform(config)
 
 

@@ -134,11 +134,14 @@ def markdown() -> str:
     ]
     for command in COMMANDS:
         schema = schema_of(command)
+        lines += ["", f"## fsdp-shard {command}", "", (schema.__doc__ or "").strip().partition("\n")[0], ""]
+        if base := next((other for other in COMMANDS if schema_of(other) in schema.__mro__[1:]), None):
+            lines.append(f"Its settings are those of `{base}`, of which none must be given.")
+            continue
         groups = (
             f"- `{group}=` {', '.join(f'`{o}`' for o in options)}" for group, options in groups_of(schema).items()
         )
-        lines += ["", f"## fsdp-shard {command}", "", (schema.__doc__ or "").strip().partition("\n")[0], "", *groups]
-        lines += ["", "| setting | default | what it is |", "|---|---|---|"]
+        lines += [*groups, "", "| setting | default | what it is |", "|---|---|---|"]
         lines += [f"| `{s.name}` | `{s.default}` | {_cell(s.sentence)} |" for s in settings_of(schema)]
     return "\n".join(lines) + "\n"
 

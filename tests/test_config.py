@@ -28,6 +28,7 @@ _GIVEN = {
     "evaluate": ["checkpoint=a", "data.path=text.txt"],
     "generate": ["checkpoint=a", "prompt=Hello"],
     "plan": ["model.path=org/name"],
+    "doctor": [],
 }
 
 
@@ -52,7 +53,8 @@ def _refusal(command: str, *arguments: str) -> str:
 def test_every_command_composes_to_its_dataclass(command: str) -> None:
     config = _one(command)
     assert type(config) is schema_of(command)
-    assert config.run_dir.startswith(f"outputs/{command}/")
+    of = "finetune" if command == "doctor" else command  # whose directory it looks at
+    assert config.run_dir.startswith(f"outputs/{of}/")
     assert (config.seed, config.debug, config.launch.ranks) == (0, False, 1)
     settings.check(config)
 
@@ -323,6 +325,7 @@ def test_root_schemas_are_where_the_commands_are() -> None:
     for schema in map(schema_of, COMMANDS):
         assert dataclasses.is_dataclass(schema)
     assert PlanConfig.ranks_are == "planned"
+    assert [command for command in COMMANDS if not schema_of(command).writes] == ["doctor"]
     assert FinetuneConfig.ranks_are == "started"
     assert GenerateConfig.ranks_are == "started"
     assert ConvertConfig.ranks_are == "one"

@@ -27,7 +27,7 @@ _LAYERS = (
     ("elastic",),
     ("launch", "shipped"),
     ("shell", "config"),
-    ("reference",),
+    ("reference", "doctor"),
     ("explain",),
     ("compose",),
     ("recipe", "commands"),

@@ -13,13 +13,14 @@ from fsdp_shard.config.base import RunConfig as RunConfig
 
 if TYPE_CHECKING:
     from fsdp_shard.config.convert import ConvertConfig as ConvertConfig
+    from fsdp_shard.config.doctor import DoctorConfig as DoctorConfig
     from fsdp_shard.config.evaluate import EvaluateConfig as EvaluateConfig
     from fsdp_shard.config.finetune import FinetuneConfig as FinetuneConfig
     from fsdp_shard.config.generate import GenerateConfig as GenerateConfig
     from fsdp_shard.config.options import OPTIONS as OPTIONS
     from fsdp_shard.config.plan import PlanConfig as PlanConfig
 
-COMMANDS = ("finetune", "convert", "evaluate", "generate", "plan")
+COMMANDS = ("finetune", "convert", "evaluate", "generate", "plan", "doctor")
 
 # Name -> the module that has it.
 _HOMES = {f"{command.capitalize()}Config": command for command in COMMANDS} | {"OPTIONS": "options"}

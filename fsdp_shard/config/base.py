@@ -30,6 +30,8 @@ class RunConfig:
     ranks_are: ClassVar[Literal["started", "planned", "one"]] = "one"
     # Settings and sections that the command does not use: `--help` leaves them out, and giving one is an error.
     unused: ClassVar[tuple[str, ...]] = ("launch",)
+    # Whether the command has a run_dir of its own, with its config.yaml in it.
+    writes: ClassVar[bool] = True
 
     run_dir: str = default_run_dir("run")
     seed: int = setting(0, "Seed of everything random.", minimum=0)

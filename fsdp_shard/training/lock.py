@@ -36,6 +36,21 @@ def run_lock(run_dir: str, context: DistributedContext) -> Iterator[None]:
             os.close(handle)
 
 
+def holder(run_dir: Path) -> str | None:
+    """Who is in `run_dir`, for people; None when nobody is. Changes nothing."""
+    try:
+        handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return _holder(run_dir)
+    finally:
+        os.close(handle)
+    return None
+
+
 def _take(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

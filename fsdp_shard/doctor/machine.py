@@ -1,0 +1,114 @@
+"""This machine as ranks would find it: versions of libraries, cores, memory, GPUs, limits. Knows no model."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from fsdp_shard.doctor.findings import Finding, ok, problem, warning
+from fsdp_shard.inference.machine import free_cpu_bytes
+from fsdp_shard.launch import LaunchConfig, check_machine, count_gpus, num_cores, uses_gpus
+from fsdp_shard.sharding.base import ShardConfig
+from fsdp_shard.sizes import format_size
+
+_SHOWN = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
+_FEWEST_FILES = 1024  # checkpoints of many ranks, data workers and sockets are open at a time
+_SHARED_MEMORY_BYTES = 1 << 30  # of GPUs on one machine; containers have 64 MB unless told
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def versions(names: Iterable[str] = _SHOWN) -> dict[str, str]:
+    """Of each package that is installed, which version."""
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def software(requirements: Iterable[str] | None = None) -> Iterator[Finding]:
+    """The libraries that are installed, against the `requirements` of this package."""
+    if requirements is None:
+        try:
+            requirements = metadata.requires("fsdp-shard") or ()
+        except metadata.PackageNotFoundError:
+            yield warning("fsdp-shard itself is not installed, so versions of libraries cannot be compared.")
+            requirements = ()
+    unmet = [text for text in map(_unmet, map(Requirement, requirements)) if text]
+    if unmet:
+        yield problem(f"{'; '.join(unmet)}. Install what is asked for, best with constraints.txt.")
+    yield ok(", ".join(f"{name} {version}" for name, version in versions().items()))
+
+
+def _unmet(requirement: Requirement) -> str | None:
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return None
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return f"{requirement.name} is not installed, and {requirement} is needed"
+    if requirement.specifier.contains(version, prereleases=True):
+        return None
+    return f"{requirement.name} {version} is installed, and {requirement} is needed"
+
+
+def machine(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
+    """Whether there is a place for each rank, and what would make it slow."""
+    check_machine(launch)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = f"{format_size(free_cpu_bytes())} of {format_size(total)} of memory free"
+    yield ok(f"{platform.node()}: {num_cores()} cores, {memory}, {_gpus()}")
+    yield from _gpu_limits(launch) if uses_gpus(launch) else _cpu_limits(launch, shard)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < _FEWEST_FILES:
+        yield warning(f"a process may have only {files} files open; `ulimit -n 65536` allows more.")
+
+
+def _gpus() -> str:
+    import torch
+
+    count = count_gpus()
+    found = [torch.cuda.get_device_properties(ordinal) for ordinal in range(count)]
+    named = ", ".join(f"{each.name} with {format_size(each.total_memory)}" for each in found)
+    return f"{count} GPU{'s' if count > 1 else ''} ({named})" if count else "no GPU"
+
+
+def _gpu_limits(launch: LaunchConfig) -> Iterator[Finding]:
+    if (count := count_gpus()) > launch.ranks:
+        yield warning(f"launch.ranks={launch.ranks} leaves {count - launch.ranks} of {count} GPUs idle.")
+    shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else _SHARED_MEMORY_BYTES
+    if launch.ranks > 1 and shared < _SHARED_MEMORY_BYTES:
+        yield warning(
+            f"/dev/shm has only {format_size(shared)}, through which the GPUs of a machine talk where they cannot "
+            f"reach each other; give the container more (docker run --shm-size=8g)."
+        )
+
+
+def _cpu_limits(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
+    if launch.ranks > num_cores():
+        yield warning(f"launch.ranks={launch.ranks} share {num_cores()} cores, so they take turns.")
+    if shard.param_dtype != "float32" and not _computes_in(shard.param_dtype):
+        yield warning(
+            f"this CPU has no instructions for shard.param_dtype={shard.param_dtype} and computes in it many times "
+            f"slower than in float32; take shard=float32."
+        )
+
+
+def _computes_in(dtype: str) -> bool:
+    """Whether the CPU's flags name matrix products in `dtype`; True where the system does not tell."""
+    wanted = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"amx_fp16", "avx512_fp16", "asimdhp"}}[dtype]
+    try:
+        lines = _CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return True
+    flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), None)
+    return flags is None or not wanted.isdisjoint(flags)

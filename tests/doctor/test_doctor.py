@@ -1,0 +1,139 @@
+"""The command as users run it: what it says of runs that would work and of runs that would not, and what it leaves."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from fsdp_shard.checkpoint.base import CheckpointConfig
+from fsdp_shard.doctor.run import num_at_once
+from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.training.lock import holder
+from tests.runs import Ended, run_recipe
+
+
+def _lines(ended: Ended) -> dict[str, list[tuple[str, str]]]:
+    """Of each subject, the mark and text of its lines."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in ended.out.partition("\n\n")[0].splitlines():
+        subject, mark, text = line.split(maxsplit=2)
+        found.setdefault(subject, []).append((mark, text))
+    return found
+
+
+def _marks(ended: Ended) -> dict[str, list[str]]:
+    return {subject: [mark for mark, _ in lines] for subject, lines in _lines(ended).items()}
+
+
+@pytest.fixture
+def settings(tiny_model: Path, texts: Path, tmp_path: Path) -> list[str]:
+    """Of a run that works."""
+    return [
+        f"model.path={tiny_model}", f"data.path={texts / 'train.txt'}", f"data.cache_dir={tmp_path / 'cache'}",
+        "data.sequence_length=64", "shard=float32", "train.steps=4", "launch.device=cpu",
+    ]  # fmt: skip
+
+
+def test_a_run_that_would_work(settings: list[str], tmp_path: Path) -> None:
+    place = tmp_path / "outputs"
+    place.mkdir()
+    ended = run_recipe("doctor", place / "run", *settings, "launch.ranks=2", "checkpoint.every=2")
+    assert ended.status == 0, ended.err
+    assert {mark for marks in _marks(ended).values() for mark in marks} == {"ok"}, ended.out
+    lines = {subject: " ".join(text for _, text in found) for subject, found in _lines(ended).items()}
+    assert "begins anew" in lines["run_dir"]
+    assert "LlamaForCausalLM" in lines["memory"]
+    assert "up to 2 checkpoints" in lines["room"]
+    assert "4 steps take 32 samples of" in lines["data"]
+    assert "2 ranks (cpu) met" in lines["ranks"]
+    assert ended.out.endswith("\nNo problem found.\n")
+    assert list(place.iterdir()) == []  # no run directory, and nothing of what was tried
+
+
+def test_every_problem_is_told_and_the_status_is_one(settings: list[str], tmp_path: Path) -> None:
+    taken = tmp_path / "run"
+    taken.mkdir()
+    handle = os.open(taken, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        ended = run_recipe(
+            "doctor", taken, *settings, "train.global_batch_size=3", "train.micro_batch_size=1", "launch.ranks=2"
+        )
+    finally:
+        os.close(handle)
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1].startswith("error: finetune would not get through: 2 problems")
+    assert [subject for subject, marks in _marks(ended).items() if "FAIL" in marks] == ["run_dir", "settings"]
+    assert "in use by another run" in _lines(ended)["run_dir"][0][1]
+    assert "train.global_batch_size=3" in _lines(ended)["settings"][0][1]
+    assert "ranks" in _marks(ended)  # what comes after a problem is looked at
+
+
+def test_what_is_not_there_is_told_once(tmp_path: Path) -> None:
+    ended = run_recipe("doctor", tmp_path / "run", f"model.path={tmp_path / 'none'}", "data.path=x.txt")
+    assert ended.status == 1
+    problems = [text for lines in _lines(ended).values() for mark, text in lines if mark == "FAIL"]
+    assert len(problems) == len(set(problems))
+    assert any(str(tmp_path / "none") in text for text in problems)
+
+
+def test_without_settings_the_machine_is_looked_at(tmp_path: Path) -> None:
+    ended = run_recipe("doctor", tmp_path / "run", "launch.device=cpu", "shard=float32")
+    assert ended.status == 0, ended.err
+    marks = _marks(ended)
+    assert marks["software"] == marks["disk"] == ["ok"]
+    assert marks["settings"] == marks["memory"] == marks["data"] == ["-"]
+
+
+def test_a_disk_and_a_memory_that_are_too_small(settings: list[str], tmp_path: Path) -> None:
+    ended = run_recipe(
+        "doctor", tmp_path / "run", *settings, "train.steps=1000000000", "checkpoint.every=1",
+        "train.micro_batch_size=1000000", "train.global_batch_size=1000000",
+    )  # fmt: skip
+    assert ended.status == 1
+    lines = _lines(ended)
+    assert lines["memory"][0][0] == lines["room"][0][0] == "FAIL"
+    assert "train.micro_batch_size" in lines["memory"][0][1]
+    assert "1,000,000,000 checkpoints" in lines["room"][0][1]
+
+
+def test_a_run_that_has_begun_and_one_that_is_finished(settings: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_recipe("finetune", run, *settings).status == 0
+    finished = run_recipe("doctor", run, *settings)
+    longer = run_recipe("doctor", run, *settings, "train.steps=6")
+    assert (finished.status, longer.status) == (0, 0)
+    assert _lines(finished)["run_dir"][0][0] == "warn"
+    assert "step 4 of 6" in _lines(longer)["run_dir"][0][1]
+
+
+@pytest.mark.parametrize(
+    ("train", "checkpoint", "count"),
+    [
+        ({}, {}, 1),
+        ({}, {"every": 10}, 10),
+        ({}, {"every": 30}, 4),
+        ({"eval_every": 5}, {"every": 10}, 11),
+        ({"eval_every": 5}, {"every": 10, "save_best": False}, 10),
+        ({}, {"every": 10, "keep_last": 2}, 3),
+        ({}, {"every": 10, "keep_last": 2, "keep_every": 50}, 4),
+        ({"eval_every": 5}, {"every": 10, "keep_last": 2}, 4),
+    ],
+)
+def test_how_many_checkpoints_there_are_at_a_time(
+    train: dict[str, int], checkpoint: dict[str, int], count: int
+) -> None:
+    assert num_at_once(TrainConfig(steps=100, **train), CheckpointConfig(**checkpoint)) == count  # type: ignore[arg-type]
+
+
+def test_asking_who_is_in_a_directory_takes_no_lock(tmp_path: Path) -> None:
+    assert holder(tmp_path / "none") is None
+    assert holder(tmp_path) is None
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert holder(tmp_path) is not None
+    os.close(handle)
+    assert list(tmp_path.iterdir()) == []
