@@ -214,23 +214,22 @@ class _Writer:
         """Write `data`, which lies in `spans`, to `offset`: whole pages of it by sharing them, where that can be."""
         for span in spans:
             end = offset + span.num_bytes
-            first, last = offset + -offset % PAGE_BYTES, end - end % PAGE_BYTES
-            if first < last and self._clone(
-                Span(span.file, span.start + first - offset, span.stop), handle, first, last
-            ):
-                pwrite_all(handle, offset, data[: first - offset])
-                pwrite_all(handle, last, data[last - offset : end - offset])
-            else:
-                pwrite_all(handle, offset, data[: end - offset])
+            first, last = self._clone(span, handle, offset)
+            pwrite_all(handle, offset, data[: first - offset])
+            pwrite_all(handle, last, data[last - offset : end - offset])
             offset, data = end, data[end - offset :]
         pwrite_all(handle, offset, data)
 
-    def _clone(self, span: Span, handle: int, first: int, last: int) -> bool:
-        """Whether the bytes [first, last) of the file are now those that begin `span`."""
-        if not self._clones or (span.start - first) % PAGE_BYTES:
-            return False
-        self._clones = self._index.clone(span._replace(stop=span.start + last - first), handle, first)
-        return self._clones
+    def _clone(self, span: Span, handle: int, offset: int) -> tuple[int, int]:
+        """The bytes [first, last) of the file that are now those of `span`, which goes to `offset`; none at its end."""
+        end = offset + span.num_bytes
+        first, last = offset + -offset % PAGE_BYTES, end - end % PAGE_BYTES
+        if self._clones and first < last and (span.start - offset) % PAGE_BYTES == 0:
+            whole = Span(span.file, span.start + first - offset, span.start + last - offset)
+            if self._index.clone(whole, handle, first):
+                return first, last
+            self._clones = False
+        return end, end
 
     def close(self) -> None:
         self._handles.close()
