@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from fsdp_shard.doctor.findings import Finding, ok, problem
 from fsdp_shard.doctor.machine import versions
 from fsdp_shard.doctor.storage import there
-from fsdp_shard.launch import launch, world_sizes
+from fsdp_shard.launch import launch, uses_gpus, world_sizes
 from fsdp_shard.sizes import format_size
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank is, and of the places where rank 0 has left a mark, which it `sees` that in."""
+    """What one rank is, and whether it `sees` the mark that rank 0 has left in each of some places."""
 
     host: str
     device: str
@@ -44,6 +44,8 @@ class Facts:
 
 def ranks(config: FinetuneConfig) -> Iterator[Finding]:
     """Start all ranks as finetune would, have them meet, and end them; on several machines, on each."""
+    for num_ranks in world_sizes(config.launch):
+        config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
     if world_sizes(config.launch) == [1]:
         yield ok("one rank, which has nobody to meet")
         return
@@ -104,8 +106,9 @@ def _meet(told: str, config: FinetuneConfig) -> None:
         context.beside(settings.timeout_seconds).barrier()  # saves have a group of their own
         seconds = time.perf_counter() - begin
         rate = _rate(context)
-        with _marks([Path(config.run_dir), cache_directory(config.data)] if context.is_main else []) as made:
-            facts = context.all_gather_object(_facts(context, context.broadcast_object(made)))
+        with ExitStack() as marked:
+            marks = context.decide(lambda: _mark(marked, [Path(config.run_dir), cache_directory(config.data)]))
+            facts = context.all_gather_object(_facts(context, marks))
     if context.is_main:
         Path(told).write_text(json.dumps(list(judge(facts, seconds, rate))), encoding="utf-8")
 
@@ -143,11 +146,9 @@ def _rate(context: DistributedContext) -> float:
     return _REDUCED_BYTES / statistics.median(took[1:])
 
 
-@contextmanager
-def _marks(places: Sequence[Path]) -> Iterator[dict[str, str]]:
-    """Directories in each of `places`, or the nearest one above that is there: {that: what was made in it}."""
-    with ExitStack() as stack:
-        yield {
-            str(place): stack.enter_context(TemporaryDirectory(prefix=".fsdp-shard-doctor-", dir=place))
-            for place in dict.fromkeys(map(there, places))
-        }
+def _mark(marked: ExitStack, places: Sequence[Path]) -> dict[str, str]:
+    """Make a directory in each of `places`, or the nearest one above that is there: {that: what was made in it}."""
+    return {
+        str(place): marked.enter_context(TemporaryDirectory(prefix=".fsdp-shard-doctor-", dir=place))
+        for place in dict.fromkeys(map(there, places))
+    }

@@ -60,8 +60,8 @@ def test_every_problem_is_told_and_the_status_is_one(settings: list[str], tmp_pa
     fcntl.flock(handle, fcntl.LOCK_EX)
     try:
         ended = run_recipe(
-            "doctor", taken, *settings, "train.global_batch_size=3", "train.micro_batch_size=1", "launch.ranks=2"
-        )
+            "doctor", taken, *settings, "train.global_batch_size=3", "train.micro_batch_size=1", "launch.ranks=2",
+        )  # fmt: skip
     finally:
         os.close(handle)
     assert ended.status == 1
@@ -78,6 +78,14 @@ def test_what_is_not_there_is_told_once(tmp_path: Path) -> None:
     problems = [text for lines in _lines(ended).values() for mark, text in lines if mark == "FAIL"]
     assert len(problems) == len(set(problems))
     assert any(str(tmp_path / "none") in text for text in problems)
+
+
+def test_ranks_that_cannot_be_divided_are_not_started(settings: list[str], tmp_path: Path) -> None:
+    ended = run_recipe("doctor", tmp_path / "run", *settings, "launch.ranks=2", "shard.replicas=3")
+    assert ended.status == 1
+    (told,) = (text for lines in _lines(ended).values() for mark, text in lines if mark == "FAIL")
+    assert "shard.replicas=3" in told
+    assert "ranks" not in _marks(ended), "two ranks met that no run could have"
 
 
 def test_without_settings_the_machine_is_looked_at(tmp_path: Path) -> None:
