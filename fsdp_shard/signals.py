@@ -6,6 +6,8 @@ Installing one is for the main thread. Knows no recipe: a training loop puts its
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -38,6 +40,28 @@ def interrupt_on_signals(*, ctrl_c: bool) -> None:
     for number in stop_signals():
         if ctrl_c or number != signal.SIGINT:
             signal.signal(number, _hang_up if number == signal.SIGHUP else _stop)
+
+
+@contextmanager
+def noting_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Gives what tells whether Ctrl-C has come, which is no KeyboardInterrupt meanwhile; a second one is.
+
+    An exception is lost that comes while Python runs a finaliser, and leaves half done whatever it comes into.
+    """
+    count = 0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: count > 0
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

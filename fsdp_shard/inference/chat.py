@@ -6,9 +6,11 @@ Ctrl-C ends an answer, and what there is of it stays in the conversation. Knows 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fsdp_shard.inference.encode import Message, chat_ids, context
+from fsdp_shard.signals import noting_ctrl_c
 
 if TYPE_CHECKING:
     from fsdp_shard.inference.decode import Decoder
@@ -57,12 +59,13 @@ def _answer(decoder: Decoder, messages: list[Message], turns: Turns, say: Callab
         parts.append(text)
         say(text)
 
-    try:
-        if (ids := _fitting(decoder, messages, say)) is None:
-            return None
-        decoder.run([ids], hear, turns)
-    except KeyboardInterrupt:
-        say(" [stopped]")
+    with noting_ctrl_c() as is_stopped:
+        with suppress(KeyboardInterrupt):  # the second: a token may take long
+            if (ids := _fitting(decoder, messages, say)) is None:
+                return None
+            decoder.run([ids], hear, turns, is_stopped)
+        if is_stopped():
+            say(" [stopped]")
     say("\n")
     return "".join(parts).strip()
 

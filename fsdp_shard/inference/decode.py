@@ -70,14 +70,19 @@ class Decoder:
         self.figures = Figures()
 
     def run(
-        self, batch: Sequence[Sequence[int]], on_text: OnText | None = None, turns: Turns | None = None
+        self,
+        batch: Sequence[Sequence[int]],
+        on_text: OnText | None = None,
+        turns: Turns | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> list[Answer]:
         """The answer to each row; `on_text` is handed the text of a single row as it comes.
 
-        With `turns`, what its row has in common with the row before is not computed again.
+        With `turns`, what its row has in common with the row before is not computed again. `is_stopped` is asked after
+        each token whether that was the last.
         """
         start, disk = time.perf_counter(), disk_bytes_read()
-        watch = _Watch(self.model, self.figures, start, scores=self.settings.output_scores)
+        watch = _Watch(self.model, self.figures, start, is_stopped, scores=self.settings.output_scores)
         try:
             answers = self._generate(batch, watch, on_text, turns)
         finally:
@@ -208,10 +213,12 @@ class _Streamer(TextStreamer):
 
 
 class _Watch(StoppingCriteria):
-    """Stops nothing; notes when the first token of all was there, and with `scores` how probable each token was."""
+    """Stops when it is told to; notes when the first token was there, and with `scores` how probable each token was."""
 
-    def __init__(self, model: PreTrainedModel, figures: Figures, start: float, *, scores: bool) -> None:
-        self._figures, self._start = figures, start
+    def __init__(
+        self, model: PreTrainedModel, figures: Figures, start: float, is_stopped: Callable[[], bool], *, scores: bool
+    ) -> None:
+        self._figures, self._start, self._is_stopped = figures, start, is_stopped
         self._last: torch.Tensor | None = None
         self._found: list[torch.Tensor] = []
         self._handle = model.register_forward_hook(self._see, always_call=False) if scores else None
@@ -222,7 +229,7 @@ class _Watch(StoppingCriteria):
         if self._last is not None:
             chosen = input_ids[:, -1:].to(self._last.device)
             self._found.append(self._last.gather(-1, chosen)[:, 0].cpu())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return torch.full((len(input_ids),), self._is_stopped(), dtype=torch.bool, device=input_ids.device)
 
     def scores(self) -> list[list[float]] | None:
         """For each row, the logarithms of the probabilities of its new tokens."""

@@ -41,12 +41,14 @@ class Scripted(Decoder):
         super().__init__(model, chatty(), GenerationSettings(max_new_tokens=60))
         self.answers, self.seen = answers, []  # type: ignore[var-annotated]
 
-    def run(self, batch: Any, on_text: Any = None, turns: Any = None) -> list[Answer]:
+    def run(self, batch: Any, on_text: Any = None, turns: Any = None, is_stopped: Any = None) -> list[Answer]:
         self.seen.append(self.tokenizer.decode(batch[0]))
         answer = self.answers.pop(0)
-        on_text(answer.removesuffix("!"))
-        if answer.endswith("!"):
-            raise KeyboardInterrupt
+        on_text(answer.rstrip("!"))
+        for _ in range(answer.count("!")):
+            assert not is_stopped()
+            signal.raise_signal(signal.SIGINT)
+            assert is_stopped()
         return [Answer([])]
 
 
@@ -85,6 +87,26 @@ def test_ctrl_c_ends_an_answer_and_keeps_what_there_was(model: Any) -> None:
     assert count == 2
 
 
+def test_a_second_ctrl_c_waits_for_no_token(model: Any) -> None:
+    class Slow(Scripted):
+        def run(self, *args: Any) -> list[Answer]:
+            super().run(*args)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("still computing")
+
+    said: list[str] = []
+    lines = iter(["a", "/quit"])
+    assert converse(Slow(model, ["half!"]), lambda _: next(lines), said.append) == 1
+    assert "half [stopped]\n" in "".join(said)
+
+
+def test_ctrl_c_between_two_tokens_ends_a_real_answer(model: Any) -> None:
+    decoder = Decoder(model, chatty(), GenerationSettings(max_new_tokens=60))
+    tokens = iter(range(60))
+    (answer,) = decoder.run([[5, 6, 7]], is_stopped=lambda: next(tokens) == 3)
+    assert len(answer.tokens) == 4
+
+
 def test_a_full_context_forgets_the_oldest_turns(model: Any) -> None:
     decoder, said, _ = talk(model, ["x", "y", "z"], "1" * 30, "2" * 30, "3" * 200, "4")
     assert decoder.seen == [f"[u]{'1' * 30}[a]", f"[u]{'2' * 30}[a]", "[u]4[a]"]
@@ -100,7 +122,7 @@ class Counted(Decoder):
         self.forgets = forgets
         self.rows, self.computed, self.answers = [], [], []  # type: ignore[var-annotated]
 
-    def run(self, batch: Any, on_text: Any = None, turns: Any = None) -> list[Answer]:
+    def run(self, batch: Any, on_text: Any = None, turns: Any = None, *others: Any) -> list[Answer]:
         self.rows.append(list(batch[0]))
         self.computed.append([])
 
@@ -109,7 +131,7 @@ class Counted(Decoder):
 
         handle = self.model.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            answers = super().run(batch, on_text, None if self.forgets else turns)
+            answers = super().run(batch, on_text, None if self.forgets else turns, *others)
         finally:
             handle.remove()
         self.answers.append(answers[0].tokens)
