@@ -1,4 +1,4 @@
-"""Say what would go wrong in a finetune with these settings, before it does. Trains nothing, leaves nothing behind."""
+"""Say what would go wrong in a finetune with these settings, before it does. Trains nothing."""
 
 from __future__ import annotations
 

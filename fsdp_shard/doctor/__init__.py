@@ -1,1 +1,1 @@
-"""What would go wrong in a run of `finetune`, found before it begins: looks at things, and leaves none behind."""
+"""What would go wrong in a run of `finetune`, found before it begins. Leaves tokenised text in its cache, no more."""
