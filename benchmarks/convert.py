@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from measure import MB, Cost, run, side_by_side
+from measure import MB, Cost, kept_memory, run, side_by_side
 
 HERE = Path(__file__).resolve().parent
 PYTHON = sys.executable
@@ -224,8 +224,10 @@ def start(bench: Bench) -> Iterator[Row]:
         "convert": bench.whole(tiny),
     }
     costs = bench.measure("start-up", commands)
+    # Without a manifest, values are looked at with numpy, whose import is a part of that work.
+    limits = {"verify, without a manifest": None, "convert": 0.5}
     for name, cost in costs.items():
-        yield Row(f"start-up of {name}", cost.seconds, "s", 0.5 if name == "convert" else 0.3)
+        yield Row(f"all of {name}, of a tiny model", cost.seconds, "s", limits.get(name, 0.3))
 
 
 def memory(bench: Bench, sizes: Sequence[float]) -> Iterator[Row]:
@@ -264,9 +266,10 @@ def main() -> None:
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(options.work.resolve(), options.size, options.repeats, options.shard_size, not options.no_peers)
-    rows = [row for name, group in GROUPS.items() if name in options.only for row in group(bench)]
-    if "memory" in options.only:
-        rows += memory(bench, options.memory_sizes)
+    with kept_memory(10e9 * options.size):
+        rows = [row for name, group in GROUPS.items() if name in options.only for row in group(bench)]
+        if "memory" in options.only:
+            rows += memory(bench, options.memory_sizes)
     print("\n" + "\n".join(map(str, rows)))
     if options.json:
         options.json.write_text(json.dumps([{**asdict(row), "is_met": row.is_met} for row in rows], indent=2) + "\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from convert import Bench as Sources
 from convert import Row
-from measure import Cost, forget, run, warm
+from measure import Cost, forget, kept_memory, run, warm
 
 HERE = Path(__file__).resolve().parent
 PYTHON = sys.executable
@@ -182,7 +182,8 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
     bench = Bench(Sources(options.work.resolve(), size, repeats, "200MB", True), repeats, options.tokens)
-    rows = [row for name, group in GROUPS.items() if name in options.only for row in group(bench)]
+    with kept_memory(10e9 * size):
+        rows = [row for name, group in GROUPS.items() if name in options.only for row in group(bench)]
     print("\n" + "\n".join(map(str, rows)))
     if options.json:
         options.json.write_text(json.dumps([{**asdict(row), "is_met": row.is_met} for row in rows], indent=2) + "\n")

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +72,7 @@ def side_by_side(
 ) -> dict[str, Cost]:
     """The medians of each command, all run once in each of `repeats` rounds, so that noise meets all of them.
 
-    Each round begins with another command: a process that frees much memory leaves the next one pages that cost less.
+    Each round has an order of its own, as what a process leaves in memory decides what pages cost the next one.
 
     `target`, which the commands write, is deleted before and after each run; what is left to be written to the disk is
     written before the clock starts. `source` is read once, so that it lies in the page cache, and everything else
@@ -78,8 +81,7 @@ def side_by_side(
     forget(target.parent)
     found: dict[str, list[Cost]] = {name: [] for name in commands}
     for number in range(repeats):
-        turn = number % len(commands)
-        for name in [*list(commands)[turn:], *list(commands)[:turn]]:
+        for name in random.Random(number).sample(list(commands), len(commands)):
             shutil.rmtree(target, ignore_errors=True)
             if source is not None:
                 warm(source)
@@ -97,6 +99,40 @@ def _median(costs: Sequence[Cost]) -> Cost:
         statistics.median(cost.peak_bytes for cost in costs),
         {key: statistics.median(cost.inside[key] for cost in costs) for key in keys},
     )
+
+
+@contextmanager
+def kept_memory(num_bytes: float) -> Iterator[None]:
+    """Meanwhile so much memory stays with this machine when it is freed; nearly all, if it is that little.
+
+    A virtual machine may give free blocks of some MiB back to its host, which gives them again page by page to whoever
+    writes there first: that takes seconds for a GB, meets `cp` or us by chance, and hits two threads harder. So a
+    process uses that memory once, and then holds one page of every 2 MiB of it.
+    """
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", _KEEP, str(int(num_bytes))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert keeper.stdout is not None
+    keeper.stdout.readline()
+    try:
+        yield
+    finally:
+        keeper.communicate()
+
+
+_KEEP = """
+import mmap, sys
+free = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemAvailable")) << 10
+stride = 2 << 20
+num_bytes = max(min(int(sys.argv[1]), free // 10 * 9) // stride, 1) * stride
+memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for start in range(0, num_bytes, mmap.PAGESIZE):
+    memory[start] = 1
+for start in range(0, num_bytes, stride):
+    memory.madvise(mmap.MADV_DONTNEED, start + mmap.PAGESIZE, stride - mmap.PAGESIZE)
+print("kept", flush=True)
+sys.stdin.read()
+"""
 
 
 def forget(path: Path) -> None:

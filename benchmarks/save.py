@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from convert import Row
-from measure import MB
+from measure import MB, kept_memory
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the table there too")
     options = parser.parse_args()
     fork = multiprocessing.get_context("fork")
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory, kept_memory(1e7 if options.quick else 16e9):
         out = Path(directory) / "found.json"
         task = options, f"file://{directory}/rendezvous", out
         processes = [fork.Process(target=_rank, args=(rank, *task)) for rank in range(options.ranks)]

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from convert import Row
-from measure import run
+from measure import kept_memory, run
 
 HERE = Path(__file__).resolve().parent
 PYTHON = sys.executable
@@ -247,15 +247,16 @@ def main() -> None:
     llama = bench.llama(64, 2, 512) if options.quick else bench.llama(768, 9, 49_152)
     models = {"Llama": llama, **({options.model.name: options.model.resolve()} if options.model else {})}
     rows: list[Row] = []
-    for model, path in models.items():
-        for dtype in options.dtypes:
-            name = f"{model}, {dtype}"
-            if "tokens" in options.only:
-                print(f"\n{name}: loops in turns", flush=True)
-                rows += tokens(bench, name, bench.turns(path, dtype))
-            if "starts" in options.only:
-                print(f"\n{name}: whole programs", flush=True)
-                rows += starts(name, bench.programs(path, llama / "text.txt", dtype))
+    with kept_memory(1e7 if options.quick else 12e9):
+        for model, path in models.items():
+            for dtype in options.dtypes:
+                name = f"{model}, {dtype}"
+                if "tokens" in options.only:
+                    print(f"\n{name}: loops in turns", flush=True)
+                    rows += tokens(bench, name, bench.turns(path, dtype))
+                if "starts" in options.only:
+                    print(f"\n{name}: whole programs", flush=True)
+                    rows += starts(name, bench.programs(path, llama / "text.txt", dtype))
     print("\n" + "\n".join(map(str, rows)))
     if options.json:
         options.json.write_text(json.dumps([{**asdict(row), "is_met": row.is_met} for row in rows], indent=2) + "\n")
