@@ -198,12 +198,17 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
 
 
 def _let_others_stand_in(composed: Any) -> None:
-    """Settings that must be given, but for another one of their section (its dataclass's `instead`): empty then."""
+    """Settings that must be given, but for another one of their section (its dataclass's `instead`): empty then.
+
+    The other one is there, or `name=value` says which value of it is meant.
+    """
     from omegaconf import DictConfig, OmegaConf
 
     for name, other in getattr(OmegaConf.get_type(composed), "instead", {}).items():
-        if OmegaConf.is_missing(composed, name) and composed[other]:
-            composed[name] = ""
+        key, _, value = other.partition("=")
+        given = OmegaConf.select(composed, key)
+        if name in OmegaConf.missing_keys(composed) and (given == value if value else given):
+            OmegaConf.update(composed, name, "")
     for key in composed:
         if isinstance(node := composed._get_node(key), DictConfig) and not node._is_none() and not node._is_missing():
             _let_others_stand_in(node)

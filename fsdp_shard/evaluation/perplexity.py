@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.errors import ConfigError, LossError
+from fsdp_shard.evaluation.base import EvaluateSettings, Figures
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,34 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
+
+
+@dataclass(frozen=True)
+class PerplexityEvaluation:
+    """Of `windows`, `batch_size` of them at a time."""
+
+    windows: HeldOut
+    batch_size: int
+
+    def describe(self) -> str:
+        windows = self.windows
+        return f"{windows.num_predictions} tokens in {len(windows)} windows of {windows.sequence_length}"
+
+    def measure(self, model: PreTrainedModel) -> Figures:
+        from tqdm import tqdm
+
+        with tqdm(total=len(self.windows), unit="window", desc="evaluate", disable=None) as bar:
+            found = perplexity(model, self.windows, self.batch_size, bar.update)
+        text = f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}) over {found.num_tokens} tokens"
+        return Figures(text, {"perplexity": found.perplexity, **asdict(found)})
+
+
+def open_perplexity(
+    settings: EvaluateSettings, _: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> PerplexityEvaluation:
+    """The perplexity of `settings.data`; raises ConfigError or DataError when there is none."""
+    check_context(config, settings.data.sequence_length)
+    return PerplexityEvaluation(evaluation_windows(settings.data, tokenizer), settings.batch_size)
 
 
 def check_context(config: PretrainedConfig, sequence_length: int) -> None:
