@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_shard.checkpoint.atomic import naming, start_writeback
-from fsdp_shard.checkpoint.files import page_aligned, pwrite_all
+from fsdp_shard.checkpoint.files import large_pages, pwrite_all
 
 _BLOCK_BYTES = 4096  # offsets and addresses are multiples of it: the largest block of common disks and file systems
 _STAGE_BYTES = 4 << 20
@@ -22,7 +22,7 @@ class Stage:
     """Memory out of which ranges of files are written, one after the other."""
 
     def __init__(self) -> None:
-        self._memory = page_aligned(_STAGE_BYTES)
+        self._memory = large_pages(_STAGE_BYTES)
 
     def parts(self, offset: int, num_bytes: int, unit: int) -> Iterator[tuple[int, memoryview]]:
         """(where it goes in the file, memory to fill) for each part of a range, all of whole `unit`s.

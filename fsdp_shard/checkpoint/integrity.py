@@ -61,8 +61,8 @@ def digest_chunks(index: TensorIndex, name: str, chunks: Sequence[int] | None = 
 class RangeHasher:
     """Hashes the flat byte range [start, stop) of a tensor of `num_bytes` as it is written, in pieces of any size.
 
-    `digests` collects the chunks that lie wholly in the range; `missing` are the numbers of those that it only touches,
-    to be read back through the index once all ranks have written.
+    `digests` collects the chunks that begin in the range. The last may end in another rank's: then `rest` are the bytes
+    that are still needed for it, to be read through the index once all ranks have written, and given to `finish`.
     """
 
     def __init__(self, num_bytes: int, start: int, stop: int) -> None:
@@ -71,34 +71,41 @@ class RangeHasher:
         self._num_bytes, self._position, self._start, self._stop = num_bytes, start, start, stop
         self._hasher = xxhash.xxh3_128()
 
+    @property
+    def rest(self) -> range:
+        """The bytes behind the range of the chunk that begins in it and ends there; mostly none."""
+        number = self._stop // CHUNK_BYTES
+        begins_here = self._start <= number * CHUNK_BYTES < self._stop
+        return range(self._stop, self._end(number)) if begins_here else range(0)
+
     def update(self, data: Any) -> None:
         """The next bytes of the range."""
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")
+        assert self._position + len(view) <= self._stop
+        self._hash(view)
+
+    def finish(self, rest: memoryview) -> None:
+        """What `rest` asks for, after all of the range."""
+        assert self._position == self._stop
+        assert len(rest) == len(self.rest)
+        self._hash(rest)
+
+    def _hash(self, view: memoryview) -> None:
         while len(view):
             number = self._position // CHUNK_BYTES
-            end = min((number + 1) * CHUNK_BYTES, self._num_bytes)
+            end = self._end(number)
             part = view[: end - self._position]
-            if self._is_whole(number):
+            if begins_here := number * CHUNK_BYTES >= self._start:
                 self._hasher.update(part)
             self._position += len(part)
-            assert self._position <= self._stop
-            if self._position == end and self._is_whole(number):
+            if self._position == end and begins_here:
                 self.digests[number] = self._hasher.digest()
                 self._hasher.reset()
             view = view[len(part) :]
 
-    def _is_whole(self, number: int) -> bool:
-        low, high = number * CHUNK_BYTES, min((number + 1) * CHUNK_BYTES, self._num_bytes)
-        return self._start <= low and high <= self._stop
-
-    @property
-    def missing(self) -> list[int]:
-        """Chunks that the range touches without holding them whole: at most two."""
-        if self._start == self._stop:
-            return []
-        touched = range(self._start // CHUNK_BYTES, num_chunks(self._stop))
-        return [number for number in touched if not self._is_whole(number)]
+    def _end(self, number: int) -> int:
+        return min((number + 1) * CHUNK_BYTES, self._num_bytes)
 
 
 def file_digest(path: Path) -> str:

@@ -15,7 +15,7 @@ import xxhash
 
 from fsdp_shard.checkpoint import atomic, boxes
 from fsdp_shard.checkpoint.direct import DirectFile, Stage
-from fsdp_shard.checkpoint.files import copy_bytes
+from fsdp_shard.checkpoint.files import copy_bytes, page_aligned
 from fsdp_shard.checkpoint.index import open_checkpoint, tensor_bytes
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, RangeHasher, chunk_digest, digest_chunks, num_chunks
 from fsdp_shard.checkpoint.manifest import FileRecord
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
+Hashers = dict[str, RangeHasher | None]  # tensor -> that of this rank's range; None where its part is no range
 Records = dict[str, FileRecord]  # file -> size and digest
 # A shard, and which of its elements -> those, flat; as long as the block runs, nobody changes them.
 Reading = Callable[[LocalShard, slice], AbstractContextManager["torch.Tensor"]]
@@ -71,30 +72,30 @@ def write_ranges(
     optimizer: Mapping[str, LocalShard],
     reading: Reading,
     is_behind: bool,
-) -> tuple[Digests, Records]:
+) -> tuple[Hashers, Records]:
     """Put all that is this rank's in its place and on the disk; each element is read once, through `reading`.
 
     A save that `is_behind` the training leaves the cores to it.
 
-    Returns the digests of the weights' chunks that lie wholly in its ranges, and the records of the files it made.
+    Returns what has hashed the weights, by name, and the records of the files it made.
     """
-    hashers = {name: _hasher(name, shard) for name in plans.weights.places if not (shard := weights[name]).box}
+    hashers = {name: _hasher(name, weights[name]) for name in plans.weights.places}
     records = {
         file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex())
         for file in plans.weights.creates
     }
     with _Writer(reading, is_behind) as writer:
         for name, (file, _) in plans.weights.places.items():
-            observe = hashers[name].update if name in hashers else _ignore
+            observe = hasher.update if (hasher := hashers[name]) is not None else _ignore
             for offset, part in plans.weights.runs(name, weights[name]):
                 writer.write(directory / file, offset, weights[name], part, observe)
         reach("weights-written")
         for plan in plans.optimizer.creates:  # this rank's only one, so it is written front to back
-            hasher = xxhash.xxh3_128(plan.header)
+            whole = xxhash.xxh3_128(plan.header)
             for name, (_, offset) in plans.optimizer.places.items():
                 shard = optimizer[name]
-                writer.write(directory / OPTIMIZER / plan.name, offset, shard, slice(0, len(shard.data)), hasher.update)
-            records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=hasher.hexdigest())
+                writer.write(directory / OPTIMIZER / plan.name, offset, shard, slice(0, len(shard.data)), whole.update)
+            records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=whole.hexdigest())
         small_files = {**plans.weights.small_files, **plans.small_files}
         for name, content in small_files.items():
             atomic.write_file(directory / name, content)
@@ -103,28 +104,40 @@ def write_ranges(
         writer.sync([directory / plan.name for plan in plans.weights.creates])
         writer.sync([directory / OPTIMIZER / plan.name for plan in plans.optimizer.creates])
     reach("synced")
-    return {name: hashers[name].digests if name in hashers else {} for name in plans.weights.places}, records
+    return hashers, records
 
 
-def hash_shared_chunks(directory: Path, shards: Mapping[str, LocalShard], digests: Digests) -> None:
-    """Hash the chunks that begin in this rank's range and end in another's, as they lie on the disk."""
+def hash_shared_chunks(directory: Path, shards: Mapping[str, LocalShard], hashers: Hashers) -> Digests:
+    """The digests of all chunks that begin in this rank's part; what another rank has of them is read from the disk."""
+    digests: Digests = {}
+    memory = page_aligned(CHUNK_BYTES)
     with open_checkpoint(directory) as index:
-        for name in digests:
-            mine = _begins_in(name, shards[name])
-            digests[name].update(zip(mine, digest_chunks(index, name, mine), strict=True))
+        for name, hasher in hashers.items():
+            if hasher is None:
+                mine = _begins_in_box(name, shards[name])
+                digests[name] = dict(zip(mine, digest_chunks(index, name, mine), strict=True))
+                continue
+            if rest := hasher.rest:
+                index.read_into(name, rest.start // shards[name].data.element_size(), memory[: len(rest)])
+                hasher.finish(memory[: len(rest)])
+            digests[name] = hasher.digests
     reach("hashed")
+    return digests
 
 
-def _begins_in(name: str, shard: LocalShard) -> list[int]:
-    """The chunks of a tensor that begin in this rank's part of it and were not hashed as they were written."""
-    size = shard.data.element_size()
-    if shard.box is None:
-        return [chunk for chunk in _hasher(name, shard).missing if chunk * CHUNK_BYTES >= shard.start * size]
-    firsts = (number * CHUNK_BYTES // size for number in range(num_chunks(spec_of(name, shard).num_bytes)))
+def _begins_in_box(name: str, shard: LocalShard) -> list[int]:
+    """The chunks of a tensor that begin in this rank's box of it."""
+    assert shard.box is not None
+    firsts = (
+        number * CHUNK_BYTES // shard.data.element_size()
+        for number in range(num_chunks(spec_of(name, shard).num_bytes))
+    )
     return [number for number, first in enumerate(firsts) if boxes.contains(shard.shape, *shard.box, first)]
 
 
-def _hasher(name: str, shard: LocalShard) -> RangeHasher:
+def _hasher(name: str, shard: LocalShard) -> RangeHasher | None:
+    if shard.box is not None:
+        return None
     size = shard.data.element_size()
     total = spec_of(name, shard).num_bytes
     return RangeHasher(total, shard.start * size, (shard.start + len(shard.data)) * size)

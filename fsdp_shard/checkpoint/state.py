@@ -1,6 +1,6 @@
 """A run's state into a step directory, over all ranks: each writes its own ranges only (`ranges`).
 
-Saving: plan, create the files, write and hash, sync, read back the hash chunks that two ranks share, commit. No
+Saving: plan, create the files, write and hash, sync, finish the hash chunks that two ranks share, commit. No
 rank ever holds more than its part plus a small buffer. Collectives are the calls on `context`, all at the top level of
 `save_step`; every phase between them is local, and `points` names the moments in between. Knows no wrapper, no data and
 no loop, nor whether it runs behind one (`staging`).
@@ -83,8 +83,8 @@ def save_step(
     parts = (state.weights, state.optimizer, state.reading, state.is_behind)
     try:
         context.together(lambda: create_files(directory, plans))
-        digests, records = context.together(lambda: write_ranges(directory, plans, *parts))
-        context.together(lambda: hash_shared_chunks(directory, state.weights, digests))
+        hashers, records = context.together(lambda: write_ranges(directory, plans, *parts))
+        digests = context.together(lambda: hash_shared_chunks(directory, state.weights, hashers))
         everyone = context.gather_object((digests, records))
         context.together(lambda: _commit(context, store, directory, step, state, layout, everyone))
     except FsdpShardError:  # on all ranks: none writes any more
