@@ -107,7 +107,7 @@ def kept_memory(num_bytes: float) -> Iterator[None]:
 
     A virtual machine may give free blocks of some MiB back to its host, which gives them again page by page to whoever
     writes there first: that takes seconds for a GB, meets `cp` or us by chance, and hits two threads harder. So a
-    process uses that memory once, and then holds one page of every 2 MiB of it.
+    process uses that memory once, and then holds one page of every 4 MiB of it, which leaves room for large pages.
     """
     keeper = subprocess.Popen(
         [sys.executable, "-c", _KEEP, str(int(num_bytes))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -123,7 +123,7 @@ def kept_memory(num_bytes: float) -> Iterator[None]:
 _KEEP = """
 import mmap, sys
 free = next(int(line.split()[1]) for line in open("/proc/meminfo") if line.startswith("MemAvailable")) << 10
-stride = 2 << 20
+stride = 4 << 20
 num_bytes = max(min(int(sys.argv[1]), free // 10 * 9) // stride, 1) * stride
 memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 for start in range(0, num_bytes, mmap.PAGESIZE):
