@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_shard.checkpoint import direct
 from fsdp_shard.checkpoint.direct import DirectFile, Stage
-from fsdp_shard.checkpoint.files import copy_bytes, page_aligned
+from fsdp_shard.checkpoint.files import copy_bytes, large_pages, page_aligned
 
 SIZE = 10 << 20
 
@@ -87,3 +87,11 @@ def test_memory_that_cannot_be_written_directly_is_written_all_the_same(tmp_path
     file.write(0, content)
     file.close()
     assert (tmp_path / "file").read_bytes() == bytes(content)
+
+
+def test_what_is_written_lies_in_large_pages() -> None:
+    memory = large_pages(4 << 20)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    assert len(memory) == 4 << 20
+    assert address % (2 << 20) == 0
+    memory[:] = bytes(len(memory))  # all of it is there
