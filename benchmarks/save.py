@@ -3,16 +3,18 @@
     python benchmarks/save.py --work /big/disk/bench
 
 Wants a machine with nothing else to do: two cores for two ranks, and room for some 10 GB. A round runs every side once;
-every figure is the median over `--repeats` rounds, of differences to the same round's run without a save where a run
-is lengthened. What is left to be written is written before a clock starts. Targets are those of the issue that asked.
+every figure is the median over `--repeats` rounds. What is left to be written is written before a clock starts. Targets
+are those of the issue that asked.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import statistics
 import time
@@ -75,17 +77,23 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def run(self, save: Callable[[], Callable[[], None]]) -> float:
-        """Seconds of a run: `save` is called after a step, and what it returns at the end."""
+    def run(self, save: Callable[[], Callable[[], None]]) -> tuple[float, float]:
+        """Seconds of a run, and those of them that a save adds.
+
+        `save` is called after a step, and what it returns at the end. Added is what the run takes beyond as many steps
+        as long as its own median step: runs differ from each other by more than a save.
+        """
         self.fresh()
-        start, finish = time.perf_counter(), _nothing
+        marks, finish = [time.perf_counter()], _nothing
         for number in range(self.steps):
             self.step()
             if number == SAVE_AT:
                 finish = save()
+            marks.append(time.perf_counter())
         finish()
         dist.barrier()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - marks[0]
+        return seconds, seconds - self.steps * statistics.median(b - a for a, b in itertools.pairwise(marks))
 
     def timed(self, work: Callable[[], None]) -> float:
         self.fresh()
@@ -226,7 +234,7 @@ def _status(key: str) -> float:
 
 
 def measure(context: DistributedContext, work: Path, size: str, steps: int, repeats: int) -> dict[str, float]:
-    """Medians over the rounds, by side; `run: SIDE` is what it adds to a run."""
+    """Medians over the rounds, by side; `run: SIDE` is what it adds to a run, and `seconds: SIDE` all of the run."""
     training = Training(context, work, size, steps)
     stall = Stall(training)
     behind = {"asynchronous": True, "layout": "sharded"}
@@ -259,8 +267,10 @@ def measure(context: DistributedContext, work: Path, size: str, steps: int, repe
     for repeat in range(repeats + 1):
         if repeat == 1:
             found.clear()  # the first round allocates what is used again
-        for name, save in runs.items():
-            note(f"run: {name}", training.run(stall.of(save)))
+        for name in random.Random(repeat).sample(list(runs), len(runs)):
+            seconds, added = training.run(stall.of(runs[name]))
+            note(f"seconds: {name}", seconds)
+            note(f"run: {name}", added)
             note(f"stall: {name}", stall.seconds)
         for name, write in saves.items():
             note(f"save: {name}", training.timed(write))  # type: ignore[arg-type]  # what it returns is not used
@@ -268,12 +278,7 @@ def measure(context: DistributedContext, work: Path, size: str, steps: int, repe
             training.fresh()
             note(f"memory: {layout}", extra_memory(saves[layout]))
     training.fresh()
-    bare = found["run: nothing"]
-    for name in runs:
-        pairs = zip(found[f"run: {name}"], bare, strict=True)
-        found[f"run: {name}"] = [with_it - without for with_it, without in pairs]
     return {name: statistics.median(values) for name, values in found.items()} | {
-        "run without a save": statistics.median(bare),
         "bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in training.own)),
     }
 
@@ -281,7 +286,7 @@ def measure(context: DistributedContext, work: Path, size: str, steps: int, repe
 def rows(found: dict[str, float]) -> Iterator[Row]:
     """What was asked for."""
     yield Row("bytes of the state, a rank", found["bytes"] / MB, "MB")
-    yield Row("a run without a save", found["run without a save"], "s")
+    yield Row("a run without a save", found["seconds: nothing"], "s")
     for name, value in found.items():
         if name.startswith(("run: ", "stall: ", "save: ")) and not name.endswith("nothing"):
             yield Row(name, value, "s")
