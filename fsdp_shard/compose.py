@@ -206,9 +206,10 @@ def _let_others_stand_in(composed: Any) -> None:
 
     for name, other in getattr(OmegaConf.get_type(composed), "instead", {}).items():
         key, _, value = other.partition("=")
-        given = OmegaConf.select(composed, key)
-        if name in OmegaConf.missing_keys(composed) and (given == value if value else given):
-            OmegaConf.update(composed, name, "")
+        section, _, leaf = name.rpartition(".")
+        holder = composed[section] if section else composed
+        if OmegaConf.is_missing(holder, leaf) and (composed[key] == value if value else composed[key]):
+            holder[leaf] = ""
     for key in composed:
         if isinstance(node := composed._get_node(key), DictConfig) and not node._is_none() and not node._is_missing():
             _let_others_stand_in(node)

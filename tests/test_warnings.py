@@ -15,7 +15,8 @@ def test_settings_that_run_code_of_others_have_a_warning() -> None:
     assert warnings_of(FinetuneConfig()) == []
     for schema in map(schema_of, COMMANDS):
         for name, field, _ in walk(schema()):
-            assert ("trust_remote_code" in name) == bool(field.metadata.get("warning")), name
+            runs_code = name.endswith("trust_remote_code") or name == "lm_eval.include_path"
+            assert runs_code == bool(field.metadata.get("warning")), name
 
 
 def test_a_run_that_trusts_code_of_others_says_so_once(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
