@@ -207,6 +207,8 @@ def _let_others_stand_in(composed: Any) -> None:
     for name, other in getattr(OmegaConf.get_type(composed), "instead", {}).items():
         key, _, value = other.partition("=")
         section, _, leaf = name.rpartition(".")
+        if section and section not in composed:  # taken away by ~section, which is told of later
+            continue
         holder = composed[section] if section else composed
         if OmegaConf.is_missing(holder, leaf) and (composed[key] == value if value else composed[key]):
             holder[leaf] = ""
