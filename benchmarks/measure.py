@@ -113,8 +113,9 @@ def kept_memory(num_bytes: float) -> Iterator[None]:
         [sys.executable, "-c", _KEEP, str(int(num_bytes))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert keeper.stdout is not None
-    keeper.stdout.readline()
     try:
+        if keeper.stdout.readline() != b"kept\n":
+            raise RuntimeError(f"{num_bytes / MB:,.0f} MB could not be kept; see above")
         yield
     finally:
         keeper.communicate()

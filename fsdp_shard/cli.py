@@ -26,7 +26,7 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
 
   finetune [name=value ...]     fine-tune a causal language model on one or many ranks
   convert [name=value ...]      turn any checkpoint into a Hugging Face directory, or into rank files
-  evaluate [name=value ...]     perplexity of a checkpoint on a text
+  evaluate [name=value ...]     perplexity of a checkpoint, or tasks of lm-evaluation-harness
   generate [name=value ...]     text from a checkpoint, over the devices and the disk there are
   plan [name=value ...]         memory that each rank will need, from the config alone
   doctor [name=value ...]       what would go wrong in a finetune with these settings, before it does

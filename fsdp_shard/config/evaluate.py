@@ -11,7 +11,7 @@ from fsdp_shard.evaluation.base import EvaluateSettings
 
 @dataclass
 class EvaluateConfig(RunConfig, EvaluateSettings):
-    """Measure how well a checkpoint predicts a text."""
+    """Measure how well a checkpoint predicts a text, or answers the questions of lm-evaluation-harness."""
 
     command: ClassVar[str] = "evaluate"
     unused: ClassVar[tuple[str, ...]] = ("seed", "launch")

@@ -50,13 +50,16 @@ class LmEvalConfig:
     @property
     def names(self) -> list[str]:
         """`tasks` as a list of names, or patterns of names."""
-        given = self.tasks if isinstance(self.tasks, (list, tuple)) else [self.tasks]
-        return [str(name) for name in given if name not in (None, "")]
+        return [str(name) for name in self._given if name not in (None, "")]
 
     def check(self, prefix: str) -> None:
         """Refuse names that are none."""
-        if isinstance(self.tasks, Mapping) or any(isinstance(name, (Mapping, list)) for name in self.tasks or ()):
+        if any(isinstance(name, (Mapping, list)) for name in self._given):
             raise ConfigError(f"{prefix}tasks={self.tasks} is not a list of names, such as [hellaswag, arc_easy].")
+
+    @property
+    def _given(self) -> list[Any]:
+        return self.tasks if isinstance(self.tasks, list) else [self.tasks]
 
 
 @dataclass
@@ -84,7 +87,8 @@ class EvaluateSettings:
         section = getattr(self, unused)
         defaults = {name: value for name, _, value in walk(type(section)())}
         for name, _, value in walk(section):
-            if value not in (defaults[name], ""):
+            stands_in = unused == "data" and name == "path" and value == ""  # what composing puts there
+            if value != defaults[name] and not stands_in:
                 raise ConfigError(
                     f"{prefix}{unused}.{name}={value} is for {prefix}task={other}, not {self.task}; leave one of them "
                     f"out."

@@ -137,7 +137,7 @@ def _load(manager: TaskManager, names: list[str]) -> Mapping[str, Any]:
 def _top_level(loaded: Mapping[str, Any]) -> list[Any]:
     """The loaded tasks and groups that are in no other group, to be handed to the harness as they are."""
     inside = {task.task_name for group in loaded["groups"].values() for task in group.get_all_tasks()}
-    nested = {child.name for group in loaded["groups"].values() for child in group.get_all_groups()} - {None}
+    nested = {child.name for group in loaded["groups"].values() for child in group.get_all_groups()}
     groups = [group for name, group in loaded["groups"].items() if name not in nested]
     return [*groups, *(task for name, task in loaded["tasks"].items() if name not in inside)]
 

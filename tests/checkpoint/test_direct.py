@@ -95,3 +95,18 @@ def test_what_is_written_lies_in_large_pages() -> None:
     assert len(memory) == 4 << 20
     assert address % (2 << 20) == 0
     memory[:] = bytes(len(memory))  # all of it is there
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in _flags(address)
+
+
+def _flags(address: int) -> list[str]:
+    """What the kernel was told of the memory at `address`."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(part, 16) for part in first.split("-"))
+            inside = low <= address < high
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    return []

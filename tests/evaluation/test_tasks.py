@@ -141,6 +141,9 @@ def test_tasks_that_cannot_be_asked(
     [
         (["task=lm_eval"], r"task=lm_eval needs the names of tasks: add lm_eval\.tasks=\[hellaswag\]"),
         (["task=lm_eval", "lm_eval.tasks={a: 1}"], r"lm_eval\.tasks=\{'a': 1\} is not a list of names"),
+        (["task=lm_eval", "lm_eval.tasks=[[a]]"], r"lm_eval\.tasks=\[\['a'\]\] is not a list of names"),
+        (["task=lm_eval", "lm_eval.tasks=a", "data.text_column=''"], r"data\.text_column= is for task=perplexity"),
+        (["data.path=b.txt", "lm_eval.include_path=''"], r"lm_eval\.include_path= is for task=lm_eval"),
         (["task=lm_eval", "lm_eval.tasks=a", "data.path=b.txt"], r"data\.path=b\.txt is for task=perplexity"),
         (["task=lm_eval", "lm_eval.tasks=a", "data.sequence_length=9"], r"data\.sequence_length=9 is for task=perpl"),
         (["data.path=b.txt", "lm_eval.limit=3"], r"lm_eval\.limit=3 is for task=lm_eval, not perplexity"),
@@ -153,7 +156,9 @@ def test_settings_of_the_other_task_are_refused(overrides: list[str], said: str)
         compose(EvaluateConfig, ["checkpoint=x", *overrides], "fsdp-shard evaluate")
 
 
-@pytest.mark.parametrize(("given", "names"), [("a", ["a"]), ("[a,b]", ["a", "b"]), ("'mmlu_*'", ["mmlu_*"])])
+@pytest.mark.parametrize(
+    ("given", "names"), [("a", ["a"]), ("5", ["5"]), ("[a,b]", ["a", "b"]), ("'mmlu_*'", ["mmlu_*"])]
+)
 def test_one_name_is_a_list_too(given: str, names: list[str]) -> None:
     (job,) = compose(EvaluateConfig, ["checkpoint=x", "task=lm_eval", f"lm_eval.tasks={given}"], "fsdp-shard evaluate")
     assert job.config.lm_eval.names == names

@@ -138,8 +138,7 @@ def _entry(root: Path, name: str, parts: Sequence[_Part], num_files: int) -> Ten
         return _shards_entry(root, name, parts)
     plain = readable(first, name, parts[0].where)
     assert isinstance(plain, StoredTensor)
-    # All parts are of the first one's kind by now, and that has a dtype and a shape.
-    _refuse_differences(name, parts, [(part.tensor.dtype, part.tensor.shape) for part in parts])  # type: ignore[union-attr]
+    _refuse_differences(name, parts, [(part.tensor.dtype, part.tensor.shape) for part in parts])  # type: ignore[union-attr]  # all are of the first one's kind by now
     piece = piece_of(parts[0].file, plain, (0,) * len(plain.shape))
     return TensorEntry(name, plain.dtype, plain.shape, (piece,))
 

@@ -109,8 +109,7 @@ def _blank(cls: type[Any]) -> Callable[[], Any]:
 def _memory_format(value: Any) -> Any:
     if value not in (0, 1, 2):
         raise ValueError("an unknown memory format")
-    # The table has classes of several shapes; this one takes a value, as an enumeration does.
-    return DCP_CLASSES["torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"](value)  # type: ignore[call-arg]
+    return DCP_CLASSES["torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"](value)  # type: ignore[call-arg]  # an enumeration, unlike others of the table
 
 
 _TORCH = """
