@@ -21,6 +21,7 @@ from pathlib import Path
 
 from convert import Bench as Sources
 from convert import Row
+from generate_from import WORDS
 from measure import Cost, forget, kept_memory, run, warm
 
 HERE = Path(__file__).resolve().parent
@@ -56,6 +57,11 @@ class Bench:
         assert len({token for token in tokens_found.values() if token is not None}) <= 1, tokens_found
         return costs
 
+    def command(self, source: Path) -> list[str]:
+        """Our own command, as far as the first token."""
+        settings = [f"checkpoint={source}", f"prompt={WORDS}", "generation.max_new_tokens=1"]
+        return [PYTHON, "-m", "fsdp_shard", "generate", *settings, f"run_dir={self.sources.work / 'run'}"]
+
     def way(self, name: str, source: Path, *arguments: str) -> list[str]:
         return [PYTHON, str(HERE / "generate_from.py"), name, str(source), *arguments]
 
@@ -68,24 +74,48 @@ def _median(costs: Sequence[Cost]) -> Cost:
     return Cost(of(lambda c: c.seconds), of(lambda c: c.cpu_seconds), of(lambda c: c.peak_bytes), inside)
 
 
+def _weights(source: Path) -> int:
+    """Bytes of the weights of a model directory."""
+    return sum(file.stat().st_size for file in source.glob("*.safetensors"))
+
+
 def from_ranks(bench: Bench) -> Iterator[Row]:
-    """1. From rank files to the first token, beside merging with accelerate or torch and then loading."""
+    """1. From rank files to the first token, beside merging with accelerate or torch and then loading.
+
+    The peak of resident memory counts pages of mapped files, which the system can drop at any time; anonymous memory is
+    what has to be there. `budget`: a quarter of the weights, which bounds both.
+    """
+    quarter = str(_weights(bench.sources.model()) // 4)
     for count in (2, 8):
         files = bench.sources.converted(f"ranks-{count}", "format=sharded", f"ranks={count}", "verify=false")
         dcp = bench.sources.by_ranks(count) / "dcp"
-        shutil.copy(bench.sources.model() / "config.json", dcp / "config.json")
+        for file in bench.sources.model().glob("*.json"):
+            shutil.copy(file, dcp / file.name)
         commands = {
+            "generate, rank files": bench.command(files),
+            "generate, DCP": bench.command(dcp),
             "ours, rank files": bench.way("ours", files),
             "ours, DCP": bench.way("ours", dcp),
+            "ours, rank files, budget": bench.way("ours", files, "auto", quarter),
             "accelerate's merge, load": bench.way("merged", dcp, "accelerate"),
             "torch's merge, load": bench.way("merged", dcp, "torch"),
         }
         costs = bench.run(f"{count} ranks to the first token", commands, files)
-        for ours in ("ours, rank files", "ours, DCP"):
-            for peer in ("accelerate's merge, load", "torch's merge, load"):
-                name = f"{count} ranks: {peer} / {ours}"
-                yield Row(f"{name}, seconds", costs[peer].seconds / costs[ours].seconds, limit=2, at_least=True)
-                yield Row(f"{name}, peak", costs[peer].peak_bytes / costs[ours].peak_bytes, limit=2, at_least=True)
+        for peer in ("accelerate's merge, load", "torch's merge, load"):
+            for kind in ("rank files", "DCP"):
+                name, command, call = (
+                    f"{count} ranks: {peer} / {kind}",
+                    costs[f"generate, {kind}"],
+                    costs[f"ours, {kind}"],
+                )
+                yield Row(f"{name}, seconds", costs[peer].seconds / command.seconds, limit=2, at_least=True)
+                yield Row(f"{name}, peak", costs[peer].peak_bytes / command.peak_bytes, limit=2, at_least=True)
+                anonymous = costs[peer].inside["peak_anonymous_bytes"] / call.inside["peak_anonymous_bytes"]
+                yield Row(f"{name}, peak of anonymous memory", anonymous, limit=2, at_least=True)
+            budget = costs["ours, rank files, budget"]
+            name = f"{count} ranks: {peer} / rank files with a budget"
+            yield Row(f"{name}, seconds", costs[peer].seconds / budget.seconds, limit=2, at_least=True)
+            yield Row(f"{name}, peak", costs[peer].peak_bytes / budget.peak_bytes, limit=2, at_least=True)
 
 
 def from_directory(bench: Bench) -> Iterator[Row]:
@@ -93,13 +123,17 @@ def from_directory(bench: Bench) -> Iterator[Row]:
     source = bench.sources.model()
     costs = bench.run(
         "a directory to the first token",
-        {"ours": bench.way("ours", source), "from_pretrained": bench.way("plain", source)},
+        {
+            "ours": bench.way("ours", source),
+            "from_pretrained": bench.way("plain", source),
+            "generate": bench.command(source),
+            "a script": bench.way("script", source),
+        },
         source,
     )
-    ours, plain = costs["ours"], costs["from_pretrained"]
-    weights = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    ours, plain, weights = costs["ours"], costs["from_pretrained"], _weights(source)
     yield Row("load and first token / from_pretrained", ours.inside["seconds"] / plain.inside["seconds"], limit=1)
-    yield Row("whole process / from_pretrained", ours.seconds / plain.seconds, limit=0.8)
+    yield Row("whole process / from_pretrained", costs["generate"].seconds / costs["a script"].seconds, limit=0.8)
     yield Row("anonymous memory / weights", ours.inside["anonymous_bytes"] / weights, limit=0.15)
     yield Row("anonymous memory of from_pretrained / weights", plain.inside["anonymous_bytes"] / weights)
 
@@ -107,7 +141,7 @@ def from_directory(bench: Bench) -> Iterator[Row]:
 def offload(bench: Bench) -> Iterator[Row]:
     """3. Blocks on disk: seconds of a token, page cache warm and cold, nothing or half of the blocks kept."""
     source = bench.sources.model()
-    weights = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    weights = _weights(source)
     half = str(int(0.55 * weights))
     commands = {
         "in memory": bench.way("plain", source),
@@ -141,7 +175,7 @@ def budget(bench: Bench) -> Iterator[Row]:
     """4. A quarter of the weights as budget, from a directory and from rank files; the same token comes out."""
     source = bench.sources.model()
     ranks = bench.sources.converted("ranks-2", "format=sharded", "ranks=2", "verify=false")
-    weights = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    weights = _weights(source)
     quarter = str(weights // 4)
     commands = {
         "in memory": bench.way("plain", source),
@@ -155,11 +189,11 @@ def budget(bench: Bench) -> Iterator[Row]:
 
 
 def start(bench: Bench) -> Iterator[Row]:
-    """2. A tiny model, which is start-up and nothing else."""
+    """2. A tiny model, which is start-up and nothing else: our command beside a script with `from_pretrained`."""
     tiny = bench.sources.made("llama-tiny", [PYTHON, str(HERE / "sources.py"), "llama", "TARGET", "0.001"])
-    commands = {"ours": bench.way("ours", tiny), "from_pretrained": bench.way("plain", tiny)}
+    commands = {"generate": bench.command(tiny), "a script": bench.way("script", tiny)}
     costs = bench.run("start-up to the first token", commands, tiny)
-    ratio = costs["ours"].seconds / costs["from_pretrained"].seconds
+    ratio = costs["generate"].seconds / costs["a script"].seconds
     yield Row("start-up to first token / from_pretrained", ratio, limit=0.8)
 
 

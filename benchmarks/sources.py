@@ -34,6 +34,18 @@ def llama(target: str, gigabytes: str) -> None:
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(target, max_shard_size="1000GB")
+    tokenizer(target)
+
+
+def tokenizer(target: str) -> None:
+    """A tokenizer whose tokens are the bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    by_bytes = Tokenizer(models.BPE({char: number for number, char in enumerate(alphabet)}, []))
+    by_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=by_bytes).save_pretrained(target)
 
 
 def many_tensors(target: str, count: str) -> None:

@@ -19,10 +19,15 @@ LR = 1e-5
 
 
 class StepLog:
-    """Lines of step_seconds, from rank 0."""
+    """Lines of step_seconds, from rank 0; the file is there when the first step begins."""
 
     def __init__(self, path: str) -> None:
         self._path, self._before = path, time.perf_counter()
+
+    def begin(self) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            Path(self._path).touch()
+        self._before = time.perf_counter()
 
     def step(self) -> None:
         now = time.perf_counter()
@@ -67,6 +72,7 @@ def bare(model: str, text: str, dtype: str, length: int, steps: int, log: str) -
     fully_shard(network, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(network.parameters(), lr=LR, fused=True)
     record = StepLog(log)
+    record.begin()
     for step in range(steps):
         ids = data[(step * size + rank) % len(data)][None]
         network(input_ids=ids, labels=ids).loss.backward()
@@ -85,6 +91,9 @@ def trainer(network: Any, data: Any, dtype: str, steps: int, log: str, **argumen
     record = StepLog(log)
 
     class Steps(TrainerCallback):  # type: ignore[misc]  # untyped in transformers
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            record.begin()
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
             record.step()
 
@@ -154,6 +163,7 @@ def fabric(model: str, text: str, dtype: str, length: int, steps: int, log: str)
     optimizer = torch.optim.AdamW(network.parameters(), lr=LR, fused=True)
     wrapped, optimizer = engine.setup(network, optimizer)
     record = StepLog(log)
+    record.begin()
     for step in range(steps):
         ids = data[(step * engine.world_size + engine.global_rank) % len(data)][None]
         engine.backward(wrapped(input_ids=ids, labels=ids).loss)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import InputError
+from fsdp_shard.memory import collect_as_usual
 from fsdp_shard.settings import nearest
 from fsdp_shard.shell import run_as_program, wants_debug
 
@@ -65,6 +66,7 @@ def dispatch(arguments: Sequence[str]) -> None:
     elif command == "run":
         _run_file([*rest, *(["--debug"] if "--debug" in arguments else [])])
     elif command in _OTHERS:
+        collect_as_usual()
         _OTHERS[command](rest)
     else:
         raise InputError(

@@ -6,8 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_THRESHOLDS = gc.get_threshold()
-
 
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now, shared libraries and forked pages included."""
@@ -63,12 +61,12 @@ def _status(field: str) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def collect_rarely() -> None:
+def collect_later() -> None:
     """Let the garbage collector sleep through the imports: they make a million objects, all of which stay.
 
-    With Python's own thresholds a seventh of the time that transformers takes to load goes into looking at them.
+    A seventh of the time that torch and transformers take to load goes into looking at them again and again.
     """
-    gc.set_threshold(50_000, 20, 20)
+    gc.disable()
 
 
 @contextmanager
@@ -87,6 +85,15 @@ def collection_paused() -> Iterator[None]:
 
 
 def collect_as_usual() -> None:
-    """Let it work again, but not on what there is by now: cycles that hold tensors are to be found soon."""
+    """Let it work, but not on what there is by now: cycles that hold tensors are to be found as soon as ever."""
     gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
+    gc.enable()
+
+
+def leave_to_the_system() -> None:
+    """Look at nothing again: for a process that is about to end.
+
+    Python looks through all that is left three times as it ends, a second for transformers and torch; the system takes
+    the memory back at once. What nothing refers to any more is still let go of, and so are the modules.
+    """
+    gc.freeze()

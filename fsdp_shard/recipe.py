@@ -6,6 +6,7 @@ rank starts; then RUN_DIR/config.yaml is written and the function is called on e
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import time
@@ -30,17 +31,20 @@ C = TypeVar("C", bound=RunConfig)
 _SECONDS_TO_SPEAK = 20.0
 
 
-def recipe(schema: type[C], *, check: Callable[[C], None] | None = None) -> Callable[[Callable[[C], None]], Recipe[C]]:
+def recipe(
+    schema: type[C], *, check: Callable[[C], None] | None = None, loads: Sequence[str] = ()
+) -> Callable[[Callable[[C], None]], Recipe[C]]:
     """Make a function of a config into a recipe.
 
     `schema` is one of the config dataclasses in `fsdp_shard.config`, or a dataclass that extends one. `check(config)`
     is called once before any rank starts and raises one of our InputErrors when a file that the config names is not
-    what it must be.
+    what it must be. `loads` names modules that are imported between the two: large ones, which a wrong config is not to
+    cost, and which load sooner while garbage is collected rarely.
     """
     command_of(schema)
 
     def decorate(work: Callable[[C], None]) -> Recipe[C]:
-        return Recipe(schema, work, check)
+        return Recipe(schema, work, check, loads)
 
     return decorate
 
@@ -48,8 +52,10 @@ def recipe(schema: type[C], *, check: Callable[[C], None] | None = None) -> Call
 class Recipe(Generic[C]):
     """A function of a config that can be run as a program: `main()` reads the command line and leaves the process."""
 
-    def __init__(self, schema: type[C], work: Callable[[C], None], check: Callable[[C], None] | None) -> None:
-        self.schema, self.work, self.check = schema, work, check
+    def __init__(
+        self, schema: type[C], work: Callable[[C], None], check: Callable[[C], None] | None, loads: Sequence[str]
+    ) -> None:
+        self.schema, self.work, self.check, self.loads = schema, work, check, loads
         self.file = Path(work.__code__.co_filename).resolve()
         self.__doc__ = work.__doc__
 
@@ -64,6 +70,8 @@ class Recipe(Generic[C]):
 
     def perform(self, config: C) -> None:
         """The work of one rank."""
+        for name in self.loads:
+            importlib.import_module(name)
         collect_as_usual()
         self.work(config)
 

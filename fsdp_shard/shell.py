@@ -16,20 +16,21 @@ from typing import NoReturn, TypeGuard
 
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
 from fsdp_shard.launch import is_joined_rank, joined_rank
-from fsdp_shard.memory import collect_rarely
+from fsdp_shard.memory import collect_later, leave_to_the_system
 from fsdp_shard.redact import redact
 from fsdp_shard.signals import Stopped, interrupt_on_signals
 
 
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
     """Call `body` and leave the process with the status that its outcome has; an error is told in one paragraph."""
-    collect_rarely()
+    collect_later()
     interrupt_on_signals(ctrl_c=False)
     status = _outcome(body, debug)
     if status:
         # What the error's frames held, such as process groups, must go while the interpreter is whole: torch aborts
         # when its threads outlive it.
         gc.collect()
+    leave_to_the_system()
     sys.exit(status)
 
 

@@ -18,7 +18,7 @@ def check(config: PlanConfig) -> None:
     locate(config.model.path, config.model.gguf_file)
 
 
-@recipe(PlanConfig, check=check)
+@recipe(PlanConfig, check=check, loads=("torch", "transformers.modeling_utils"))
 def main(config: PlanConfig) -> None:
     """Print what each rank of `finetune` would need, and with `dispatch.device_map` where `generate` puts blocks."""
     from fsdp_shard.inference.dispatch import plan_from_config
