@@ -78,6 +78,13 @@ def ours(source: str, device_map: str = "cpu", budget: str = "") -> Any:
     return fsdp_shard.load_dispatched(source, device_map, {"cpu": int(budget)} if budget else None)
 
 
+def ours_int8(source: str) -> Any:
+    """Ours, in place, in 8 bits."""
+    import fsdp_shard
+
+    return fsdp_shard.load_dispatched(source, "cpu", quantize="int8")
+
+
 def merged(source: str, merge: str) -> Any:
     """A merging peer first (`accelerate` or `torch`, from a DCP directory), then `from_pretrained` of what it wrote."""
     target = Path(f"{source}-merged")
@@ -105,6 +112,41 @@ def read(source: str) -> Any:
     from reading import best_cold_read
 
     return best_cold_read(_files(source))
+
+
+def lookup_ours(source: Path) -> float:
+    """Seconds to find and map a tensor: the mean over all in the file, with what it takes to open it."""
+    import torch
+
+    import fsdp_shard
+    from fsdp_shard.inference.mapping import MappedFiles
+
+    start = time.perf_counter()
+    index = fsdp_shard.open_checkpoint(source)
+    files, names = MappedFiles(index), list(index.tensors)
+    for name in names:
+        assert files.view(name, torch.float32) is not None
+    return (time.perf_counter() - start) / len(names)
+
+
+def lookup_accelerate(source: Path) -> float:
+    """The same of what its disk offload looks weights up with, over a hundred of them."""
+    from accelerate.utils import OffloadedWeightsLoader
+    from safetensors import safe_open
+
+    (file,) = source.glob("*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        names = sorted(opened.keys())
+    loader = OffloadedWeightsLoader(
+        index={name: {"safetensors_file": str(file), "weight_name": name, "dtype": "float32"} for name in names}
+    )
+    start = time.perf_counter()
+    for name in names[:: len(names) // 100]:
+        assert loader[name] is not None
+    return (time.perf_counter() - start) / 100
+
+
+LOOKUPS = {look.__name__: look for look in (lookup_ours, lookup_accelerate)}
 
 
 def first_token(model: Any) -> int:
@@ -161,7 +203,7 @@ class Peak:
             time.sleep(0.005)
 
 
-WAYS = {way.__name__: way for way in (plain, transformers_disk, accelerate, ours, merged)}
+WAYS = {way.__name__: way for way in (plain, transformers_disk, accelerate, ours, ours_int8, merged)}
 
 
 def main(name: str, source: str, *arguments: str) -> None:
@@ -172,9 +214,12 @@ def main(name: str, source: str, *arguments: str) -> None:
     if name == "script":
         script(source)
         return
+    if name in LOOKUPS:
+        print(json.dumps({"seconds": LOOKUPS[name](Path(source))}))
+        return
     from transformers import LlamaForCausalLM  # noqa: F401 - so that imports do not count in what loading takes
 
-    if name == "ours":
+    if name.startswith("ours"):
         import fsdp_shard.inference.placement  # noqa: F401 - likewise
     peak = Peak()
     start, anonymous = time.perf_counter(), _status("RssAnon")

@@ -10,6 +10,7 @@ this. `--quick` is one round on a tiny model, to see that everything runs.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from pathlib import Path
 from convert import Bench as Sources
 from convert import Row
 from generate_from import WORDS
-from measure import Cost, forget, kept_memory, run, warm
+from measure import Cost, forget, kept_memory, memory_limit, run, warm
 
 HERE = Path(__file__).resolve().parent
 PYTHON = sys.executable
@@ -45,8 +46,8 @@ class Bench:
             for name, command in commands.items():
                 warm(source)
                 found[name].append(run(command))
-                for left in self.sources.work.rglob("*-offload"), self.sources.work.rglob("*-merged"):
-                    for directory in list(left):
+                for kind in ("*-offload", "*-merged", "run"):
+                    for directory in list(self.sources.work.rglob(kind)):
                         shutil.rmtree(directory, ignore_errors=True)
         print(f"\n{title}")
         costs = {name: _median(these) for name, these in found.items()}
@@ -54,7 +55,8 @@ class Bench:
             inside = ", ".join(f"{key} {value:.4g}" for key, value in cost.inside.items() if key != "token")
             print(f"  {name:<26} {cost}; {inside}", flush=True)
         tokens_found = {name: cost.inside.get("token") for name, cost in costs.items()}
-        assert len({token for token in tokens_found.values() if token is not None}) <= 1, tokens_found
+        same = {token for name, token in tokens_found.items() if token is not None and name != "int8"}
+        assert len(same) <= 1, tokens_found
         return costs
 
     def command(self, source: Path) -> list[str]:
@@ -188,6 +190,61 @@ def budget(bench: Bench) -> Iterator[Row]:
         yield Row(f"anonymous memory / budget: {name}", costs[name].inside["anonymous_bytes"] / float(quarter))
 
 
+def limited(bench: Bench) -> Iterator[Row]:
+    """4. The same where the kernel gives no more than that and 450 MB, for the libraries: how many are killed."""
+    source = bench.sources.model()
+    ranks = bench.sources.converted("ranks-2", "format=sharded", "ranks=2", "verify=false")
+    quarter = str(_weights(source) // 4)
+    ways = {
+        "ours": [bench.way("ours", source, "auto", quarter), bench.way("ours", ranks, "auto", quarter)],
+        "accelerate": [bench.way("accelerate", source, quarter)],
+    }
+    os.environ["TOKENS"] = "0"
+    token = run(bench.way("plain", source)).inside["token"]
+    with memory_limit(int(quarter) + 450e6) as limit:
+        if not limit:
+            print("\nno control group can be made here: memory was not limited")
+            return
+        for side, commands in ways.items():
+            ends = [_end([*limit, *command], bench.sources.work) for command in commands * bench.repeats]
+            assert {end for end in ends if end is not None} <= {token}, ends
+            killed = ends.count(None) / len(ends)
+            yield Row(f"killed at a limit of a quarter and 450 MB: {side}", killed, limit=0 if side == "ours" else None)
+
+
+def _end(command: Sequence[str], work: Path) -> float | None:
+    """The token of a run that begins with nothing in the page cache; None if it is killed."""
+    forget(work)
+    try:
+        return run(command).inside["token"]
+    except RuntimeError as error:
+        if "status -9" not in str(error):
+            raise
+        return None
+
+
+def lookup(bench: Bench) -> Iterator[Row]:
+    """3. To find and map each of 20,000 tensors of one file, beside accelerate's loader, which opens it for each."""
+    source = bench.sources.made("many-tensors", [PYTHON, str(HERE / "sources.py"), "many_tensors", "TARGET", "20000"])
+    commands = {name: bench.way(f"lookup_{name}", source) for name in ("ours", "accelerate")}
+    costs = bench.run("each of 20,000 tensors", commands, source)
+    ratio = costs["accelerate"].inside["seconds"] / costs["ours"].inside["seconds"]
+    yield Row("look-up of a tensor: accelerate / ours, opening included", ratio, limit=50, at_least=True)
+
+
+def int8(bench: Bench) -> Iterator[Row]:
+    """6. Weights in 8 bits: peak memory of the process, loading included, and seconds of a token."""
+    if importlib.util.find_spec("torchao") is None:
+        print("\ntorchao is not installed: no figures of 8 bits")
+        return
+    source = bench.sources.model()
+    commands = {"bfloat16": bench.way("ours", source), "int8": bench.way("ours_int8", source)}
+    costs = bench.run("8 bits", commands, source, bench.tokens)
+    yield Row("peak memory: int8 / bfloat16", costs["int8"].peak_bytes / costs["bfloat16"].peak_bytes, limit=0.6)
+    ratio = costs["int8"].inside["warm_token_seconds"] / costs["bfloat16"].inside["warm_token_seconds"]
+    yield Row("token: int8 / bfloat16", ratio)
+
+
 def start(bench: Bench) -> Iterator[Row]:
     """2. A tiny model, which is start-up and nothing else: our command beside a script with `from_pretrained`."""
     tiny = bench.sources.made("llama-tiny", [PYTHON, str(HERE / "sources.py"), "llama", "TARGET", "0.001"])
@@ -198,7 +255,7 @@ def start(bench: Bench) -> Iterator[Row]:
 
 
 GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    group.__name__: group for group in (start, from_directory, from_ranks, offload, budget)
+    group.__name__: group for group in (start, from_directory, from_ranks, offload, budget, limited, lookup, int8)
 }
 
 

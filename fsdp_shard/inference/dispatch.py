@@ -134,8 +134,8 @@ def _place(
     tell(f"{index.place}: {plan.describe()}")
     hold = "cpu" in (parse_budgets(settings.max_memory) or {})
     spare = Spare(hold, max(free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0))
-    quantise = make_quantiser(settings.quantize, "cpu" if plan.main == "cpu" else "cuda")
-    place(model, blocks, plan, index, stored, spare, quantise)
+    quantiser = make_quantiser(model, blocks, settings.quantize, "cpu" if plan.main == "cpu" else "cuda")
+    place(model, blocks, plan, index, stored, spare, quantiser)
     model.__dict__["hf_device_map"] = dict(plan.devices)  # as transformers and accelerate call it
 
 

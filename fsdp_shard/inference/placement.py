@@ -7,7 +7,7 @@ Knows blocks, a plan and names in a tensor index; how the plan came about is not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,12 +23,11 @@ from fsdp_shard.inference.base import Device
 from fsdp_shard.inference.device_plan import DevicePlan, device_name
 from fsdp_shard.inference.mapping import MappedFiles
 from fsdp_shard.inference.pages import FilePages, PageReader
+from fsdp_shard.inference.quantise import Quantiser
 from fsdp_shard.inference.reader import TensorReader
 from fsdp_shard.inference.ring import Content, make_ring, page_lock
 from fsdp_shard.inference.stream import BlockStream, Slot, StreamedBlock
 from fsdp_shard.memory import give_back_free_memory
-
-Quantise = Callable[[nn.Module], None]
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,17 @@ def place(
     index: TensorIndex,
     stored: Mapping[str, str],
     spare: Spare,
-    quantise: Quantise | None = None,
+    quantiser: Quantiser | None = None,
 ) -> None:
     """Make `model` run as `plan` says; `stored` maps its parameters and persistent buffers to names in `index`.
 
-    `quantise` is called with each repeated block as soon as its weights are there.
+    What `quantiser` names is quantised as soon as it is there.
     """
     main = torch.device(device_name(plan.main))
     reader = TensorReader(index)
     models.rebuild_buffers(model, main)
     _fill_buffers(model, main, reader, stored)
-    _Placement(model, plan, reader, stored, spare).run(blocks, quantise)
+    _Placement(model, plan, reader, stored, spare).run(blocks, quantiser)
     reader.release()
     _move_inputs(model, blocks, plan)
     _name_device(model, main)
@@ -90,9 +89,10 @@ class _Placement:
         self._pages = PageReader()
         self._cache_left = spare.cache_bytes
 
-    def run(self, blocks: Sequence[Block], quantise: Quantise | None) -> None:
+    def run(self, blocks: Sequence[Block], quantiser: Quantiser | None) -> None:
         streamed = []
-        for block in blocks:
+        # Of what is quantised the largest comes first: its weights as they were are there beside few others then.
+        for block in sorted(blocks, key=lambda block: -block.num_bytes) if quantiser else blocks:
             module = self._model.get_submodule(block.fqn)
             slots = list(_slots(module, block.direct))
             if self._plan.is_streamed(block.fqn):
@@ -102,21 +102,22 @@ class _Placement:
             for owner, name, meta in slots:
                 if id(meta) in self._kept:
                     owner._parameters[name] = self._kept[id(meta)]
-            if quantise is not None and block.repeated:
-                self._quantise(module, [meta for _, _, meta in slots], quantise)
+            if quantiser is not None:
+                weights = {id(owner): meta for owner, name, meta in slots if name == "weight"}
+                for layer in quantiser.layers[block.fqn]:
+                    self._quantise(layer, weights[id(layer)], quantiser)
         main = torch.device(device_name(self._plan.main))
         stream = BlockStream(make_ring(main, self._reader.fill_all), self._plan.prefetch)
         for block_of_it in streamed:
             stream.add(block_of_it)
 
-    def _quantise(self, module: nn.Module, metas: Sequence[nn.Parameter], quantise: Quantise) -> None:
-        """Let go of a block's weights once they are there in fewer bits."""
-        quantise(module)
-        for meta in metas:
-            self._kept.pop(id(meta), None)
-        give_back_free_memory()  # or the blocks before they were quantised would add up to the whole model
+    def _quantise(self, layer: nn.Linear, meta: nn.Parameter, quantiser: Quantiser) -> None:
+        """Let go of a layer's weight once it is there in fewer bits."""
+        quantiser.encode(layer)
+        self._kept.pop(id(meta), None)
+        give_back_free_memory()  # or the layers before they were quantised would add up to the whole model
         if self._mapped is not None:
-            for pages in self._mapped.pages(self._names[id(meta)] for meta in metas):
+            for pages in self._mapped.pages([self._names[id(meta)]]):
                 pages.drop(from_cache=False)
 
     def _keep(self, metas: Sequence[nn.Parameter], device: str) -> None:

@@ -1,25 +1,35 @@
-"""Weights of a block's linear layers in 8 or 4 bits, by torchao, as soon as the block is loaded.
+"""Weights of linear layers in 8 or 4 bits, by torchao, as soon as they are loaded.
 
-Only the repeated blocks are quantised: embeddings and the output head, which lose most by it, keep their type. What a
-layer cannot take (4 bits want a width that 32 divides) stays as it is, and is counted so. Only this imports torchao.
+Those of the repeated blocks are quantised, and in 8 bits an output head that is no embedding too. What a layer cannot
+take (4 bits want a width that 32 divides) stays as it is, and is counted so. Only this imports torchao.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
     from fsdp_shard.blocks import Block
     from fsdp_shard.inference.device_plan import DevicePlan
 
 _GROUP = 32  # weights that share a scale in 4 bits
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """What is quantised, by the FQN of its block, and how: `encode` takes a layer whose weight is there."""
+
+    layers: Mapping[str, Sequence[nn.Linear]]
+    encode: Callable[[nn.Linear], None]
 
 
 def check_quantise(kind: str, setting: str) -> None:
@@ -30,14 +40,24 @@ def check_quantise(kind: str, setting: str) -> None:
         )
 
 
-def quantised_blocks(model: nn.Module, blocks: Sequence[Block], kind: str) -> list[Block]:
+def quantised_layers(model: PreTrainedModel, blocks: Sequence[Block], kind: str) -> dict[str, list[nn.Linear]]:
+    """The linear layers to quantise, by the FQN of their block."""
+    head = model.get_output_embeddings() if kind == "int8" else None
+    uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    found: dict[str, list[nn.Linear]] = {}
+    for block in blocks if kind != "none" else ():
+        module = model.get_submodule(block.fqn)
+        inside = [module] if block.direct else list(module.modules())
+        layers: list[Any] = [layer for layer in inside if block.repeated or layer is head]
+        found[block.fqn] = [layer for layer in layers if _takes(layer, kind) and uses[id(layer.weight)] == 1]
+    return found
+
+
+def quantised_blocks(model: PreTrainedModel, blocks: Sequence[Block], kind: str) -> list[Block]:
     """`blocks` with the bytes that they will have."""
-    if kind == "none":
-        return list(blocks)
-    return [
-        replace(block, num_bytes=_bytes(model.get_submodule(block.fqn), kind)) if block.repeated else block
-        for block in blocks
-    ]
+    layers = quantised_layers(model, blocks, kind)
+    saved = {fqn: sum(layer.weight.nbytes - _bytes(layer, kind) for layer in its) for fqn, its in layers.items()}
+    return [replace(block, num_bytes=block.num_bytes - saved.get(block.fqn, 0)) for block in blocks]
 
 
 def check_stays(plan: DevicePlan, kind: str) -> None:
@@ -51,8 +71,8 @@ def check_stays(plan: DevicePlan, kind: str) -> None:
         )
 
 
-def make_quantiser(kind: str, device_type: str) -> Callable[[nn.Module], None] | None:
-    """What quantises the linear layers inside a module, whose weights must be there; None for `none`."""
+def make_quantiser(model: PreTrainedModel, blocks: Sequence[Block], kind: str, device_type: str) -> Quantiser | None:
+    """What quantises the layers of `blocks`; None for `none`."""
     if kind == "none":
         return None
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
@@ -67,10 +87,14 @@ def make_quantiser(kind: str, device_type: str) -> Callable[[nn.Module], None] |
 
         settings = PrototypeInt4WeightOnlyConfig(group_size=_GROUP, set_inductor_config=False)
 
-    def quantise(module: nn.Module) -> None:
-        quantize_(module, settings, filter_fn=lambda layer, fqn: _takes(layer, kind))
+    def encode(layer: nn.Linear) -> None:
+        quantize_(layer, settings, filter_fn=lambda layer, fqn: True)
 
-    return quantise
+    if kind == "int8" and device_type == "cpu":
+        from fsdp_shard.inference.int8 import encode_in_rows
+
+        return Quantiser(quantised_layers(model, blocks, kind), lambda layer: encode_in_rows(layer, encode))
+    return Quantiser(quantised_layers(model, blocks, kind), encode)
 
 
 def _takes(layer: nn.Module, kind: str) -> bool:
@@ -79,17 +103,8 @@ def _takes(layer: nn.Module, kind: str) -> bool:
     return type(layer) is nn.Linear and (kind == "int8" or layer.in_features % _GROUP == 0)
 
 
-def _bytes(block: nn.Module, kind: str) -> int:
-    """Bytes of a block's parameters when quantised: weights, and a scale a row or a scale and zero point a group."""
-    total = 0
-    for layer in block.modules():
-        for name, param in layer._parameters.items():
-            if param is None:
-                continue
-            if name == "weight" and _takes(layer, kind):
-                rows, width = param.shape
-                of_row = width + param.element_size() if kind == "int8" else width // 2 + width // _GROUP * 4
-                total += rows * of_row
-            else:
-                total += param.numel() * param.element_size()
-    return total
+def _bytes(layer: nn.Linear, kind: str) -> int:
+    """Bytes of a quantised weight: the numbers, and a scale a row or a scale and zero point a group."""
+    rows, width = layer.weight.shape
+    of_row = width + layer.weight.element_size() if kind == "int8" else width // 2 + width // _GROUP * 4
+    return rows * of_row
