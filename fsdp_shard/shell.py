@@ -19,11 +19,13 @@ from fsdp_shard.launch import is_joined_rank, joined_rank
 from fsdp_shard.memory import collect_later, leave_to_the_system
 from fsdp_shard.redact import redact
 from fsdp_shard.signals import Stopped, interrupt_on_signals
+from fsdp_shard.transformers_cache import keep_what_transformers_finds
 
 
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
     """Call `body` and leave the process with the status that its outcome has; an error is told in one paragraph."""
     collect_later()
+    keep_what_transformers_finds()
     interrupt_on_signals(ctrl_c=False)
     status = _outcome(body, debug)
     if status:

@@ -73,6 +73,9 @@ def _always_ties(model: PreTrainedModel) -> bool:
 
 def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """Model name -> the names in `index` that mean it."""
+    names = [*index.tensors, *index.aliases]
+    if shapes.keys() >= {*names}:  # all as the model calls them: transformers takes 0.2 s to make its renaming rules
+        return {name: [name] for name in names}
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -81,7 +84,7 @@ def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tup
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     spellings: dict[str, list[str]] = {}
     parts: dict[str, list[str]] = {}
-    for name in [*index.tensors, *index.aliases]:
+    for name in names:
         renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
         if name in shapes:
             spellings.setdefault(name, []).append(name)
