@@ -37,14 +37,17 @@ class Bench:
     repeats: int
     tokens: int
 
-    def run(self, title: str, commands: Mapping[str, Sequence[str]], source: Path, tokens: int = 0) -> dict[str, Cost]:
-        """The medians of each command, all run once in each round; the page cache has `source` before each."""
+    def run(
+        self, title: str, commands: Mapping[str, Sequence[str]], *sources: Path, tokens: int = 0
+    ) -> dict[str, Cost]:
+        """The medians of each command, all run once in each round; the page cache has `sources` before each."""
         os.environ["TOKENS"] = str(tokens)
         forget(self.sources.work)
         found: dict[str, list[Cost]] = {name: [] for name in commands}
         for _ in range(self.repeats):
             for name, command in commands.items():
-                warm(source)
+                for source in sources:
+                    warm(source)
                 found[name].append(run(command))
                 for kind in ("*-offload", "*-merged", "run"):
                     for directory in list(self.sources.work.rglob(kind)):
@@ -102,7 +105,7 @@ def from_ranks(bench: Bench) -> Iterator[Row]:
             "accelerate's merge, load": bench.way("merged", dcp, "accelerate"),
             "torch's merge, load": bench.way("merged", dcp, "torch"),
         }
-        costs = bench.run(f"{count} ranks to the first token", commands, files)
+        costs = bench.run(f"{count} ranks to the first token", commands, files, dcp)
         for peer in ("accelerate's merge, load", "torch's merge, load"):
             for kind in ("rank files", "DCP"):
                 name, command, call = (
@@ -155,7 +158,7 @@ def offload(bench: Bench) -> Iterator[Row]:
         "accelerate, half": bench.way("accelerate", source, half),
         "best cold read": bench.way("read", source),
     }
-    costs = bench.run("blocks on disk", commands, source, bench.tokens)
+    costs = bench.run("blocks on disk", commands, source, tokens=bench.tokens)
     memory = costs["in memory"].inside["warm_token_seconds"]
     warm_seconds = {name: cost.inside.get("warm_token_seconds", 0.0) for name, cost in costs.items()}
     cold = {name: cost.inside.get("cold_token_seconds", 0.0) for name, cost in costs.items()}
@@ -185,7 +188,7 @@ def budget(bench: Bench) -> Iterator[Row]:
         "ours, rank files": bench.way("ours", ranks, "auto", quarter),
         "accelerate": bench.way("accelerate", source, quarter),
     }
-    costs = bench.run("a quarter of the weights as budget", commands, source)
+    costs = bench.run("a quarter of the weights as budget", commands, source, ranks)
     for name in ("ours", "ours, rank files", "accelerate"):
         yield Row(f"anonymous memory / budget: {name}", costs[name].inside["anonymous_bytes"] / float(quarter))
 
@@ -239,7 +242,7 @@ def int8(bench: Bench) -> Iterator[Row]:
         return
     source = bench.sources.model()
     commands = {"bfloat16": bench.way("ours", source), "int8": bench.way("ours_int8", source)}
-    costs = bench.run("8 bits", commands, source, bench.tokens)
+    costs = bench.run("8 bits", commands, source, tokens=bench.tokens)
     yield Row("peak memory: int8 / bfloat16", costs["int8"].peak_bytes / costs["bfloat16"].peak_bytes, limit=0.6)
     ratio = costs["int8"].inside["warm_token_seconds"] / costs["bfloat16"].inside["warm_token_seconds"]
     yield Row("token: int8 / bfloat16", ratio)
