@@ -29,6 +29,9 @@ from fsdp_shard.inference.ring import Content, make_ring, page_lock
 from fsdp_shard.inference.stream import BlockStream, Slot, StreamedBlock
 from fsdp_shard.memory import give_back_free_memory
 
+# A page that is touched may bring a large one of 2 MB: a norm that lies among weights which are not kept would, too.
+_SMALL_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class Spare:
@@ -98,7 +101,8 @@ class _Placement:
             if self._plan.is_streamed(block.fqn):
                 streamed.append(self._streamed(module, slots, self._plan.devices[block.fqn]))
             else:
-                self._keep([meta for _, _, meta in slots], device_name(self._plan.devices[block.fqn]))
+                smallest = 0 if quantiser is None else _SMALL_BYTES
+                self._keep([meta for _, _, meta in slots], device_name(self._plan.devices[block.fqn]), smallest)
             for owner, name, meta in slots:
                 if id(meta) in self._kept:
                     owner._parameters[name] = self._kept[id(meta)]
@@ -120,11 +124,13 @@ class _Placement:
             for pages in self._mapped.pages([self._names[id(meta)]]):
                 pages.drop(from_cache=False)
 
-    def _keep(self, metas: Sequence[nn.Parameter], device: str) -> None:
-        """Give parameters memory on `device`: views of files where the CPU computes, else memory of their own."""
+    def _keep(self, metas: Sequence[nn.Parameter], device: str, smallest: int) -> None:
+        """Give parameters memory on `device`: views of files where the CPU computes and they have `smallest` bytes, else
+        their own.
+        """
         new = []
         for meta in {id(meta): meta for meta in metas if id(meta) not in self._kept}.values():
-            view = self._view(meta)
+            view = self._view(meta) if meta.nbytes >= smallest else None
             if view is None:
                 view = torch.empty_like(meta, device=device)
                 new.append((self._names[id(meta)], view.data))
