@@ -125,9 +125,7 @@ class _Placement:
                 pages.drop(from_cache=False)
 
     def _keep(self, metas: Sequence[nn.Parameter], device: str, smallest: int) -> None:
-        """Give parameters memory on `device`: views of files where the CPU computes and they have `smallest` bytes, else
-        their own.
-        """
+        """Give parameters memory on `device`; where the CPU computes, those of `smallest` bytes are views of files."""
         new = []
         for meta in {id(meta): meta for meta in metas if id(meta) not in self._kept}.values():
             view = self._view(meta) if meta.nbytes >= smallest else None
