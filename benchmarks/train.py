@@ -2,8 +2,9 @@
 
     python benchmarks/train.py --work /big/disk/bench --model path/to/SmolLM2-135M
 
-Wants two quiet cores and 16 GB of memory. A random Llama of 101 M parameters is always there, made once in `--work`;
-`--model` adds any other. Two ranks on the CPU, one window each a step, fp32 and bf16. Two things are measured:
+Wants two quiet cores, 16 GB of memory, and an even number of rounds, as the sides take turns in going first. A random
+Llama of 101 M parameters is always there, made once in `--work`; `--model` adds any other. Two ranks on the CPU, one
+window each a step, fp32 and bf16. Two things are measured:
 
 - tokens a second: our loop and bare ones with the same `fully_shard` calls take turns (`train_sides.py`);
 - from the command to the first step, and to its end: whole programs, ours and those of others (`train_peers.py`), each
@@ -237,7 +238,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="directory for models and runs; models are kept")
     parser.add_argument("--model", type=Path, help="a Llama to train beside the random one, such as SmolLM2-135M")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a rank and step (default 256)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of which the median counts (default 7)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds, of which the median counts (default 8)")
     parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round (default 4)")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="*", default=["tokens", "starts"], choices=["tokens", "starts"])
