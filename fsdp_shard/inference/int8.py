@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 _PIECE = 1 << 18  # numbers that are quantised at once
+_MOST_ROWS = 64  # of more, torchao's copy of the weight is a small part
 _WIDTHS = 32  # torch's product reads so many numbers of a row at once, and past the end of one that has a rest
 
 
@@ -22,6 +23,8 @@ class Int8Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight: Any = self.weight
         rows = input.reshape(-1, self.in_features).contiguous()  # [tokens, in]
+        if len(rows) > _MOST_ROWS:
+            return super().forward(input)
         out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(
             rows, weight.qdata, weight.scale.flatten().to(input.dtype)
         )

@@ -84,6 +84,8 @@ def test_rows_in_8_bits_are_those_of_torchao(
     torch.testing.assert_close(layer(given), whole, rtol=2e-2, atol=2e-2)
     assert torch.equal(layer(given[:, -1:]), layer(given)[:, -1:])  # as generate() asks the head for the last token
     assert layer(given[0, 0]).shape == (rows,)
+    many = torch.randn(2, 50, width, dtype=dtype)
+    assert torch.equal(layer(many), theirs(many)), "torchao's own product"
     assert (type(layer) is int8.Int8Linear) == (width % 32 == 0)
 
 
