@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.memory import collect_as_usual
 from fsdp_shard.settings import setting
 
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
@@ -99,6 +100,7 @@ def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] |
 def _start_ranks(work: Callable[[C], None], config: C) -> None:
     from fsdp_shard.elastic import run_ranks
 
+    collect_as_usual()  # this process may live for days, and calls no recipe
     settings = config.launch
 
     def prepare(share: Callable[[str, str], str]) -> None:

@@ -38,8 +38,8 @@ def recipe(
 
     `schema` is one of the config dataclasses in `fsdp_shard.config`, or a dataclass that extends one. `check(config)`
     is called once before any rank starts and raises one of our InputErrors when a file that the config names is not
-    what it must be. `loads` names modules that are imported between the two: large ones, which a wrong config is not to
-    cost, and which load sooner while garbage is collected rarely.
+    what it must be. `loads` names modules that are imported after it and before the work: large ones, which a wrong
+    config is not to cost, and which load sooner while no garbage is looked for.
     """
     command_of(schema)
 

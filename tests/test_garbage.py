@@ -63,3 +63,22 @@ cli._OTHERS["ls"] = lambda arguments: print(gc.isenabled())
 run_as_program(lambda: cli.dispatch(["ls"]), debug=False)
 """
     assert run([sys.executable, "-c", program], tmp_path).out == "True\n"
+
+
+def test_the_process_that_starts_ranks_looks_for_it_too(tmp_path: Path) -> None:
+    program = """
+import gc
+from pathlib import Path
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.launch import LaunchConfig, launch
+from fsdp_shard.memory import collect_later
+
+def work(config):
+    Path(f"{gc.isenabled()}").touch()  # forked, so as its starter is
+
+collect_later()
+launch(work, FinetuneConfig(run_dir="run", launch=LaunchConfig(ranks=2, device="cpu")))
+"""
+    done = run([sys.executable, "-c", program], tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["True"]

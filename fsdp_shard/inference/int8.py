@@ -1,7 +1,8 @@
 """Linear layers with weights in 8 bits on the CPU: made a few rows at a time, and multiplied as they are.
 
 torchao makes several float32 copies of a weight to quantise it, and a bfloat16 one for each product. Here the first are
-of a few rows, and the second is left out: torch has a product that reads the 8 bits (`_weight_int8pack_mm`).
+of a few rows, and for a few tokens the second is left out: torch has a product that reads the 8 bits
+(`_weight_int8pack_mm`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 _PIECE = 1 << 18  # numbers that are quantised at once
-_MOST_ROWS = 64  # of more, torchao's copy of the weight is a small part
+_MOST_ROWS = 64  # tokens; of more, torchao's copy of the weight is a small part
 _WIDTHS = 32  # torch's product reads so many numbers of a row at once, and past the end of one that has a rest
 
 
@@ -21,10 +22,10 @@ class Int8Linear(nn.Linear):
     """A linear layer whose `weight` is torchao's Int8Tensor with one scale a row."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.numel() > _MOST_ROWS * self.in_features:
+            return super().forward(input)
         weight: Any = self.weight
         rows = input.reshape(-1, self.in_features).contiguous()  # [tokens, in]
-        if len(rows) > _MOST_ROWS:
-            return super().forward(input)
         out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(
             rows, weight.qdata, weight.scale.flatten().to(input.dtype)
         )

@@ -78,7 +78,7 @@ def test_rows_in_8_bits_are_those_of_torchao(
     quantize_(theirs, Int8WeightOnlyConfig(set_inductor_config=False))
     int8.encode_in_rows(layer, lambda piece: quantize_(piece, Int8WeightOnlyConfig(set_inductor_config=False)))
     assert torch.equal(layer.weight.qdata, theirs.weight.qdata)  # type: ignore[union-attr]  # torchao's tensor
-    assert torch.equal(layer.weight.scale, theirs.weight.scale)  # type: ignore[union-attr]
+    assert torch.equal(layer.weight.scale, theirs.weight.scale)  # type: ignore[union-attr]  # the same
     given = torch.randn(2, 5, width, dtype=dtype)
     whole = nn.functional.linear(given, theirs.weight.dequantize(), theirs.bias)
     torch.testing.assert_close(layer(given), whole, rtol=2e-2, atol=2e-2)
