@@ -20,6 +20,7 @@ from fsdp_shard.data.dataset import Dataset
 from fsdp_shard.data.report import sources_seen
 from fsdp_shard.data.stream import go_to, place_in
 from fsdp_shard.errors import LossError
+from fsdp_shard.memory import keep_freed_memory
 from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.schedule import learning_rate
 from fsdp_shard.training.seeding import seed_all, step_seed
@@ -93,6 +94,8 @@ def train(
     not finite and `config.non_finite` does not let that step be skipped. Each step is made inside `around(its number)`.
     """
     model.module.train()
+    if context.device.type == "cpu":
+        keep_freed_memory()
     go_to(dataset, state.place)
     while state.step < config.steps and not state.stops_early(config.patience):
         began = time.perf_counter()
