@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from fsdp_shard import models
 from fsdp_shard.blocks import Block
 from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.inference.after_prompts import let_go_after_prompts
 from fsdp_shard.inference.base import Device
 from fsdp_shard.inference.device_plan import DevicePlan, device_name
 from fsdp_shard.inference.mapping import MappedFiles
@@ -102,7 +103,10 @@ class _Placement:
                 streamed.append(self._streamed(module, slots, self._plan.devices[block.fqn]))
             else:
                 smallest = 0 if quantiser is None else _SMALL_BYTES
-                self._keep([meta for _, _, meta in slots], device_name(self._plan.devices[block.fqn]), smallest)
+                metas, device = [meta for _, _, meta in slots], device_name(self._plan.devices[block.fqn])
+                in_place = self._keep(metas, device, smallest)
+                if self._mapped is not None and quantiser is None and not isinstance(module, nn.Embedding):
+                    let_go_after_prompts(module, self._mapped.pages(in_place))
             for owner, name, meta in slots:
                 if id(meta) in self._kept:
                     owner._parameters[name] = self._kept[id(meta)]
@@ -124,16 +128,21 @@ class _Placement:
             for pages in self._mapped.pages([self._names[id(meta)]]):
                 pages.drop(from_cache=False)
 
-    def _keep(self, metas: Sequence[nn.Parameter], device: str, smallest: int) -> None:
-        """Give parameters memory on `device`; where the CPU computes, those of `smallest` bytes are views of files."""
-        new = []
+    def _keep(self, metas: Sequence[nn.Parameter], device: str, smallest: int) -> list[str]:
+        """Give parameters memory on `device`; where the CPU computes, those of `smallest` bytes are views of files, and
+        their stored names are returned.
+        """
+        new, in_place = [], []
         for meta in {id(meta): meta for meta in metas if id(meta) not in self._kept}.values():
             view = self._view(meta) if meta.nbytes >= smallest else None
-            if view is None:
+            if view is not None:
+                in_place.append(self._names[id(meta)])
+            else:
                 view = torch.empty_like(meta, device=device)
                 new.append((self._names[id(meta)], view.data))
             self._kept[id(meta)] = nn.Parameter(view, requires_grad=False)
         self._reader.fill_all(new)
+        return in_place
 
     def _view(self, meta: nn.Parameter) -> torch.Tensor | None:
         return None if self._mapped is None else self._mapped.view(self._names[id(meta)], meta.dtype)

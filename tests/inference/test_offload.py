@@ -143,6 +143,29 @@ def test_weights_are_seen_in_their_own_files_and_budgets_are_held(sources: dict[
     assert anonymous > 0.5 * weights
 
 
+def _passes(path: Path) -> list[int]:
+    """What is mapped after a prompt, a token, another prompt; and after one more, with a layer written to."""
+    model = load_dispatched(path, "cpu")
+    layer = model.get_submodule("model.layers.7.self_attn.q_proj")
+    found = []
+    for ids in (_IDS, _IDS[:, :1], _IDS):
+        with torch.no_grad():
+            model(ids)
+        found.append(mapped_bytes(path))
+    layer.weight.data.fill_(2.0)
+    model(_IDS)
+    assert bool((layer.weight == 2.0).all())  # what was written is in no file
+    return found
+
+
+@pytest.mark.parametrize("name", ["whole", "ranks"])
+def test_a_prompt_leaves_no_pages_and_what_is_written_stays(sources: dict[str, Path], name: str) -> None:
+    weights = sum(file.stat().st_size for file in sources["whole"].glob("*.safetensors"))
+    prompt, token, another = in_child(_passes, sources[name])
+    assert max(prompt, another) < weights / 8
+    assert token > 0.9 * weights
+
+
 @pytest.mark.parametrize("advice", [pages_module._POPULATE_READ, 9999], ids=["populated", "read, as before Linux 5.14"])
 def test_pages_come_and_go(sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
     monkeypatch.setattr(pages_module, "_POPULATE_READ", advice)
