@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from fsdp_shard.errors import ModelError
+from fsdp_shard.user_cache import user_cache
 
 NAME = "gguf"  # of the format; here, so that who only asks whether a checkpoint is of it loads no more than this
 _FORMAT = 1  # changed when what is written changes
@@ -25,7 +26,7 @@ def side_directory(file: Path) -> Path:
     Raises ModelError when transformers cannot make them, or the cache cannot be written. Several processes may call
     this at once.
     """
-    target = _cache() / _key(file)
+    target = user_cache("gguf") / _key(file)
     if target.is_dir():
         return target
     try:
@@ -44,11 +45,6 @@ def side_directory(file: Path) -> Path:
                 f"Set XDG_CACHE_HOME to a directory that can be written."
             ) from error
     return target
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "fsdp-shard" / "gguf"
 
 
 def _key(file: Path) -> str:

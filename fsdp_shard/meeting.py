@@ -12,6 +12,8 @@ import os
 import socket
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -44,11 +46,26 @@ def _method_name(depth: int = 2) -> str:
 dynamic_rendezvous.get_method_name = _method_name
 
 
+@contextmanager
+def _at_once() -> Iterator[None]:
+    """Without the wait by chance, up to 0.3 s, that torch keeps machines with that do not crowd in on the store.
+
+    This can go when torch has no such wait for a machine that meets no other.
+    """
+    torchs: Any = dynamic_rendezvous
+    usual = torchs._delay
+    torchs._delay = lambda seconds: None if isinstance(seconds, tuple) else usual(seconds)
+    try:
+        yield
+    finally:
+        torchs._delay = usual
+
+
 class Meeting(RendezvousHandler):
     """The rendezvous of the machines of one run; with `endpoint` None, of this machine alone."""
 
     def __init__(self, min_nodes: int, max_nodes: int, endpoint: str | None) -> None:
-        alone = endpoint is None
+        alone = self._is_alone = endpoint is None
         # Machines of one run meet at one endpoint, so the name only has to be the same there.
         name = uuid.uuid4().hex if alone else "fsdp-shard"
         self._is_host = alone or _is_here(str(endpoint))
@@ -81,7 +98,8 @@ class Meeting(RendezvousHandler):
         return bytes(self._store.compare_set(f"{_KEYS}{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._round = _with_address(self._torch.next_rendezvous())
+        with _at_once() if self._is_alone else nullcontext():
+            self._round = _with_address(self._torch.next_rendezvous())
         # Keys in the round's store are this round's own; the counter is the run's.
         if self._round.rank == 0:
             self._round.store.set(f"{_KEYS}attempt", str(self._store.add(f"{_KEYS}attempts", 1)))

@@ -1,25 +1,37 @@
-"""Lets transformers look through its 1,638 model files once instead of twice when it is imported.
+"""Lets transformers look through its 1,638 model files once, and not twice in each program that imports it.
 
-It does so for `transformers` and again for `transformers.models`, and what it finds is kept in an `lru_cache` of 128
-places, for 549 directories in the same order: by the second time each has gone. A tenth of the way to a first step or
-token. This can go when that cache has room for all. Imports no transformers.
+It does so for `transformers` and again for `transformers.models`, to learn which names are in which file: a seventh of
+the way to a first step or token. What it finds is kept for the next program in the user's cache, with the size and time
+of each of those files, and is found anew where any has changed. This can go when transformers keeps it by itself, as
+its `lru_cache` of 128 places for 549 directories is to do. Imports no transformers.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.abc
 import importlib.machinery
+import json
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fsdp_shard.user_cache import user_cache
+
 _MODULE, _FUNCTION = "transformers.utils.import_utils", "create_import_structure_from_path"
+
+Found = dict[Any, Any]
+"""Of a directory: {one in it: the same, of that; a frozen set of backends: {file: names that need them}}."""
 
 
 def keep_what_transformers_finds() -> None:
-    """Enlarge that cache as soon as it is there; for a program that may import transformers, before it does."""
+    """Have that done as soon as its function is there; for a program that may import transformers, before it does."""
     if _MODULE not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 
@@ -40,10 +52,73 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads it, and gives it a cache without an end."""
+    """Loads it, and gives it a function that remembers."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        found: Any = getattr(module, _FUNCTION, None)
-        if hasattr(found, "cache_parameters"):
-            setattr(module, _FUNCTION, functools.cache(found.__wrapped__))
+        look: Any = getattr(module, _FUNCTION, None)
+        if look is not None:
+            models = Path(self.path).parent.parent / "models"
+            setattr(module, _FUNCTION, functools.partial(_find, look, models))
+
+
+def _find(look: Callable[[Any], Found], models: Path, path: str | Path) -> Found:
+    """`look(path)`, and for all models what was kept of it."""
+    return _remembered(look, models) if Path(path) in (models, models / "__init__.py") else look(path)
+
+
+@functools.cache
+def _remembered(look: Callable[[Any], Found], models: Path) -> Found:
+    state, file = _state(models), user_cache(f"transformers-models-{_digest(str(models))}.json")
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["of"] == state:
+            return _unpacked(kept["found"])
+    found = look(str(models))
+    with suppress(OSError):  # a home that cannot be written costs time only
+        _write(file, json.dumps({"of": state, "found": _packed(found)}))
+    return found
+
+
+def _state(models: Path) -> str:
+    """Of all files that are looked through: another one when any is written, added or removed."""
+    return _digest(repr(sorted(_files(str(models)))))
+
+
+def _files(directory: str) -> Iterator[tuple[str, int, int]]:
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from () if entry.name == "__pycache__" else _files(entry.path)
+            elif entry.name.endswith(".py") and not entry.name.startswith(("convert_", "modular_")):
+                found = entry.stat()
+                yield entry.path, found.st_size, found.st_mtime_ns
+
+
+def _packed(found: Found) -> list[Any]:
+    """As JSON has it: directories, and names by backends."""
+    directories = {key: _packed(value) for key, value in found.items() if isinstance(key, str)}
+    names = [
+        [sorted(key), {file: sorted(its) for file, its in value.items()}]
+        for key, value in found.items()
+        if not isinstance(key, str)
+    ]
+    return [names, directories]
+
+
+def _unpacked(packed: list[Any]) -> Found:
+    names, directories = packed
+    found: Found = {frozenset(key): {file: set(its) for file, its in value.items()} for key, value in names}
+    return found | {key: _unpacked(value) for key, value in directories.items()}
+
+
+def _write(file: Path, text: str) -> None:
+    """At once: another program may read it, or write it too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
+        partial.write(text)
+    os.replace(partial.name, file)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -75,3 +75,14 @@ def test_an_event_is_named_as_torch_names_it(monkeypatch: pytest.MonkeyPatch) ->
     machine.next_rendezvous()
     machine.shutdown()
     assert "DynamicRendezvousHandler.next_rendezvous" in named, named
+
+
+def test_a_machine_alone_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits up to 0.3 s by chance before the first round."""
+    waits: list[object] = []
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", waits.append)
+    usual = dynamic_rendezvous._delay  # type: ignore[attr-defined]
+    machine = meeting.Meeting(1, 1, None)
+    machine.next_rendezvous()
+    machine.shutdown()
+    assert (waits, dynamic_rendezvous._delay) == ([], usual)  # type: ignore[attr-defined]

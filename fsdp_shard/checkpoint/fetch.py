@@ -22,6 +22,7 @@ from fsdp_shard.checkpoint.remote import RemoteStore
 from fsdp_shard.checkpoint.store import Store, parse_step, step_name
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.sizes import format_size
+from fsdp_shard.user_cache import user_cache
 
 
 def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
@@ -45,7 +46,7 @@ def local_copy(url: str) -> Path:
             "program has written there to this machine, and give that directory."
         )
     key = hashlib.blake2b(remote.url.encode(), digest_size=12).hexdigest()
-    return fetch_step(remote, found, _cache() / key / step_name(found), replace=True)
+    return fetch_step(remote, found, user_cache("remote") / key / step_name(found), replace=True)
 
 
 def fetch_step(remote: RemoteStore, step: int, target: Path, *, replace: bool) -> Path:
@@ -102,8 +103,3 @@ def _alone(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "fsdp-shard" / "remote"

@@ -6,7 +6,6 @@ Imports neither torch, numpy nor `datasets`, so that composing a config stays qu
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fsdp_shard.data.mixture_base import MixtureSource, parse_sources
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.settings import REQUIRED, setting
+from fsdp_shard.user_cache import user_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -251,8 +251,7 @@ def cache_directory(config: DataConfig) -> Path:
     """Directory of the token cache: `data.cache_dir`, else below XDG_CACHE_HOME, else below ~/.cache."""
     if config.cache_dir is not None:
         return Path(config.cache_dir).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "fsdp-shard" / "tokens"
+    return user_cache("tokens")
 
 
 def check_data(config: DataConfig, task: str = "causal_lm") -> None:
