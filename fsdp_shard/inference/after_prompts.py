@@ -15,12 +15,14 @@ from torch import nn
 
 from fsdp_shard.inference.pages import FilePages
 
+_PROMPT = 8  # positions; fewer are a short turn of a chat, or drafts of an assisting model, and come again
+
 
 def let_go_after_prompts(module: nn.Module, pages: Sequence[FilePages]) -> None:
-    """Give `pages` up after each pass of `module` over more than one position, but for those that were written to."""
+    """Give `pages` up after each pass of `module` over a prompt, but for those that were written to."""
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        if _num_positions(args, kwargs) > 1:
+        if _num_positions(args, kwargs) >= _PROMPT:
             for these in pages:
                 these.let_go()
 

@@ -145,15 +145,15 @@ def test_weights_are_seen_in_their_own_files_and_budgets_are_held(sources: dict[
 
 def _passes(path: Path) -> list[int]:
     """What is mapped after a prompt, a token, another prompt; and after one more, with a layer written to."""
-    model = load_dispatched(path, "cpu")
+    model, prompt = load_dispatched(path, "cpu"), token_batch(0, rows=1, length=12)
     layer = model.get_submodule("model.layers.7.self_attn.q_proj")
     found = []
-    for ids in (_IDS, _IDS[:, :1], _IDS):
+    for ids in (prompt, prompt[:, :1], prompt):
         with torch.no_grad():
             model(ids)
         found.append(mapped_bytes(path))
     layer.weight.data.fill_(2.0)
-    model(_IDS)
+    model(prompt)
     assert bool((layer.weight == 2.0).all())  # what was written is in no file
     return found
 
