@@ -105,8 +105,8 @@ class _Placement:
                 smallest = 0 if quantiser is None else _SMALL_BYTES
                 metas, device = [meta for _, _, meta in slots], device_name(self._plan.devices[block.fqn])
                 in_place = self._keep(metas, device, smallest)
-                if self._mapped is not None and quantiser is None and not isinstance(module, nn.Embedding):
-                    let_go_after_prompts(module, self._mapped.pages(in_place))
+                if quantiser is None:
+                    self._let_go_after_prompts(module, in_place)
             for owner, name, meta in slots:
                 if id(meta) in self._kept:
                     owner._parameters[name] = self._kept[id(meta)]
@@ -143,6 +143,12 @@ class _Placement:
             self._kept[id(meta)] = nn.Parameter(view, requires_grad=False)
         self._reader.fill_all(new)
         return in_place
+
+    def _let_go_after_prompts(self, module: nn.Module, in_place: Sequence[str]) -> None:
+        """Not where memory is short, with a budget or blocks on disk: what is kept there is to stay, whatever comes."""
+        is_short = self._spare.hold or any(map(self._plan.is_streamed, self._plan.devices))
+        if self._mapped is not None and not is_short and not isinstance(module, nn.Embedding):
+            let_go_after_prompts(module, self._mapped.pages(in_place))
 
     def _view(self, meta: nn.Parameter) -> torch.Tensor | None:
         return None if self._mapped is None else self._mapped.view(self._names[id(meta)], meta.dtype)

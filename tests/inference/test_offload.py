@@ -158,6 +158,17 @@ def _passes(path: Path) -> list[int]:
     return found
 
 
+def _mapped_after_a_prompt(path: Path, budget: int) -> int:
+    model = load_dispatched(path, "auto", {"cpu": budget})
+    model(token_batch(0, rows=1, length=12))
+    return mapped_bytes(path)
+
+
+def test_what_a_budget_keeps_stays(sources: dict[str, Path]) -> None:
+    weights = sum(file.stat().st_size for file in sources["whole"].glob("*.safetensors"))
+    assert in_child(_mapped_after_a_prompt, sources["whole"], 2 * weights) > 0.9 * weights
+
+
 @pytest.mark.parametrize("name", ["whole", "ranks"])
 def test_a_prompt_leaves_no_pages_and_what_is_written_stays(sources: dict[str, Path], name: str) -> None:
     weights = sum(file.stat().st_size for file in sources["whole"].glob("*.safetensors"))
