@@ -52,13 +52,13 @@ def _at_once() -> Iterator[None]:
 
     This can go when torch has no such wait for a machine that meets no other.
     """
-    torchs: Any = dynamic_rendezvous
-    usual = torchs._delay
-    torchs._delay = lambda seconds: None if isinstance(seconds, tuple) else usual(seconds)
+    module: Any = dynamic_rendezvous
+    usual = module._delay
+    module._delay = lambda seconds: None if isinstance(seconds, tuple) else usual(seconds)
     try:
         yield
     finally:
-        torchs._delay = usual
+        module._delay = usual
 
 
 class Meeting(RendezvousHandler):

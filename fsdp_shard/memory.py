@@ -56,7 +56,7 @@ def keep_freed_memory() -> None:
     """Have the C library keep what is freed for what comes next, where it is glibc: of the process, from now on.
 
     It hands large tensors' memory back when they are freed, and the system clears every page that the next ones touch:
-    a quarter of the time of a training step on the CPU went there. Tensors beyond 32 MB, the most that it lets us ask
+    a tenth of the time of a training step on the CPU went there. Tensors beyond 32 MB, the most that it lets us ask
     for, still come and go: they are what a peak is made of.
     """
     import ctypes

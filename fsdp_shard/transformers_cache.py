@@ -70,6 +70,7 @@ def _find(look: Callable[[Any], Found], models: Path, path: str | Path) -> Found
 @functools.cache
 def _remembered(look: Callable[[Any], Found], models: Path) -> Found:
     state, file = _state(models), user_cache(f"transformers-models-{_digest(str(models))}.json")
+    # Nothing is kept yet, or somebody else's program has written there: it is looked for and kept anew.
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["of"] == state:
@@ -81,11 +82,13 @@ def _remembered(look: Callable[[Any], Found], models: Path) -> Found:
 
 
 def _state(models: Path) -> str:
-    """Of all files that are looked through: another one when any is written, added or removed."""
-    return _digest(repr(sorted(_files(str(models)))))
+    """Of the files that are looked through and the one that looks: another when any is written, added or removed."""
+    looks = (models.parent / "utils" / "import_utils.py").stat()
+    return _digest(repr((looks.st_size, looks.st_mtime_ns, sorted(_files(str(models))))))
 
 
 def _files(directory: str) -> Iterator[tuple[str, int, int]]:
+    """Path, bytes and time of change of each."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir():
@@ -115,9 +118,10 @@ def _unpacked(packed: list[Any]) -> Found:
 def _write(file: Path, text: str) -> None:
     """At once: another program may read it, or write it too."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as partial:
-        partial.write(text)
-    os.replace(partial.name, file)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as directory:
+        partial = Path(directory) / file.name
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, file)
 
 
 def _digest(text: str) -> str:

@@ -63,7 +63,8 @@ def test_what_was_found_is_kept_as_it_is() -> None:
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     (tmp_path / "models" / "llama").mkdir(parents=True)
-    for name in ("none.py", "llama/modeling_llama.py", "llama/convert_llama.py"):
+    (tmp_path / "utils").mkdir()
+    for name in ("none.py", "llama/modeling_llama.py", "llama/convert_llama.py", "../utils/import_utils.py"):
         (tmp_path / "models" / name).write_text("")
     return tmp_path / "models"
 
@@ -87,6 +88,8 @@ def test_any_change_is_seen(models: Path) -> None:
     (models / "new.py").write_text("")
     assert _looks(models, 2) == 1
     (models / "new.py").unlink()
+    assert _looks(models, 2) == 1
+    os.utime(models.parent / "utils" / "import_utils.py", ns=(0, 0))  # it may look for something else now
     assert _looks(models, 2) == 1
 
 

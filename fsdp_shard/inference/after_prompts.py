@@ -30,6 +30,9 @@ def let_go_after_prompts(module: nn.Module, pages: Sequence[FilePages]) -> None:
 
 
 def _num_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Of the first input that is one row or vector for each position: [batch, positions, ...]."""
+    """Of the first input: [batch, positions, ...], token ids [batch, positions], or vectors [positions, width]."""
     inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim > 1)
-    return next((value.shape[1] for value in inputs), 1)
+    first = next(inputs, None)
+    if first is None:
+        return 1
+    return first.shape[0 if first.ndim == 2 and first.is_floating_point() else 1]
