@@ -8,34 +8,60 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_shard.checkpoint.atomic import naming, start_writeback
-from fsdp_shard.checkpoint.files import large_pages, pwrite_all
+from fsdp_shard.checkpoint.files import copy_bytes, large_pages, pwrite_all
 
 _BLOCK_BYTES = 4096  # offsets and addresses are multiples of it: the largest block of common disks and file systems
 _STAGE_BYTES = 4 << 20
 
 
+Observe = Callable[[memoryview], object]
+
+
+def ignore(content: memoryview) -> None:
+    """Nobody wants to see it."""
+
+
 class Stage:
-    """Memory out of which ranges of files are written, one after the other."""
+    """Memory in which what follows each other in a file is brought together, and out of which it is written.
+
+    It is as far into its block as what it holds is in the file: only so can blocks be written directly.
+    """
 
     def __init__(self) -> None:
         self._memory = large_pages(_STAGE_BYTES)
+        self._file: DirectFile | None = None
+        self._low = self._end = 0  # of the file: what is held, and not yet written
 
-    def parts(self, offset: int, num_bytes: int, unit: int) -> Iterator[tuple[int, memoryview]]:
-        """(where it goes in the file, memory to fill) for each part of a range, all of whole `unit`s.
+    def put(self, file: DirectFile, offset: int, content: memoryview, observe: Observe = ignore) -> None:
+        """Take over what is to be written at `offset`; whatever else is held is written first, and what is full too.
 
-        The memory is as far into its block as what it is for is in the file: only so can blocks be written directly.
+        `observe` sees it where it then lies: in a cache of this core.
         """
-        low, end = offset, offset + num_bytes
-        while low < end:
-            high = min(low - low % _BLOCK_BYTES + _STAGE_BYTES, end)
-            high -= (high - offset) % unit
-            first = low % _BLOCK_BYTES
-            yield low, self._memory[first : first + high - low]
-            low = high
+        if file is not self._file or offset != self._end:
+            self.write()
+            self._file, self._low, self._end = file, offset, offset
+        while content:
+            room = self._held(self._end, self._low - self._low % _BLOCK_BYTES + _STAGE_BYTES)
+            part = content[: len(room)]
+            copy_bytes(room[: len(part)], part)
+            observe(room[: len(part)])
+            self._end, content = self._end + len(part), content[len(part) :]
+            if len(part) == len(room):
+                self.write()
+
+    def write(self) -> None:
+        """Have all that is held in its file."""
+        if self._file is not None:
+            self._file.write(self._low, self._held(self._low, self._end))
+            self._low = self._end
+
+    def _held(self, start: int, stop: int) -> memoryview:
+        base = self._low - self._low % _BLOCK_BYTES
+        return self._memory[start - base : stop - base]
 
 
 class DirectFile:
@@ -47,7 +73,7 @@ class DirectFile:
         self._direct = _open_direct(path) if past_cache else None
 
     def write(self, offset: int, content: memoryview) -> None:
-        """Write a part that a Stage gave: whole blocks directly, what is before and after them through the cache."""
+        """Whole blocks of what a Stage holds are written directly, what is before and after them through the cache."""
         stop = offset + len(content)
         low = min(offset + -offset % _BLOCK_BYTES, stop)
         high = max(stop - stop % _BLOCK_BYTES, low)

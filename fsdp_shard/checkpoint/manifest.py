@@ -63,7 +63,8 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        document = {"kind": KIND, "format_version": self.format_version, **dataclasses.asdict(self)}
+        flat = {name: _plain(value) for name, value in vars(self).items()}
+        document = {"kind": KIND, "format_version": self.format_version, **flat}
         # One record a line: a manifest of thousands of tensors stays readable and greppable.
         lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in document.items()]
         return _sealed("{\n" + ",\n".join(lines) + ",\n")
@@ -134,6 +135,12 @@ def _keys() -> set[str]:
 def _sealed(text: str) -> str:
     """The content of a manifest that begins with `text`."""
     return f'{text}"{_DIGEST}": "{xxhash.xxh3_128_hexdigest(text.encode())}"\n}}\n'
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it. `dataclasses.asdict` copies all there is below too, and takes ten times as long."""
+    is_records = isinstance(value, Mapping) and value and dataclasses.is_dataclass(next(iter(value.values())))
+    return {name: vars(record) for name, record in value.items()} if is_records else value
 
 
 def _lines(value: Any) -> str:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from fsdp_shard.checkpoint import atomic, boxes
-from fsdp_shard.checkpoint.direct import DirectFile, Stage
-from fsdp_shard.checkpoint.files import copy_bytes, page_aligned
+from fsdp_shard.checkpoint.direct import DirectFile, Observe, Stage, ignore
+from fsdp_shard.checkpoint.files import page_aligned
 from fsdp_shard.checkpoint.index import open_checkpoint, tensor_bytes
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, RangeHasher, chunk_digest, digest_chunks, num_chunks
 from fsdp_shard.checkpoint.manifest import FileRecord
@@ -27,6 +27,8 @@ from fsdp_shard.shards import LocalShard
 
 if TYPE_CHECKING:
     import torch
+
+_PIECE_BYTES = 4 << 20  # read and hashed at once: little enough for the cores' last cache
 
 Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
 Hashers = dict[str, RangeHasher | None]  # tensor -> that of this rank's range; None where its part is no range
@@ -84,25 +86,28 @@ def write_ranges(
         file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex())
         for file in plans.weights.creates
     }
-    with _Writer(reading, is_behind) as writer:
+    with _Writer(directory, reading, is_behind) as writer:
         for name, (file, _) in plans.weights.places.items():
-            observe = hasher.update if (hasher := hashers[name]) is not None else _ignore
+            # The rows of a box lie in chunks of several ranks: those are hashed when they are on the disk.
+            observe = hasher.update if (hasher := hashers[name]) is not None else ignore
             for offset, part in plans.weights.runs(name, weights[name]):
-                writer.write(directory / file, offset, weights[name], part, observe)
+                writer.write(file, offset, weights[name], part, observe)
+        writer.flush()
         reach("weights-written")
         for plan in plans.optimizer.creates:  # this rank's only one, so it is written front to back
             whole = xxhash.xxh3_128(plan.header)
             for name, (_, offset) in plans.optimizer.places.items():
                 shard = optimizer[name]
-                writer.write(directory / OPTIMIZER / plan.name, offset, shard, slice(0, len(shard.data)), whole.update)
+                writer.write(f"{OPTIMIZER}/{plan.name}", offset, shard, slice(0, len(shard.data)), whole.update)
             records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=whole.hexdigest())
         small_files = {**plans.weights.small_files, **plans.small_files}
         for name, content in small_files.items():
             atomic.write_file(directory / name, content)
             records[name] = FileRecord(len(content), digest=chunk_digest(content).hex())
+        writer.flush()
         reach("optimizer-written")
-        writer.sync([directory / plan.name for plan in plans.weights.creates])
-        writer.sync([directory / OPTIMIZER / plan.name for plan in plans.optimizer.creates])
+        writer.sync([plan.name for plan in plans.weights.creates])
+        writer.sync([f"{OPTIMIZER}/{plan.name}" for plan in plans.optimizer.creates])
     reach("synced")
     return hashers, records
 
@@ -143,44 +148,44 @@ def _hasher(name: str, shard: LocalShard) -> RangeHasher | None:
     return RangeHasher(total, shard.start * size, (shard.start + len(shard.data)) * size)
 
 
-def _ignore(data: memoryview) -> None:
-    """The rows of a box lie in chunks of several ranks: those are hashed when they are on the disk."""
-
-
 class _Writer:
-    """Writes ranges of files that are there already, and has them on the disk when `sync` returns."""
+    """Writes ranges of files of `directory` that are there already, and has them on the disk when `sync` returns."""
 
-    def __init__(self, reading: Reading, past_cache: bool) -> None:
-        self._reading, self._past_cache, self._stage = reading, past_cache, Stage()
-        self._files: dict[Path, DirectFile] = {}
+    def __init__(self, directory: Path, reading: Reading, past_cache: bool) -> None:
+        self._directory, self._reading, self._stage = directory, reading, Stage() if past_cache else None
+        self._files: dict[str, DirectFile] = {}
 
-    def write(
-        self, path: Path, offset: int, shard: LocalShard, part: slice, observe: Callable[[memoryview], object]
-    ) -> None:
+    def write(self, name: str, offset: int, shard: LocalShard, part: slice, observe: Observe) -> None:
         """Elements of a shard from byte `offset` on, some MiB at a time; `observe` sees their bytes, in order."""
-        file, size, first = self._open(path), shard.data.element_size(), part.start
-        for at, memory in self._stage.parts(offset, (part.stop - part.start) * size, size):
-            last = first + len(memory) // size
+        file, size = self._open(name), shard.data.element_size()
+        for first in range(part.start, part.stop, _PIECE_BYTES // size):
+            last = min(first + _PIECE_BYTES // size, part.stop)
             with self._reading(shard, slice(first, last)) as data:
-                content = tensor_bytes(data.cpu())
-                if self._past_cache:
-                    copy_bytes(memory, content)
-                    content = memory
-                observe(content)
-                file.write(at, content)
-            first = last
+                self._put(file, offset + (first - part.start) * size, tensor_bytes(data.cpu()), observe)
 
-    def sync(self, paths: Iterable[Path]) -> None:
-        """Have all that was written, and the files `paths`, on the disk."""
-        for path in paths:
-            self._open(path)
+    def _put(self, file: DirectFile, offset: int, content: memoryview, observe: Observe) -> None:
+        if self._stage is not None:
+            self._stage.put(file, offset, content, observe)
+            return
+        observe(content)
+        file.write(offset, content)
+
+    def flush(self) -> None:
+        """Have nothing that was written in the stage alone."""
+        if self._stage is not None:
+            self._stage.write()
+
+    def sync(self, names: Iterable[str]) -> None:
+        """Have all that was written and flushed, and the files `names`, on the disk."""
+        for name in names:
+            self._open(name)
         for file in self._files.values():
             file.sync()
 
-    def _open(self, path: Path) -> DirectFile:
-        if path not in self._files:
-            self._files[path] = DirectFile(path, past_cache=self._past_cache)
-        return self._files[path]
+    def _open(self, name: str) -> DirectFile:
+        if name not in self._files:
+            self._files[name] = DirectFile(self._directory / name, past_cache=self._stage is not None)
+        return self._files[name]
 
     def __enter__(self) -> _Writer:
         return self

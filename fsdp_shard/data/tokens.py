@@ -82,9 +82,9 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     if backend is None:
         state: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     else:
-        state = json.loads(backend.to_str())
-        for key in ("truncation", "padding"):  # left over from the last call, and without effect here
-            state.pop(key, None)
+        backend.no_truncation()  # both are left over from the last call, and of no effect on the next
+        backend.no_padding()
+        state = xxhash.xxh3_128_hexdigest(backend.to_str().encode())
     return [state, beginning(tokenizer), tokenizer.eos_token_id, tokenizer.sep_token_id]
 
 

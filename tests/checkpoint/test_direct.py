@@ -11,12 +11,12 @@ import pytest
 
 from fsdp_shard.checkpoint import direct
 from fsdp_shard.checkpoint.direct import DirectFile, Stage
-from fsdp_shard.checkpoint.files import copy_bytes, large_pages, page_aligned
+from fsdp_shard.checkpoint.files import large_pages, page_aligned
 
 SIZE = 10 << 20
 
 
-def write(path: Path, ranges: list[tuple[int, int]], unit: int, *, past_cache: bool = True) -> bytes:
+def write(path: Path, ranges: list[tuple[int, int]], *, piece: int = SIZE, past_cache: bool = True) -> bytes:
     """Random bytes in these ranges of a new file of SIZE bytes; what should be in it then."""
     path.write_bytes(bytes(SIZE))
     expected = bytearray(SIZE)
@@ -24,14 +24,9 @@ def write(path: Path, ranges: list[tuple[int, int]], unit: int, *, past_cache: b
     for start, stop in ranges:
         content = np.random.default_rng(start).bytes(stop - start)
         expected[start:stop] = content
-        done = 0
-        for offset, memory in stage.parts(start, stop - start, unit):
-            assert offset == start + done
-            assert len(memory) % unit == 0
-            copy_bytes(memory, memoryview(content)[done : done + len(memory)])
-            file.write(offset, memory)
-            done += len(memory)
-        assert done == stop - start
+        for low in range(start, stop, piece):
+            stage.put(file, low, memoryview(content)[low - start : low - start + piece])
+    stage.write()
     file.sync()
     file.close()
     return bytes(expected)
@@ -51,14 +46,42 @@ RANGES = {
 @pytest.mark.parametrize("is_direct", [True, False])
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
 def test_what_is_written_is_there(ranges: list[tuple[int, int]], is_direct: bool, tmp_path: Path) -> None:
-    expected = write(tmp_path / "file", ranges, 1, past_cache=is_direct)
+    expected = write(tmp_path / "file", ranges, past_cache=is_direct)
     assert (tmp_path / "file").read_bytes() == expected
 
 
 @pytest.mark.parametrize("start", [0, 4096, 13, (4 << 20) - 20])
-def test_no_element_is_cut(start: int, tmp_path: Path) -> None:
-    expected = write(tmp_path / "file", [(start, start + 16 * 400_000)], 16)
+@pytest.mark.parametrize("piece", [1000, 5 << 20])
+def test_pieces_are_brought_together(start: int, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, int]] = []
+    put = DirectFile.write
+
+    def note(file: DirectFile, offset: int, content: memoryview) -> None:
+        written.append((offset, offset + len(content)))
+        put(file, offset, content)
+
+    monkeypatch.setattr(DirectFile, "write", note)
+    stop = start + (5 << 20) + 7
+    expected = write(tmp_path / "file", [(start, stop)], piece=piece)
     assert (tmp_path / "file").read_bytes() == expected
+    end = start - start % 4096 + (4 << 20)
+    assert [(low, high) for low, high in written if low < high] == [(start, end), (end, stop)]
+
+
+def test_what_belongs_elsewhere_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(9000))
+    (tmp_path / "b").write_bytes(bytes(9000))
+    stage, files = Stage(), [DirectFile(tmp_path / name, past_cache=True) for name in "ab"]
+    first, second = files
+    for file, offset, content in [(first, 0, b"one"), (second, 3, b"two"), (second, 8000, b"three")]:
+        stage.put(file, offset, memoryview(content))
+    stage.put(second, 8005, memoryview(b"four"))
+    stage.put(first, 3, memoryview(b"x"))
+    stage.write()
+    for file in files:
+        file.close()
+    assert (tmp_path / "a").read_bytes() == b"onex" + bytes(8996)
+    assert (tmp_path / "b").read_bytes() == bytes(3) + b"two" + bytes(7994) + b"threefour" + bytes(991)
 
 
 def test_whole_blocks_pass_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +98,7 @@ def test_whole_blocks_pass_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return done
 
     monkeypatch.setattr(os, "pwrite", count)
-    write(tmp_path / "file", [(1000, SIZE - 1000)], 4)
+    write(tmp_path / "file", [(1000, SIZE - 1000)], piece=1 << 20)
     assert written == {True: SIZE - 2 * 4096, False: 2 * 3096}
 
 

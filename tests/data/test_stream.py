@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_shard import settings
-from fsdp_shard.data import row_streams
+from fsdp_shard.data import row_streams, stream_samples
 from fsdp_shard.data.base import DataConfig, check_data
 from fsdp_shard.data.batch import micro_batches
+from fsdp_shard.data.kinds import text as text_kind
 from fsdp_shard.data.places import START, rows_from
 from fsdp_shard.data.prepare import open_samples, prepare, tokenise_all
 from fsdp_shard.data.readers import read_rows
@@ -147,13 +148,14 @@ def test_only_what_is_needed_is_read_and_tokenised(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(row_streams, "rows_from", counted)
     tokenizer, texts = byte_tokenizer(), list[str]()
-    encode: Callable[..., Any] = type(tokenizer).__call__
+    encode = text_kind.plain_ids
 
-    def noted(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
-        texts.extend([text] if isinstance(text, str) else text)
-        return encode(self, text, *args, **kwargs)
+    def noted(some: list[str], tokenizer: Any) -> Any:
+        texts.extend(some)
+        return encode(some, tokenizer)
 
-    monkeypatch.setattr(type(tokenizer), "__call__", noted)
+    monkeypatch.setattr(text_kind, "plain_ids", noted)
+    monkeypatch.setattr(stream_samples, "plain_ids", noted)
     config = DataConfig(path=str(path), sequence_length=64, streaming=True, shuffle_buffer=20)
     check_data(config)
     stream = stream_of(config, tokenizer)

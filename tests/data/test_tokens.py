@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 
 from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data.kinds.base import plain_ids
 from fsdp_shard.data.sources import HubSource, open_source
 from fsdp_shard.data.tokens import TokenFile, fingerprint, tokenise
 from fsdp_shard.errors import DataError
@@ -154,6 +158,35 @@ def test_what_the_fingerprint_covers(tmp_path: Path, tokenizer: Any) -> None:
     assert len({before, name(sample_by="line"), name(byte_tokenizer("<|stop|>")), name(byte_tokenizer(None))}) == 4
     write(tmp_path / "a.txt", "some test")
     assert name() != before
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """Has something of its own to do with a text, as some models' tokenizers have."""
+
+    def _encode_plus(self, text: Any, *arguments: Any, **settings: Any) -> Any:
+        texts = [one.upper() for one in text] if isinstance(text, list) else text.upper()
+        return super()._encode_plus(texts, *arguments, **settings)
+
+
+def framed(cls: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast, **settings: Any) -> PreTrainedTokenizerFast:
+    """Puts its end-of-text token after each text that it frames."""
+    backend = byte_tokenizer().backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(single="$A <|end|>", special_tokens=[("<|end|>", END)])
+    return cls(tokenizer_object=backend, eos_token="<|end|>", **settings)
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, framed, partial(framed, split_special_tokens=True)])
+def test_ids_are_those_that_a_call_of_the_tokenizer_gives(make: Callable[[], PreTrainedTokenizerFast]) -> None:
+    tokenizer, texts = make(), ["one", "", "zwei ä <|end|> drei", "x" * 600]
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer(texts, truncation=True, padding=True, max_length=4)  # what it keeps of that is not asked for again
+    found = plain_ids(texts, tokenizer)
+    assert found == make()(texts, add_special_tokens=False)["input_ids"]
+    assert (END in found[2]) != tokenizer.split_special_tokens
+
+
+def test_what_a_tokenizer_does_by_itself_is_done() -> None:
+    assert plain_ids(["a b"], framed(Shouting)) == [[*b"A B"]]
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path, tokenizer: Any) -> None:

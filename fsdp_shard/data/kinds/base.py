@@ -9,6 +9,7 @@ from fsdp_shard.data.readers import Row, require_column, text_of
 from fsdp_shard.errors import DataError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 
@@ -62,8 +63,28 @@ def plain_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[
     """Token ids of each text, without any special token."""
     if not texts:
         return []
+    if (backend := _plain_backend(tokenizer)) is not None:
+        # Without where in the text each token is, which nobody asks here: a third less time.
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
     return [list(ids) for ids in encoded["input_ids"]]
+
+
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The tokenizer of the `tokenizers` library inside of this one, set as for a call of this one with nothing asked;
+    None where such a call does more than to pass the texts on.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if type(tokenizer).__call__ is not PreTrainedTokenizerFast.__call__:
+        return None
+    if getattr(type(tokenizer), "_encode_plus", None) is not PreTrainedTokenizerFast._encode_plus:
+        return None
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
 
 
 def with_special_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
