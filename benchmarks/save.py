@@ -10,6 +10,7 @@ are those of the issue that asked.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import multiprocessing
@@ -19,7 +20,7 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,6 +49,7 @@ SIZES = {
     "135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
     "quick": {"hidden_size": 72, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 1024},
 }
+GROUPS = ("runs", "processor", "saves")
 SAVE_AT = 1  # of the steps of a run
 
 
@@ -101,6 +103,17 @@ class Training:
         work()
         dist.barrier()
         return time.perf_counter() - start
+
+    def processor(self, save: Callable[[], Callable[[], None]]) -> float:
+        """Seconds of processors that a save takes in this rank, all of its threads, with no training beside it.
+
+        Where training keeps all cores busy, a run is longer by them; they vary less than its steps do.
+        """
+        self.fresh()
+        gc.freeze()  # as in a run: what there was before it is not looked through again
+        start = time.process_time()
+        save()()
+        return time.process_time() - start
 
     def fresh(self) -> None:
         """No target of the side before, and nothing left to be written."""
@@ -233,8 +246,12 @@ def _status(key: str) -> float:
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def measure(context: DistributedContext, work: Path, size: str, steps: int, repeats: int) -> dict[str, float]:
-    """Medians over the rounds, by side; `run: SIDE` is what it adds to a run, and `seconds: SIDE` all of the run."""
+def measure(
+    context: DistributedContext, work: Path, size: str, steps: int, repeats: int, groups: Sequence[str]
+) -> dict[str, float]:
+    """Medians over the rounds, by side; `run: SIDE` is what it adds to a run, `seconds: SIDE` all of the run, and
+    `processor: SIDE` what it takes of processors by itself.
+    """
     training = Training(context, work, size, steps)
     stall = Stall(training)
     behind = {"asynchronous": True, "layout": "sharded"}
@@ -268,15 +285,19 @@ def measure(context: DistributedContext, work: Path, size: str, steps: int, repe
         if repeat == 1:
             found.clear()  # the first round allocates what is used again
         for name in random.Random(repeat).sample(list(runs), len(runs)):
-            seconds, added = training.run(stall.of(runs[name]))
-            note(f"seconds: {name}", seconds)
-            note(f"run: {name}", added)
-            note(f"stall: {name}", stall.seconds)
-        for name, write in saves.items():
-            note(f"save: {name}", training.timed(write))  # type: ignore[arg-type]  # what it returns is not used
-        for layout in ("sharded", "gathered"):
-            training.fresh()
-            note(f"memory: {layout}", extra_memory(saves[layout]))
+            if "processor" in groups:
+                note(f"processor: {name}", training.processor(runs[name]))
+            if "runs" in groups:
+                seconds, added = training.run(stall.of(runs[name]))
+                note(f"seconds: {name}", seconds)
+                note(f"run: {name}", added)
+                note(f"stall: {name}", stall.seconds)
+        if "saves" in groups:
+            for name, write in saves.items():
+                note(f"save: {name}", training.timed(write))  # type: ignore[arg-type]  # what it returns is not used
+            for layout in ("sharded", "gathered"):
+                training.fresh()
+                note(f"memory: {layout}", extra_memory(saves[layout]))
     training.fresh()
     return {name: statistics.median(values) for name, values in found.items()} | {
         "bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in training.own)),
@@ -286,15 +307,29 @@ def measure(context: DistributedContext, work: Path, size: str, steps: int, repe
 def rows(found: dict[str, float]) -> Iterator[Row]:
     """What was asked for."""
     yield Row("bytes of the state, a rank", found["bytes"] / MB, "MB")
-    yield Row("a run without a save", found["seconds: nothing"], "s")
     for name, value in found.items():
-        if name.startswith(("run: ", "stall: ", "save: ")) and not name.endswith("nothing"):
+        if name.startswith(("run: ", "stall: ", "save: ", "processor: ")) and not name.endswith("nothing"):
             yield Row(name, value, "s")
+    if "seconds: nothing" in found:
+        yield from _rows_of_runs(found)
+    if "processor: nothing" in found:
+        behind = found["processor: ours, asynchronous"]
+        for memory in ("fresh memory", "reused memory"):
+            yield Row(f"processors: async / a copy into {memory}", behind / found[f"processor: copy into {memory}"])
+    if "save: sharded" in found:
+        yield from _rows_of_saves(found)
+
+
+def _rows_of_runs(found: dict[str, float]) -> Iterator[Row]:
+    yield Row("a run without a save", found["seconds: nothing"], "s")
     behind, copy = found["run: ours, asynchronous"], found["run: copy into fresh memory"]
     yield Row("async lengthens the run / a copy of the state does", behind / copy, "x", 1.2)
     yield Row("the same against a copy into memory that is there", behind / found["run: copy into reused memory"])
     yield Row("async lengthens the run / sync does", behind / found["run: ours, synchronous"], "x", 0.5)
     yield Row("stall of dcp.async_save / of ours", found["stall: dcp.async_save"] / _stall(found), "x", 3, True)
+
+
+def _rows_of_saves(found: dict[str, float]) -> Iterator[Row]:
     plain = found["save: write and fsync"]
     for layout in ("sharded", "gathered"):
         yield Row(f"sync, {layout} / write and fsync", found[f"save: {layout}"] / plain, "x", 1.3)
@@ -314,7 +349,7 @@ def _rank(rank: int, options: argparse.Namespace, rendezvous: str, out: Path) ->
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.ranks), LOCAL_RANK=str(rank))
     with distributed("cpu", rendezvous=rendezvous) as context:
         size, steps = ("quick", 3) if options.quick else ("135M", options.steps)
-        found = measure(context, options.work.resolve() / "save", size, steps, options.repeats)
+        found = measure(context, options.work.resolve() / "save", size, steps, options.repeats, options.only)
     if rank == 0:
         out.write_text(json.dumps(found))
 
@@ -325,6 +360,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10, help="steps of a run, of which the second is saved")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of which the median counts (default 5)")
+    parser.add_argument("--only", nargs="*", default=GROUPS, choices=GROUPS, help="what is measured")
     parser.add_argument("--quick", action="store_true", help="a model of a few MB, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the table there too")
     options = parser.parse_args()
