@@ -41,7 +41,7 @@ def side(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     )
     model = AutoModelForCausalLM.from_config(config).train()
     if name == "chunked":
-        assert use_loss_head(model, "true")
+        assert use_loss_head(model, True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.randint(0, arguments.vocabulary, (1, arguments.tokens + 1))
     inputs, labels = ids[:, :-1], ids[:, 1:]

@@ -58,11 +58,11 @@ class ModelConfig:
     attention: str = setting(
         "sdpa", "The attention implementation, in transformers' words.", choices=("sdpa", "eager", "flash_attention_2")
     )
-    chunked_loss: str = setting(
+    chunked_loss: bool | str = setting(
         "auto",
         "Compute the loss from the output head a few tokens at a time, so that the logits are never there as a whole. "
         "auto: for a vocabulary of 65,536 tokens or more, where the model allows it.",
-        choices=("auto", "true", "false"),
+        choices=("auto", True, False),
     )
     kernels: str = setting(
         "none",

@@ -86,7 +86,7 @@ def _written(value: Any) -> str:
 
 def _accepts(rules: Any) -> str:
     if (choices := rules.get("choices")) is not None:
-        return " | ".join(choices)
+        return " | ".join(map(_written, choices))
     words = (("minimum", "at least"), ("above", "more than"), ("maximum", "at most"))
     return ", ".join(f"{word} {rules[rule]}" for rule, word in words if rules.get(rule) is not None)
 

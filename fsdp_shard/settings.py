@@ -34,12 +34,12 @@ def setting(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
-    choices: Sequence[str] | None = None,
+    choices: Sequence[str | bool] | None = None,
     warning: str | None = None,
 ) -> T:
     """Declare a field of a config dataclass.
 
-    `minimum` and `maximum` are inclusive, `above` is exclusive; `choices` are the accepted strings. A run that
+    `minimum` and `maximum` are inclusive, `above` is exclusive; `choices` are the accepted values. A run that
     has the setting on says `warning` first. Lists, dicts and nested dataclasses are given as `default` too and are
     copied for each instance.
     """
@@ -64,7 +64,7 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 def warnings_of(config: Any) -> list[str]:
     """What whoever starts a run must know of settings that are on, one line each."""
     said = ((name, field.metadata.get("warning"), value) for name, field, value in walk(config))
-    return [f"warning: {name}={str(value).lower()}: {text}" for name, text, value in said if text and value]
+    return [f"warning: {name}={in_yaml(value)}: {text}" for name, text, value in said if text and value]
 
 
 def check(config: Any) -> None:
@@ -86,10 +86,16 @@ def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
     rules = field.metadata
     choices = rules.get("choices")
     if choices is not None and value not in choices:
-        raise ConfigError(f"{name}={value} is not one of {', '.join(choices)}{nearest(str(value), choices)}.")
+        known = [in_yaml(choice) for choice in choices]
+        raise ConfigError(f"{name}={in_yaml(value)} is not one of {', '.join(known)}{nearest(str(value), known)}.")
     for rule, holds, words in _RANGES:
         if (limit := rules.get(rule)) is not None and not holds(value, limit):
             raise ConfigError(f"{name}={value} is out of range: it must be {words} {limit}.")
+
+
+def in_yaml(value: Any) -> str:
+    """A value as people write it: `true`, not `True`."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_rules(config: Any, prefix: str) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def take_out_head(model: PreTrainedModel, chunked_loss: str, num_rows: int) -> int | None:
+def take_out_head(model: PreTrainedModel, chunked_loss: bool | str, num_rows: int) -> int | None:
     """Bytes of the loss head that training would use with `num_rows` tokens, or None where it would use logits.
 
     `model` (on meta) then gives its hidden state instead of logits. Raises ModelError as `use_loss_head` does.

@@ -224,6 +224,8 @@ class ShardedModel(Protocol):
     """A model whose parameters are divided over ranks."""
 
     module: nn.Module
+    divided_over: str
+    """The dimension of the mesh over whose ranks each parameter is divided."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients of the backward passes inside on this rank, unreduced."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.settings import setting
-from fsdp_shard.sharding.base import ShardConfig, ShardedModel
+from fsdp_shard.sharding.base import DTYPES, ShardConfig, ShardedModel
 from fsdp_shard.sharding.shares import Shape, whole_shares
 from fsdp_shard.shards import LocalShard
 
@@ -42,9 +42,9 @@ _MEANINGLESS = (
 class DdpConfig(ShardConfig):
     """`DistributedDataParallel`: nothing is sharded."""
 
-    param_dtype: str = setting("float32", "The dtype that blocks compute in: that of model.dtype.")
+    param_dtype: str = setting("float32", "The dtype that blocks compute in: that of model.dtype.", choices=DTYPES)
     reduce_dtype: str = setting(
-        "float32", "The dtype that gradients are summed over the ranks in: that of model.dtype."
+        "float32", "The dtype that gradients are summed over the ranks in: that of model.dtype.", choices=DTYPES
     )
     sync_every_micro_batch: bool = setting(
         False, "Reduce gradients after every micro batch, which here costs time and saves nothing."
@@ -100,6 +100,8 @@ class DdpConfig(ShardConfig):
 
 class DdpModel:
     """A model under DistributedDataParallel."""
+
+    divided_over = "replicate"  # of which there is one: every rank has all of it
 
     def __init__(self, module: DistributedDataParallel, context: DistributedContext) -> None:
         self.module: nn.Module = module

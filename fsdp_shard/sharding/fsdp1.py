@@ -137,6 +137,8 @@ class Fsdp1Config(ShardConfig):
 class Fsdp1Model:
     """A model under FullyShardedDataParallel."""
 
+    divided_over = "shard"
+
     def __init__(self, module: FullyShardedDataParallel, context: DistributedContext) -> None:
         self.module: nn.Module = module
         self._fsdp = module

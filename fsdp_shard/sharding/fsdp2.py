@@ -144,6 +144,8 @@ class Fsdp2Config(ShardConfig):
 class Fsdp2Model:
     """A model under `fully_shard`."""
 
+    divided_over = "shard"
+
     def __init__(self, module: nn.Module, context: DistributedContext) -> None:
         self.module = module
         self._context = context
@@ -186,12 +188,12 @@ class Fsdp2Model:
     def _shard_of(self, param: nn.Parameter) -> LocalShard:
         from torch.distributed.tensor import DTensor
 
-        from fsdp_shard.sharding.tensor import part_of
+        from fsdp_shard.sharding.tensor import is_divided, part_of
 
         assert isinstance(param, DTensor)
         mesh = self._context.mesh
         writes = mesh.get_local_rank("replicate") == 0
-        if mesh.ndim > 2 and "tensor" not in (param.device_mesh.mesh_dim_names or ()):  # whole on each tensor rank
+        if mesh.ndim > 2 and not is_divided(param):
             writes = writes and mesh.get_local_rank("tensor") == 0
         return part_of(param, writes=writes)
 

@@ -21,6 +21,7 @@ from fsdp_shard.shards import LocalShard, row_major_range
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
     from torch.optim import Optimizer
 
 # Styles that cut a parameter along one dimension, or leave it whole on each rank with the same gradient.
@@ -87,6 +88,14 @@ def part_of(param: nn.Parameter, *, writes: bool) -> LocalShard:
         return LocalShard(param, data, start, shape, writes)
     start = sum(at * prod(shape[axis + 1 :]) for axis, at in enumerate(offset)) if data.numel() else 0
     return LocalShard(param, data, start, shape, writes, box=(tuple(offset), tuple(local)))
+
+
+def is_divided(param: DTensor) -> bool:
+    """Whether each tensor rank has a part of its own, and not the same as the others: norms, and biases of layers that
+    are cut by rows.
+    """
+    names = param.device_mesh.mesh_dim_names or ()
+    return "tensor" in names and not param.placements[names.index("tensor")].is_replicate()
 
 
 def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:

@@ -30,19 +30,19 @@ _LARGE_VOCABULARY = 1 << 16
 CHUNK_BYTES = 128 << 20
 
 
-def use_loss_head(model: PreTrainedModel, when: str) -> bool:
+def use_loss_head(model: PreTrainedModel, when: bool | str) -> bool:
     """Let the output head of `model` (on meta, not sharded yet) give the loss: `when` is auto, true or false.
 
     With auto it does where the vocabulary is large and the model allows it. Whether it does; raises ModelError for true
     where the model does not allow it.
     """
-    if when == "false":
+    if when is False:
         return False
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if when == "auto" and (type(head) is not nn.Linear or head.out_features < _LARGE_VOCABULARY):
         return False
     reason = _install(model, head)
-    if reason is not None and when == "true":
+    if reason is not None and when is True:
         raise ModelError(
             f"model.chunked_loss=true cannot be had with {type(model).__name__}: {reason}. Set model.chunked_loss=auto."
         )

@@ -112,7 +112,7 @@ def check_model(
     if isinstance(adapter, LoraConfig):
         inject(model, adapter, base_path(config, source), {})
         quantise_base(model, adapter.quantize, shard, {})
-    use_loss_head(model, config.chunked_loss)
+    _chunk_loss(model, config, shard)
 
 
 def data_task(config: ModelConfig, source: ModelSource) -> Task:
@@ -151,7 +151,7 @@ def load_sharded(
             added, names = inject(model, adapter, origin.path, names)
             base, names = quantise_base(model, adapter.quantize, shard, names)
             added = replace(added, base=origin, frozen=base.describe() if base else None)
-        context.together(lambda: use_loss_head(model, config.chunked_loss))  # the adapter may have a head of its own
+        context.together(lambda: _chunk_loss(model, config, shard))  # the adapter may have a head of its own
         tree = _explain(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
         rebuild_buffers(model, context.device)
@@ -201,7 +201,8 @@ def build_optimizer(config: OptimConfig, model: ShardedModel, context: Distribut
             f"shard.{divided}={ranks}; use optim=adamw or optim=sgd."
         )
     if config.needs_whole:
-        return WholeOptimizer(shards, context.mesh["shard"].get_group(), lambda params: config.build(params, shapes))
+        group = context.mesh[model.divided_over].get_group()
+        return WholeOptimizer(shards, group, lambda params: config.build(params, shapes))
     optimizer = config.build({name: cast("nn.Parameter", shard.tensor) for name, shard in shards.items()}, shapes)
     if context.divides_modules:
         split_groups(optimizer)
@@ -230,10 +231,22 @@ def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, conte
 
 
 def _check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
-    if isinstance(adapter, LoraConfig) and shard.expert_parallel > 1:  # peft wraps experts, and plans know no wrapper
+    for name in ("tensor_parallel", "expert_parallel"):  # peft wraps layers and experts, and plans know no wrapper
+        if isinstance(adapter, LoraConfig) and getattr(shard, name) > 1:
+            raise ConfigError(
+                f"adapter=lora does not go together with shard.{name}={getattr(shard, name)} yet; leave one of them "
+                f"out."
+            )
+
+
+def _chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig) -> None:
+    """As `model.chunked_loss` says. Not where the output head is divided: it then gathers the logits itself."""
+    if shard.tensor_parallel == 1:
+        use_loss_head(model, config.chunked_loss)
+    elif config.chunked_loss is True:
         raise ConfigError(
-            f"adapter=lora does not go together with shard.expert_parallel={shard.expert_parallel} yet; leave one of "
-            f"them out."
+            f"model.chunked_loss=true does not go together with shard.tensor_parallel={shard.tensor_parallel}, which "
+            f"divides the output head; set model.chunked_loss=auto."
         )
 
 

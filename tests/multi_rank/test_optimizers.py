@@ -23,6 +23,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta, rebuild_buffers
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
+from fsdp_shard.sharding.ddp import DdpConfig
 from fsdp_shard.training.adafactor import AdafactorConfig
 from fsdp_shard.training.adamw import AdamWConfig
 from fsdp_shard.training.adamw8bit import AdamW8bitConfig
@@ -205,6 +206,19 @@ def test_resume_under_the_other_wrapper_on_other_ranks(wrapper: str, other: str,
     for name in CONFIGS:
         close = 2e-3 if name == "muon" else 1e-4 if name == "adamw8bit" else 1e-5
         assert held[0][name] == pytest.approx(first[name]["losses"][HALF:], abs=close), name
+
+
+def test_with_ddp_every_rank_has_all_of_an_update(saved: Any, tmp_path: Path) -> None:
+    root, (first, _) = saved("fsdp2")
+    ddp = on_ranks(2, train_and_resume, DdpConfig(), tmp_path)[0]
+    resumed = on_ranks(2, resume_all, WRAPPERS["fsdp2"](param_dtype="float32"), tmp_path)[0]
+    from_sharded = on_ranks(2, resume_all, DdpConfig(), root)[0]
+    for name in CONFIGS:
+        close = 2e-3 if name == "muon" else 1e-4 if name == "adamw8bit" else 1e-5
+        assert ddp[name]["losses"] == pytest.approx(first[name]["losses"], abs=close), name
+        assert ddp[name]["resumed"] == ddp[name]["losses"][HALF:], name
+        assert resumed[name] == pytest.approx(first[name]["losses"][HALF:], abs=close), name
+        assert from_sharded[name] == pytest.approx(first[name]["losses"][HALF:], abs=close), name
 
 
 def test_8_bit_state_is_kept_in_8_bits(saved: Any) -> None:

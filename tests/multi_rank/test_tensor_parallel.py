@@ -110,6 +110,30 @@ def test_divided_runs_resume_bit_equal_and_under_other_wrappers(
     assert rest("plain", "replicas", *replicas) == plain
 
 
+def test_biases_that_each_tensor_rank_has_are_saved_once(settings: list[str], tmp_path: Path) -> None:
+    """A layer that is cut by rows adds its bias after the sum, so every tensor rank has the whole of it."""
+    model = tmp_path / "model"
+    torch.manual_seed(0)
+    LlamaForCausalLM(config(attention_bias=True, mlp_bias=True)).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    given = [*settings, f"model.path={model}"]
+    plain = run(tmp_path / "plain", given)
+    for layout, ranks in (("sharded", 2), ("gathered", 4)):
+        divided = ["shard.tensor_parallel=2", f"launch.ranks={ranks}", f"checkpoint.layout={layout}"]
+        found = run(tmp_path / layout, given, *divided)
+        assert found.losses == pytest.approx(plain.losses, abs=1e-5)
+        norms = [[row["grad_norm"] for row in ended.metrics] for ended in (found, plain)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+        assert verify(found.checkpoint).is_sound
+        for part in ("", "optimizer"):
+            with open_checkpoint(found.checkpoint / part) as one, open_checkpoint(plain.checkpoint / part) as other:
+                assert set(one.names) == set(other.names)
+                for tensor in one.names:
+                    torch.testing.assert_close(one.read(tensor), other.read(tensor), rtol=0, atol=2e-3)
+        half = f"resume={found.run_dir}/checkpoints/step-00000003"
+        assert run(tmp_path / f"{layout}-again", given, half, *divided).losses == found.losses[3:]
+
+
 WHOLE = torch.arange(700_000.0).view(700, 1000)
 
 
@@ -164,3 +188,19 @@ def test_what_cannot_be_divided_is_named() -> None:
         replace(two, replicas=2).check_ranks(6, on_gpu=False)
     with pytest.raises(ConfigError, match=r"shard\.tensor_parallel=2 cannot be planned for"):
         plan_memory(config(), planned(shard=two))
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("adapter=lora", "adapter=lora does not go together with shard.tensor_parallel=2"),
+        ("model.chunked_loss=true", "model.chunked_loss=true does not go together with shard.tensor_parallel=2"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_any_rank_starts(
+    settings: list[str], tmp_path: Path, argument: str, said: str
+) -> None:
+    ended = run_recipe("finetune", tmp_path, *settings, "shard.tensor_parallel=2", "launch.ranks=2", argument)
+    assert (ended.status, ended.err.count("error: ")) == (2, 1), ended.err
+    assert said in ended.err
+    assert not (tmp_path / "config.yaml").exists()

@@ -294,7 +294,7 @@ def test_a_loss_head_takes_what_it_takes(
 
 
 def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
-    def kept(length: int, chunked: str, vocabulary: int = 257) -> int:
+    def kept(length: int, chunked: bool | str, vocabulary: int = 257) -> int:
         config = llama_config()
         config.vocab_size = vocabulary
         settings = ModelConfig(path="x", chunked_loss=chunked)
@@ -302,12 +302,12 @@ def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
 
     logits, hidden = 512 * 257 * 2, 512 * 36 * 2  # the hidden state is kept for the gradient of the head
     in_chunks = head.head_bytes(512, (257, 36), torch.bfloat16)
-    assert kept(512, "auto") == kept(512, "false")
-    assert kept(512, "false") - kept(512, "true") == 2 * logits + hidden - in_chunks
-    large = [kept(4096, chunked, 1 << 17) for chunked in ("auto", "true", "false")]
+    assert kept(512, "auto") == kept(512, False)
+    assert kept(512, False) - kept(512, True) == 2 * logits + hidden - in_chunks
+    large = [kept(4096, chunked, 1 << 17) for chunked in ("auto", True, False)]
     assert large[0] == large[1] < large[2] / 4
     with pytest.raises(ModelError, match="chunked_loss=true cannot be had"):
-        plan(COHERE, model=ModelConfig(path="x", chunked_loss="true"))
+        plan(COHERE, model=ModelConfig(path="x", chunked_loss=True))
 
 
 @pytest.mark.parametrize("option", ["adamw", "muon"])

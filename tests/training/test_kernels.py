@@ -96,7 +96,7 @@ def test_it_is_put_in_but_for_the_loss(calls: list[dict[str, Any]]) -> None:
     torch.testing.assert_close(fused(token_batch(0)).logits, plain(token_batch(0)).logits)
     meta = build_on_meta(llama_config(), "float32")
     assert use_kernels(meta, "liger") == 5
-    assert use_loss_head(meta, "true"), "the loss in chunks is to be had with it"
+    assert use_loss_head(meta, True), "the loss in chunks is to be had with it"
 
 
 def test_models_for_which_it_is_nothing(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

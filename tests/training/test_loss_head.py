@@ -112,7 +112,7 @@ def model_of(family: str, **values: Any) -> PreTrainedModel:
 )
 def test_models_give_the_same_loss_through_their_heads(family: str, values: dict[str, Any]) -> None:
     plain, ours = model_of(family, **values).eval(), model_of(family, **values).eval()
-    assert use_loss_head(ours, "true")
+    assert use_loss_head(ours, True)
     ids = token_batch(0, rows=2)
     labels = token_batch(1, rows=2)
     expected = F.cross_entropy(plain(input_ids=ids, use_cache=False).logits.flatten(0, 1), labels.flatten())
@@ -130,7 +130,7 @@ def test_models_give_the_same_loss_through_their_heads(family: str, values: dict
 def test_models_that_change_their_logits_keep_the_plain_loss() -> None:
     for model in (model_of("cohere", logit_scale=0.5), model_of("granite", logits_scaling=3.0)):
         with pytest.raises(ModelError, match=f"{type(model).__name__}: it changes the logits after"):
-            use_loss_head(model, "true")
+            use_loss_head(model, True)
         with giving_loss(model, torch.zeros(1), 1.0) as is_loss:
             assert not is_loss
     t5 = AutoConfig.for_model("t5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=1 << 16)
@@ -138,7 +138,7 @@ def test_models_that_change_their_logits_keep_the_plain_loss() -> None:
     with torch.device("meta"):
         seq2seq, causal = AutoModelForSeq2SeqLM.from_config(t5), AutoModelForCausalLM.from_config(large)
     assert use_loss_head(seq2seq, "auto"), "nothing comes after the head of T5"
-    assert not use_loss_head(causal, "false")
+    assert not use_loss_head(causal, False)
     assert use_loss_head(causal, "auto")
     assert not use_loss_head(model_of("llama"), "auto"), "a small vocabulary"
 
@@ -150,7 +150,7 @@ def _steps(context: DistributedContext, cases: list[tuple[str, bool]]) -> list[l
         source = model_of("llama", tie_word_embeddings=tied)
         with torch.device("meta"):
             model = model_of("llama", tie_word_embeddings=tied)
-        assert use_loss_head(model, "true")
+        assert use_loss_head(model, True)
         rebuild_buffers(model, context.device)
         sharded = WRAPPERS[wrapper](param_dtype="float32").shard(model, context)
         values = dict(source.named_parameters())
