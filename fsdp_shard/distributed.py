@@ -201,6 +201,11 @@ def attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
 
 
+def is_restarted() -> bool:
+    """Whether the ranks of this run were started before, and failed or became more or fewer."""
+    return int(attempt()) > (1 if ATTEMPT in os.environ else 0)
+
+
 def leave_store(store: Store, num_members: int, *, serves: bool, seconds: float) -> None:
     """Say that this member will not use `store` again; the one that `serves` it waits for the others, up to `seconds`.
 

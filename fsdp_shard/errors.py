@@ -22,6 +22,9 @@ Mistakes of our own are `assert`s and never part of this tree. This module impor
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class FsdpShardError(Exception):
     """Base of everything this package raises on purpose; `exit_status` is what the commands return."""
@@ -93,3 +96,7 @@ class Interrupted(FsdpShardError):
     def __init__(self, message: str, *, signal_number: int) -> None:
         super().__init__(message)
         self.exit_status = 128 + signal_number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ranks send each other what they met, and an exception is otherwise made anew of its message alone.
+        return partial(Interrupted, signal_number=self.exit_status - 128), self.args

@@ -57,6 +57,11 @@ class LaunchConfig:
         return int(str(self.nodes).rpartition(":")[2])
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether machines may come while the run is under way."""
+        return self.min_nodes < self.max_nodes
+
+    @property
     def num_ranks(self) -> int:
         """The fewest ranks that the run may have: most of it falls to each then."""
         return self.ranks * self.min_nodes
@@ -119,7 +124,7 @@ def _start_ranks(work: Callable[[C], None], config: C) -> None:
         prepare=prepare,
         # A CUDA context does not survive a fork; without one, forked ranks share what is imported already and are
         # there in a tenth of the time.
-        start_method="spawn" if uses_gpus(settings) else "fork",
+        start_method="fork" if shares_memory(settings) else "spawn",
         num_threads=max(1, num_cores() // settings.ranks),
         log=config.debug,
     )
@@ -247,6 +252,11 @@ def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:
 def uses_gpus(settings: LaunchConfig) -> bool:
     """Whether ranks drive GPUs."""
     return settings.device == "cuda" or (settings.device == "auto" and count_gpus() > 0)
+
+
+def shares_memory(settings: LaunchConfig) -> bool:
+    """Whether ranks begin with what the process that was called has in memory: those that it forks."""
+    return not joins(settings, os.environ) and not uses_gpus(settings)
 
 
 def count_gpus() -> int:

@@ -8,7 +8,7 @@ from fsdp_shard.data.base import check_data
 from fsdp_shard.data.prepare import prepare_on_ranks
 from fsdp_shard.data.report import data_figures
 from fsdp_shard.data.task import check_task
-from fsdp_shard.distributed import distributed
+from fsdp_shard.distributed import distributed, is_restarted
 from fsdp_shard.launch import uses_gpus, world_sizes
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.base import check_batch, check_held_out
@@ -21,7 +21,7 @@ from fsdp_shard.training.checkpointing import (
 )
 from fsdp_shard.training.flops import utilisation
 from fsdp_shard.training.kernels import check_kernels
-from fsdp_shard.training.lock import run_lock
+from fsdp_shard.training.lock import check_free, run_lock
 from fsdp_shard.training.loop import evaluate_loss, train
 from fsdp_shard.training.lora import check_continues
 from fsdp_shard.training.plot import check_plots
@@ -54,7 +54,8 @@ def check(config: FinetuneConfig) -> None:
     check_data(config.data, config.model.task)
     check_held_out(config.train, config.data)
     config.adapter.check_installed()
-    resumed = find_step(config.resume, config.run_dir, config.checkpoint.remote)
+    is_again = check_free(config.run_dir, may_join=config.launch.is_elastic) or is_restarted()
+    resumed = find_step(config.resume, config.run_dir, config.checkpoint.remote, is_again=is_again)
     check_continues(config.adapter, resumed)
     check_model(config.model, config.shard, config.data, config.adapter, model_source(config.model, resumed))
     check_trackers(config.train.trackers)
@@ -78,7 +79,9 @@ def main(config: FinetuneConfig) -> None:
         run_lock(config.run_dir, context),
         StopSignal() as stop,
     ):
-        resumed = context.decide(lambda: find_step(config.resume, config.run_dir, config.checkpoint.remote))
+        resumed = context.decide(
+            lambda: find_step(config.resume, config.run_dir, config.checkpoint.remote, is_again=is_restarted())
+        )
         if context.decide(lambda: is_finished(resumed, config.run_dir, settings)):
             return
         verify_resumed(resumed, config.checkpoint, context)
@@ -125,7 +128,7 @@ def main(config: FinetuneConfig) -> None:
                     saver.save(state)
                 if report.stop_signal and report.step < settings.steps:
                     saver.finish()
-                    raise stopped(report, config.run_dir)
+                    raise stopped(report, config.run_dir, config.resume)
             saver.finish()
             seen = data_figures(data.train, state.num_samples, state.source_tokens)
             log.finish(

@@ -47,7 +47,10 @@ def upload_step(context: DistributedContext, remote: RemoteStore, step: int, dir
 
 
 def catch_up(context: DistributedContext, remote: RemoteStore, store: Store) -> int | None:
-    """Upload the latest step of a run where that was kept from happening; returns it. A collective."""
+    """Upload the latest step of a run where that was kept from happening, as the best one if it is; returns it.
+
+    A collective.
+    """
 
     def behind() -> int | None:
         local, there = store.latest(), remote.latest()
@@ -56,6 +59,7 @@ def catch_up(context: DistributedContext, remote: RemoteStore, store: Store) -> 
     step: int | None = context.decide(behind)
     if step is not None:
         upload_step(context, remote, step, store.path(step))
+        context.together(lambda: remote.set_best(step) if context.is_main and store.best() == step else None)
     return step
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 File = TokenFile | ExampleFile
 
+_PATIENCE_SECONDS = 30 * 24 * 3600.0  # a rank that dies is noticed at once, and one that hangs by its launcher
+
 
 @dataclass(frozen=True)
 class Tokenised:
@@ -141,15 +143,16 @@ def prepare_on_ranks(
 ) -> Samples:
     """Tokenise on rank 0 and open on every rank; the others need a tokenizer for a stream only.
 
-    An error of rank 0 is raised by all.
+    An error of rank 0 is raised by all. They wait as long as it takes, by a group of their own: large texts take hours.
     """
+    waiting = context.beside(_PATIENCE_SECONDS)
     outcome: Tokenised | FsdpShardError | None = None
     if context.is_main:
         try:
             outcome = tokenise_all(config, open_tokenizer(), cache_dir, (task or Task()).name)
         except FsdpShardError as error:
             outcome = error
-    outcome = context.broadcast_object(outcome)
+    outcome = waiting.broadcast_object(outcome)
     if isinstance(outcome, FsdpShardError):
         raise outcome
     assert outcome is not None

@@ -33,16 +33,21 @@ if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
 
 
-def find_step(resume: str, run_dir: str, remote: str | None = None) -> Path | None:
+def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again: bool = False) -> Path | None:
     """The step directory that a run goes on from, or None where it begins anew.
 
     `resume` is auto (the latest step in `run_dir`, if there is one), never, or the path of a run or a step. Where
-    `remote` has a later step than `run_dir`, auto downloads it. Raises ConfigError when steps would be written over,
-    CheckpointError when a step cannot be resumed from, RemoteError when a remote store cannot be read.
+    `remote` has a later step than `run_dir`, auto downloads it. With `is_again` the steps in `run_dir` are this run's
+    own, from before its ranks were started again, and it goes on from them whatever it began with.
+
+    Raises ConfigError when steps would be written over, CheckpointError when a step cannot be resumed from,
+    RemoteError when a remote store cannot be read.
     """
     store = Store(Path(run_dir) / CHECKPOINTS)
     _refuse_nameless(store, store.latest())
     above = None if remote is None else RemoteStore(remote)
+    if is_again and store.latest() is not None:
+        resume = "auto"
     if resume == "auto" and above is not None:
         fetch_latest(above, store)
     latest = store.latest()

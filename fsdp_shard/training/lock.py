@@ -51,6 +51,23 @@ def holder(run_dir: Path) -> str | None:
     return None
 
 
+def check_free(run_dir: str, *, may_join: bool) -> bool:
+    """Whether a run that this command joins is in `run_dir`; ConfigError if another one is. Changes nothing.
+
+    `run_lock` has the last word: this is for finding out before anything is written.
+    """
+    other = holder(Path(run_dir))
+    if other is not None and not may_join:
+        raise _in_use(Path(run_dir), other)
+    return other is not None
+
+
+def _in_use(run_dir: Path, other: str) -> ConfigError:
+    return ConfigError(
+        f"run_dir={run_dir} is in use by another run ({other}); wait for it, stop it, or give another run_dir."
+    )
+
+
 def _take(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -58,10 +75,7 @@ def _take(run_dir: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
-        raise ConfigError(
-            f"run_dir={run_dir} is in use by another run ({_holder(run_dir)}); wait for it, stop it, or give another "
-            "run_dir."
-        ) from None
+        raise _in_use(run_dir, _holder(run_dir)) from None
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     (run_dir / LOCK).write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
     return handle

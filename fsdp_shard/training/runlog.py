@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import Interrupted, LossError
-from fsdp_shard.results import write_result
+from fsdp_shard.results import RESULT, write_result
 from fsdp_shard.training.base import TrainConfig
 from fsdp_shard.training.loop import EvalReport, StepReport
 from fsdp_shard.training.metrics import MetricsLog, read_rows
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 METRICS, EVALUATIONS, PLOT = "metrics.jsonl", "evaluations.jsonl", "loss.png"
 
 
-def stopped(report: StepReport, run_dir: str) -> Interrupted:
-    """The error that ends a run after a signal, when the step is saved."""
+def stopped(report: StepReport, run_dir: str, resume: str) -> Interrupted:
+    """The error that ends a run after a signal, when the step is saved; `resume` is what it was started with."""
+    again = f"run_dir={run_dir}" if resume == "auto" else f"run_dir={run_dir} resume=auto"
     return Interrupted(
         f"Stopped by {Signals(report.stop_signal).name} after step {report.step}, which is saved in {run_dir}. "
-        f"To go on from there, give the same command with run_dir={run_dir}.",
+        f"To go on from there, give the same command with {again}.",
         signal_number=report.stop_signal,
     )
 
@@ -68,6 +69,7 @@ class RunLog:
         )
         self._exit.enter_context(self._trackers)
         if self._is_main:
+            (self._run_dir / RESULT).unlink(missing_ok=True)  # of a run that was finished, and now is longer
             resumed = self._first_step or None
             self._metrics = self._exit.enter_context(MetricsLog(self._run_dir / METRICS, resumed))
             self._evaluations = self._exit.enter_context(MetricsLog(self._run_dir / EVALUATIONS, resumed))

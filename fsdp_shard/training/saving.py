@@ -112,6 +112,7 @@ class Saver:
         self._failed: StorageError | None = None
         self._num_failures = 0
         self._best: int | None = None  # of the steps saved here
+        self._remote_best: int | None = None  # of those, what was uploaded
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._settle())
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
@@ -190,9 +191,10 @@ class Saver:
         return RunState(shards, self._loaded.aliases, optimizer, trainer, self._side_files)
 
     def _write(self, step: int, state: RunState, is_best: bool) -> Path:
-        """Commit the step, upload it, and delete what `checkpoint.keep_*` no longer keep.
+        """Commit the step, delete what `checkpoint.keep_*` no longer keep, then do both on the remote store.
 
-        No logging, as this may be a thread.
+        In this order, as what a store elsewhere refuses is none of this machine's business. No logging, as this may be
+        a thread.
         """
         layout = self._config.layout if self._loaded.adapter is None else "gathered"  # peft knows one file only
         limits = layout == "gathered" and self._loaded.adapter is None
@@ -200,9 +202,10 @@ class Saver:
         directory = save_step(self._saving, self._store, step, state, layout=layout, max_shard_bytes=size)
         if self._config.verify:
             self._read_back(step, directory)
+        self._saving.together(lambda: self._tidy(step, is_best))
         if self._remote is not None:
             upload_step(self._saving, self._remote, step, directory)
-        self._saving.together(lambda: self._tidy(step, is_best))
+            self._saving.together(lambda: self._tidy_remote(step, is_best))
         return directory
 
     def _read_back(self, step: int, directory: Path) -> None:
@@ -219,28 +222,29 @@ class Saver:
         if not self._saving.is_main:
             return
         if is_best:
-            self._replace_best(step)
+            self._best = self._replace_best(self._store, self._best, step)
         if self._config.keep_last is not None:
             self._store.prune(self._config.keep_last, self._config.keep_every)
         if self._config.keep_optimizer_last is not None:
             self._store.drop_optimizer(self._config.keep_optimizer_last)
-        if self._remote is not None:
-            prune_remote(self._remote, step, self._config.keep_last, self._config.keep_every)
 
-    def _replace_best(self, step: int) -> None:
+    def _tidy_remote(self, step: int, is_best: bool) -> None:
+        if self._remote is None or not self._saving.is_main:
+            return
+        if is_best:
+            self._remote_best = self._replace_best(self._remote, self._remote_best, step)
+        prune_remote(self._remote, step, self._config.keep_last, self._config.keep_every)
+
+    def _replace_best(self, store: Store | RemoteStore, before: int | None, step: int) -> int:
         """Point to a better step, and let the one before go if it was saved for being the best only.
 
         What an earlier part of the run has left is not touched: it may be the step that it ended with.
         """
-        before, every = self._best, self._config.every
-        self._store.set_best(step)
-        if self._remote is not None:
-            self._remote.set_best(step)
-        self._best = step
-        if before is not None and not (every and before % every == 0) and before in self._store.steps():
-            self._store.delete(before)
-            if self._remote is not None and self._remote.has(before):
-                self._remote.delete(before)
+        every = self._config.every
+        store.set_best(step)
+        if before is not None and not (every and before % every == 0) and before in store.steps():
+            store.delete(before)
+        return step
 
     def _settle(self) -> None:
         """What the weights' next change has to wait for."""

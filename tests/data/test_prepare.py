@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +90,19 @@ def test_an_error_of_rank_0_is_raised_on_all(tmp_path: Path) -> None:
     assert first[0] == "DataError"
     path = write(tmp_path / "a.txt", TEXT)
     assert on_ranks(2, _prepare, DataConfig(path=path), "no tokenizer") == [("ModelError", "no tokenizer")] * 2
+
+
+def _prepare_slowly(context: DistributedContext, config: DataConfig) -> Any:
+    """With a rank 0 that takes longer than the others wait for anything else."""
+
+    def open_tokenizer() -> Any:
+        time.sleep(2.5)
+        return byte_tokenizer()
+
+    hurried = replace(context, group=context.beside(1.0).group)
+    return prepare_on_ranks(config, open_tokenizer, hurried).train.tokens.tolist()
+
+
+def test_ranks_wait_for_long_texts(tmp_path: Path) -> None:
+    config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8, cache_dir=str(tmp_path / "cache"))
+    assert on_ranks(2, _prepare_slowly, config) == [[*TEXT.encode()]] * 2

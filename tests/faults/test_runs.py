@@ -38,6 +38,7 @@ def settings(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFac
         "shard.param_dtype=float32",
         f"checkpoint.every={_EVERY}",
         "checkpoint.keep_last=2",
+        "checkpoint.keep_every=8",
         "launch.device=cpu",
         "launch.ranks=2",
         f"launch.timeout_seconds={_TIMEOUT}",
@@ -93,6 +94,20 @@ def test_a_lost_rank_changes_nothing(fault: str, settings: list[str], undisturbe
         count(f"{fault} a rank", failed=not same)
         assert same, (step, victim, ended.status, ended.err)
         assert not LONG or seconds < _TIMEOUT + 35, seconds
+
+
+@pytest.mark.parametrize("resume", ["never", "PATH"])
+def test_a_lost_rank_of_a_run_that_began_elsewhere(
+    resume: str, settings: list[str], undisturbed: Ended, tmp_path: Path
+) -> None:
+    """What is said of the beginning holds for the beginning: after that the run goes on from its own steps."""
+    path, first = undisturbed.run_dir / "checkpoints" / "step-00000008", 8 if resume == "PATH" else 0
+    begin = f"resume={resume.replace('PATH', str(path))}"
+    run = Started("finetune", tmp_path / "run", *settings, "launch.max_restarts=2", begin)
+    _disturb(signal.SIGKILL, 10, [1])(run)
+    ended = run.wait()
+    assert ended.status == 0, ended.err
+    assert ended.losses == undisturbed.losses[first:]
 
 
 def _hooks() -> Iterator[Callable[[str], None]]:

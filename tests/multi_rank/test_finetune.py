@@ -224,6 +224,29 @@ def test_a_run_that_is_interrupted_goes_on_where_it_was(
     assert again.result == ended.result, "a run that is finished is left as it is"
 
 
+def test_a_finished_run_that_goes_on_is_not_finished(settings: list[str], tmp_path: Path) -> None:
+    ended = run_recipe("finetune", tmp_path, *settings, "train.steps=3", "train.schedule=constant")
+    assert ended.result["status"] == "completed"
+    longer = Started("finetune", tmp_path, *settings, "train.steps=2000", "train.schedule=constant")
+    metrics = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while len(metrics.read_text().splitlines()) < 5 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    config = (tmp_path / "config.yaml").read_text()
+    other = run_recipe("finetune", tmp_path, *settings, "train.steps=4")
+    assert (other.status, f"run_dir={tmp_path} is in use by another run" in other.err) == (2, True), other.err
+    assert (tmp_path / "config.yaml").read_text() == config, "it is that of the run that is there"
+    os.kill(longer.pid, signal.SIGKILL)
+    longer.wait()
+    assert not (tmp_path / "result.json").exists(), "what the shorter run came to is no longer so"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "fp32"])
+def test_a_dtype_that_ddp_does_not_know_is_refused(settings: list[str], tmp_path: Path, dtype: str) -> None:
+    ended = run_recipe("finetune", tmp_path, *settings, "shard=ddp", f"shard.param_dtype={dtype}")
+    assert (ended.status, f"shard.param_dtype={dtype}" in ended.err) == (2, True), ended.err
+
+
 def test_older_steps_are_deleted_but_for_each_nth(settings: list[str], tmp_path: Path) -> None:
     keep = ["checkpoint.every=1", "checkpoint.keep_last=1", "checkpoint.keep_every=2"]
     ended = run_recipe("finetune", tmp_path, *settings, "train.steps=5", *keep)

@@ -128,4 +128,45 @@ def test_an_upload_that_fails_counts_as_a_save_that_fails(tmp_path: Path) -> Non
     assert "Step 3 could not be uploaded" in lines[3]
     assert lines[4:] == ["uploaded URL/step-00000004, which was in the run directory only"]
     assert RemoteStore(address).steps() == [2, 4]
-    assert Store(tmp_path / "run" / "checkpoints").steps() == [1, 2, 3, 4]
+    assert Store(tmp_path / "run" / "checkpoints").steps() == [3, 4], "retention here does not wait for elsewhere"
+
+
+def best_not_uploaded(context: DistributedContext, run_dir: Path, address: str) -> list[str]:
+    """A best step whose upload fails, then a worse one; then a better one, and a last one."""
+
+    def refuse(operation: str, path: str) -> None:
+        if operation == "put":
+            raise PermissionError("no more room")
+
+    run, seen = Training(context, run_dir, remote=address, keep_last=1), []
+    for upload_fails, loss in ((True, 3.0), (False, 4.0), (False, 2.0), (False, 5.0)):
+        Shelf.before = staticmethod(refuse) if upload_fails else None  # type: ignore[assignment]
+        run.step()
+        run.state.evaluated(loss, 0.0)
+        run.saver.save(run.state)
+        run.saver.wait()
+        remote = RemoteStore(address)
+        seen.append(f"{run.store.steps()} {run.store.best()}, {remote.steps()} {remote.best()}")
+    Shelf.before = None
+    return seen
+
+
+def test_the_best_step_stays_when_its_upload_failed(tmp_path: Path) -> None:
+    address = shelf(tmp_path) + "/run"
+    told = on_ranks(2, best_not_uploaded, tmp_path / "run", address)
+    assert told[0] == ["[1] 1, [] None", "[1, 2] 1, [2] None", "[3] 3, [3] 3", "[3, 4] 3, [3, 4] 3"]
+
+
+def catching_up(context: DistributedContext, run_dir: Path, address: str) -> int | None:
+    """The best step of a run that could not upload it, when the run goes on."""
+    run = Training(context, run_dir)
+    run.step()
+    run.state.evaluated(1.0, 0.0)
+    run.saver.save(run.state)
+    run.saver.finish()
+    Training(context, run_dir, remote=address)
+    return RemoteStore(address).best()
+
+
+def test_what_is_uploaded_later_is_the_best_there_too(tmp_path: Path) -> None:
+    assert on_ranks(2, catching_up, tmp_path / "run", shelf(tmp_path) + "/run") == [1, 1]

@@ -24,7 +24,7 @@ from fsdp_shard.checkpoint.optimizer import optimizer_shards
 from fsdp_shard.checkpoint.restore import load_shards
 from fsdp_shard.checkpoint.store import Store
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import CheckpointError, SaveError, StorageError
+from fsdp_shard.errors import CheckpointError, ConfigError, SaveError, StorageError
 from fsdp_shard.training.checkpointing import find_step
 from fsdp_shard.training.saving import Saver, open_saver
 from fsdp_shard.training.setup import LoadedModel, LoadFigures
@@ -199,6 +199,18 @@ def test_a_step_that_lacks_any_file_is_not_resumed_from(saved_run: Path, tmp_pat
             with pytest.raises(CheckpointError, match=Path(name).name):
                 find_step(resume, str(damaged))
         shutil.rmtree(damaged)
+
+
+@pytest.mark.parametrize("resume", ["never", "PATH"])
+def test_a_run_that_is_started_again_goes_on_from_its_own_steps(resume: str, saved_run: Path, tmp_path: Path) -> None:
+    run, own = tmp_path / "run", Store(saved_run / "checkpoints")
+    resume = resume.replace("PATH", str(saved_run))
+    begun = None if resume == "never" else own.path(own.latest() or 0)
+    assert find_step(resume, str(run), is_again=True) == begun, "nothing of its own is there yet"
+    shutil.copytree(saved_run, run)
+    assert find_step(resume, str(run), is_again=True) == Store(run / "checkpoints").path(own.latest() or 0)
+    with pytest.raises(ConfigError, match="already holds"):
+        find_step(resume, str(run))
 
 
 def test_a_flipped_bit_anywhere_is_found_before_resuming(saved_run: Path) -> None:

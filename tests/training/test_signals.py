@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 
@@ -34,6 +35,8 @@ def test_a_second_signal_ends_it() -> None:
         with pytest.raises(Interrupted, match="second signal") as caught:
             os.kill(os.getpid(), signal.SIGINT)
         assert caught.value.exit_status == 130
+        told = pickle.loads(pickle.dumps(caught.value))  # as ranks tell each other
+        assert (str(told), told.exit_status) == (str(caught.value), 130)
 
 
 def test_handlers_are_put_back() -> None:
