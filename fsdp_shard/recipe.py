@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fsdp_shard.checkpoint.remote_url import refuse_remote
 from fsdp_shard.config.base import RunConfig, command_of, is_used
-from fsdp_shard.errors import ConfigError, InputError, RunError
+from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
 from fsdp_shard.launch import check_machine, joined_rank, launch
 from fsdp_shard.memory import collect_as_usual
 from fsdp_shard.settings import walk, warnings_of
@@ -96,7 +96,9 @@ def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
         print(f"[{number}/{len(jobs)}] {' '.join(job.overrides)} -> {job.config.run_dir}", flush=True)
         try:
             _carry_out(find(), job.config)
-        except RunError as error:
+        except Interrupted:
+            raise
+        except FsdpShardError as error:
             failed.append(job.config.run_dir)
             tell(error, job.config.debug)
     if failed:

@@ -10,7 +10,7 @@ from fsdp_shard.config import EvaluateConfig
 from fsdp_shard.evaluation.base import check_evaluation
 from fsdp_shard.evaluation.kinds import EVALUATIONS
 from fsdp_shard.inference.dispatch import check_checkpoint, dispatch
-from fsdp_shard.models import check_causal, load_config, load_tokenizer
+from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
 from fsdp_shard.results import write_result
 
 
@@ -26,6 +26,8 @@ def main(config: EvaluateConfig) -> None:
     source = locate(config.checkpoint)
     model_config = load_config(source, config.dispatch.trust_remote_code)
     check_causal(model_config)
+    if config.data.packing:
+        check_packing(model_config)
     tokenizer = load_tokenizer(source, config.dispatch.trust_remote_code)
     evaluation = EVALUATIONS[config.task](config, config.run_dir, model_config, tokenizer)
     print(evaluation.describe(), flush=True)

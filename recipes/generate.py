@@ -13,9 +13,9 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.dispatch import check_checkpoint, dispatch
 from fsdp_shard.inference.kv_cache import room_for
 from fsdp_shard.inference.output import open_output
-from fsdp_shard.inference.prompts import describe, read_prompts
+from fsdp_shard.inference.prompts import check_standard_input, describe, read_prompts
 from fsdp_shard.inference.ranks import Share, shared_work
-from fsdp_shard.launch import world_sizes
+from fsdp_shard.launch import shares_memory, world_sizes
 from fsdp_shard.memory import peak_resident_bytes
 from fsdp_shard.models import load_config, load_tokenizer
 from fsdp_shard.results import write_result
@@ -24,6 +24,7 @@ from fsdp_shard.sizes import format_size
 
 def check(config: GenerateConfig) -> None:
     """What can be found wrong before torch is loaded."""
+    check_standard_input(config, is_shared=max(world_sizes(config.launch)) > 1 and not shares_memory(config.launch))
     if not config.is_conversation:
         open_output(config, config.run_dir, read_prompts(config), config.seed)
     elif max(world_sizes(config.launch)) > 1:

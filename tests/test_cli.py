@@ -243,14 +243,15 @@ def test_a_recipe_runs_in_this_process_or_on_ranks(place: Path) -> None:
 
 
 def test_a_sweep_runs_one_after_the_other_and_goes_on_after_a_failure(place: Path) -> None:
-    done = _own(place, "-m", "act=loss,write", "launch.ranks=1")
+    done = _own(place, "-m", "act=loss,data,write", "launch.ranks=1")
     assert done.status == 1
     assert done.err.splitlines() == [
         "error: The loss became NaN.",
-        f"error: 1 of 2 runs failed: {place}/run/0.",
+        "error: text.txt has no rows on this rank.",
+        f"error: 2 of 3 runs failed: {place}/run/0, {place}/run/1.",
     ]
-    assert "[2/2]" in done.out
-    assert _left(place) == [f"run/{n}/{file}" for n in (0, 1) for file in ("config.yaml", "rank-0")] + ["text.txt"]
+    assert "[3/3]" in done.out
+    assert _left(place) == [f"run/{n}/{file}" for n in (0, 1, 2) for file in ("config.yaml", "rank-0")] + ["text.txt"]
 
 
 @pytest.mark.parametrize("start", ["run", "torchrun"])

@@ -6,6 +6,7 @@ import os
 
 from fsdp_shard import models
 from fsdp_shard.checkpoint.formats import peft, registry
+from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.models import ModelSource
 
@@ -25,3 +26,13 @@ def locate(path: str | os.PathLike[str], gguf_file: str | None = None, *, need_w
     if found.side is not None:
         return ModelSource(models.resolve(found.side, need_weights=False).directory, found.weights)
     return models.resolve(found.weights, need_weights=need_weights)
+
+
+def state_of(source: ModelSource) -> list[tuple[str, int, int]]:
+    """Name, bytes and time of the last change (ns) of each file with weights, an adapter's own: of other weights that
+    lie there later, as of a run that has gone on, another list. Raises CheckpointError.
+    """
+    with open_checkpoint(source.weights) as index:
+        names = sorted({piece.file for entry in index.tensors.values() for piece in entry.pieces})
+        found = [(name, (index.root / name).stat()) for name in names]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]

@@ -75,6 +75,12 @@ class GenerationSettings:
         None, "Draw from the likeliest tokens that together have this probability.", above=0.0, maximum=1.0
     )
     top_k: int | None = setting(None, "Draw from this many of the likeliest tokens; 0: from all.", minimum=0)
+    num_beams: int = setting(
+        1,
+        "Continuations to follow at once in beam search; the likeliest is shown when it is whole. 1: no beam search, "
+        "also where the model's own config asks for it.",
+        minimum=1,
+    )
     repetition_penalty: float | None = setting(
         None, "Above 1 makes tokens that were there before less likely (Keskar et al. 2019).", above=0.0
     )
@@ -92,7 +98,12 @@ class GenerationSettings:
     )
 
     def check(self, prefix: str) -> None:
-        """Refuse sampling settings that nothing would look at."""
+        """Refuse sampling settings that nothing would look at, and scores where there are none of what is chosen."""
+        if self.output_scores and self.num_beams > 1:
+            raise ConfigError(
+                f"{prefix}output_scores=true does not go together with {prefix}num_beams={self.num_beams}, where "
+                f"tokens come from several continuations; leave one of them out."
+            )
         for name in ("temperature", "top_p", "top_k"):
             if getattr(self, name) is not None and not self.do_sample:
                 raise ConfigError(

@@ -76,7 +76,7 @@ class Decoder:
         turns: Turns | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> list[Answer]:
-        """The answer to each row; `on_text` is handed the text of a single row as it comes.
+        """The answer to each row; `on_text` is handed the text of a single row as it comes, or whole with beams.
 
         With `turns`, what its row has in common with the row before is not computed again. `is_stopped` is asked after
         each token whether that was the last.
@@ -84,7 +84,12 @@ class Decoder:
         start, disk = time.perf_counter(), disk_bytes_read()
         watch = _Watch(self.model, self.figures, start, is_stopped, scores=self.settings.output_scores)
         try:
-            answers = self._generate(batch, watch, on_text, turns)
+            if self.settings.num_beams == 1:
+                answers = self._generate(batch, watch, on_text, turns)
+            else:  # which of them is the answer is known at the end, and keys and values are those of all
+                answers = self._generate(batch, watch, None, None)
+                if on_text is not None:
+                    on_text(self.text(answers[0]))
         finally:
             watch.remove()
             self.figures.seconds += time.perf_counter() - start
@@ -168,16 +173,19 @@ def _completion(decoder: Decoder, prompt: Prompt, answer: Answer) -> Completion:
 def generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: GenerationSettings
 ) -> GenerationConfig:
-    """The model's own generation config with `settings` in it; what only sampling looks at is unset without it."""
+    """The model's own generation config with `settings` in it; what only sampling or beams look at is unset without."""
     config = copy.deepcopy(model.generation_config)
     assert config is not None, "encode refuses models that cannot generate"
     config.max_new_tokens, config.max_length, config.do_sample = settings.max_new_tokens, None, settings.do_sample
+    config.num_beams = settings.num_beams
     for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
         value = getattr(settings, name)
         if value is not None:
             setattr(config, name, value)
         elif not settings.do_sample and name != "repetition_penalty":
             setattr(config, name, None)
+    if settings.num_beams == 1:
+        config.length_penalty, config.early_stopping = 1.0, False  # None would be the model's own again
     config.return_dict_in_generate = True
     config.use_cache = settings.cache != "none"
     if settings.cache == "offloaded":

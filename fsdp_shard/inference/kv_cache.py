@@ -33,7 +33,8 @@ def room_for(encoded: Sequence[Sequence[int]], settings: GenerationSettings) -> 
     if settings.cache == "none":
         return None
     longest = max(map(len, encoded), default=_CONVERSATION)
-    return Room(max(min(settings.batch_size, len(encoded)), 1), longest + settings.max_new_tokens)
+    num_texts = max(min(settings.batch_size, len(encoded)), 1) * settings.num_beams
+    return Room(num_texts, longest + settings.max_new_tokens)
 
 
 def cache_bytes(config: PretrainedConfig, blocks: Sequence[Block], element_bytes: int, room: Room) -> dict[str, int]:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.checkpoint.source import locate, state_of
 from fsdp_shard.errors import DataError
 from fsdp_shard.inference.base import GenerateSettings
 from fsdp_shard.inference.prompts import Completion, Prompt
@@ -71,14 +72,18 @@ class OutputFile:
 def open_output(settings: GenerateSettings, run_dir: str, prompts: Sequence[Prompt], seed: int) -> OutputFile:
     """The file that `settings` name, or completions.jsonl in `run_dir`, with what it holds already."""
     path = Path(settings.output or Path(run_dir) / "completions.jsonl")
-    return OutputFile(path, ingredients(settings, [prompt.text for prompt in prompts], seed))
+    weights = state_of(locate(settings.checkpoint))
+    return OutputFile(path, ingredients(settings, [prompt.text for prompt in prompts], seed, weights))
 
 
-def ingredients(settings: GenerateSettings, prompts: Sequence[str], seed: int) -> Any:
-    """What completions are made of; two runs with the same may share a file."""
+def ingredients(
+    settings: GenerateSettings, prompts: Sequence[str], seed: int, weights: Sequence[tuple[str, int, int]]
+) -> Any:
+    """What completions are made of; two runs with the same may share a file. `weights` as `state_of` has them."""
     digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
     return {
         "checkpoint": settings.checkpoint,
+        "state of the checkpoint": [list(file) for file in weights],
         "prompts": [len(prompts), digest],
         "generation": asdict(settings.generation),
         "seed": seed,

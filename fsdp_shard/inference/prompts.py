@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
-from fsdp_shard.errors import DataError
+from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.inference.base import GenerateSettings
 
 _SHOWN = 10
@@ -32,6 +32,16 @@ class Completion:
     completion: str
     num_new_tokens: int
     log_probabilities: list[float] | None = None
+
+
+def check_standard_input(settings: GenerateSettings, *, is_shared: bool) -> None:
+    """Raise ConfigError where prompts are to come from standard input, and several processes would read it."""
+    for name in ("prompt", "prompts"):
+        if getattr(settings, name) == "-" and is_shared:
+            raise ConfigError(
+                f"{name}=- can be read by one process only, and here each rank is one that begins anew; write the "
+                f"prompts to a file and give prompts=FILE."
+            )
 
 
 def read_prompts(settings: GenerateSettings) -> list[Prompt]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.errors import ConfigError, DataError, LossError
@@ -17,7 +17,7 @@ from fsdp_shard.evaluation.base import check_text
 from fsdp_shard.evaluation.perplexity import Perplexity, check_context, evaluation_windows, perplexity
 from fsdp_shard.inference.dispatch import load_dispatched
 from tests.runs import run_recipe
-from tests.tiny import llama_config
+from tests.tiny import byte_tokenizer, llama_config
 
 LENGTH = 48
 
@@ -113,5 +113,15 @@ def test_bad_input_is_one_error(tiny_model: Path, tmp_path: Path) -> None:
         assert ended.status == 2
         assert ended.err.count("error: ") == 1
         assert says in ended.err
+    OPTForCausalLM(OPTConfig(
+        hidden_size=8, ffn_dim=8, word_embed_proj_dim=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=257,
+    )).save_pretrained(tmp_path / "opt")  # fmt: skip
+    byte_tokenizer().save_pretrained(tmp_path / "opt")
+    (tmp_path / "text.txt").write_text("some text\n" * 20)
+    ended = run_recipe(
+        "evaluate", tmp_path / "run", f"checkpoint={tmp_path / 'opt'}", f"data.path={tmp_path / 'text.txt'}",
+        "data.packing=true",
+    )  # fmt: skip
+    assert (ended.status, "OPTForCausalLM" in ended.err, "data.packing" in ended.err) == (2, True, True), ended.err
     ended = run_recipe("evaluate", tmp_path / "run", f"checkpoint={tiny_model}", "data.path=x", "task=lm_evil")
     assert (ended.status, "task=lm_evil" in ended.err) == (2, True)

@@ -9,12 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from fsdp_shard.errors import ConfigError, DataError, ModelError
-from fsdp_shard.inference.base import GenerationSettings
+from fsdp_shard.inference.base import GenerateSettings, GenerationSettings
 from fsdp_shard.inference.decode import Decoder, complete, generation_config
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.encode import encode
+from fsdp_shard.inference.kv_cache import room_for
 from fsdp_shard.inference.prompts import Completion, Prompt
+from fsdp_shard.inference.turns import Turns
 from fsdp_shard.models import check_causal
+from fsdp_shard.settings import check
 from tests.tiny import byte_tokenizer, llama_config
 
 TOKENIZER = byte_tokenizer()
@@ -144,6 +147,30 @@ def test_encoder_decoder_models_answer_too(tmp_path: Path, device_map: str) -> N
             logits = plain(input_ids=ids, decoder_input_ids=tokens[:, :-1]).logits[0].log_softmax(-1)
         expected = logits.gather(-1, tokens[0, 1:, None])[:, 0]
         assert row.log_probabilities == pytest.approx(expected.tolist()[: row.num_new_tokens], abs=1e-4)
+
+
+def test_beams_are_asked_for_and_shown_when_whole(tiny_model: Path, model: PreTrainedModel) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    batch, shown = [TOKENIZER(prompt.text)["input_ids"] for prompt in PROMPTS], list[str]()
+    model.generation_config.update(num_beams=3, length_penalty=2.0)
+    try:
+        own = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=5))
+        beams = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=5, num_beams=3))
+        for ids in batch:
+            kwargs = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 256, "eos_token_id": 256}
+            one = plain.generate(torch.tensor([ids]), **kwargs)[0, len(ids) :].tolist()
+            three = plain.generate(torch.tensor([ids]), **kwargs, num_beams=3, length_penalty=2.0)[0, len(ids) :]
+            assert own.run([ids], shown.append)[0].tokens == one
+            assert "".join(shown) == TOKENIZER.decode(one, skip_special_tokens=True)
+            shown.clear()
+            assert beams.run([ids], shown.append, Turns())[0].tokens == three.tolist()
+            assert shown == [TOKENIZER.decode(three, skip_special_tokens=True)]
+            shown.clear()
+    finally:
+        model.generation_config.update(num_beams=None, length_penalty=None)
+    assert str(room_for(batch, GenerationSettings(max_new_tokens=5, num_beams=3))).startswith(f"{3 * len(batch)} texts")
+    with pytest.raises(ConfigError, match=r"output_scores=true does not go together with generation\.num_beams=3"):
+        check(GenerateSettings("x", "a", generation=GenerationSettings(output_scores=True, num_beams=3)))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "none"])

@@ -14,7 +14,8 @@ from fsdp_shard.inference.output import OutputFile, ingredients
 from fsdp_shard.inference.prompts import Completion
 
 SETTINGS = GenerateSettings(checkpoint="x", prompts="p.txt")
-MADE_OF = ingredients(SETTINGS, ["a", "b"], 0)
+WEIGHTS = [("model.safetensors", 10, 1)]
+MADE_OF = ingredients(SETTINGS, ["a", "b"], 0, WEIGHTS)
 ROWS = [Completion("a", "ü\u2028\n", 2), Completion("b", "", 1, [-0.5])]
 
 
@@ -57,10 +58,12 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     list(OutputFile(path, MADE_OF).append(iter(ROWS)))
     before = path.read_bytes()
+    shorter = replace(SETTINGS, generation=GenerationSettings(max_new_tokens=3))
     for made_of, says in (
-        (ingredients(SETTINGS, ["a", "c"], 0), "of another prompts"),
-        (ingredients(SETTINGS, ["a", "b"], 1), "of another seed"),
-        (ingredients(replace(SETTINGS, generation=GenerationSettings(max_new_tokens=3)), ["a", "b"], 0), "generation"),
+        (ingredients(SETTINGS, ["a", "c"], 0, WEIGHTS), "of another prompts"),
+        (ingredients(SETTINGS, ["a", "b"], 1, WEIGHTS), "of another seed"),
+        (ingredients(SETTINGS, ["a", "b"], 0, [("model.safetensors", 10, 2)]), "of another state of the checkpoint"),
+        (ingredients(shorter, ["a", "b"], 0, WEIGHTS), "generation"),
     ):
         with pytest.raises(DataError, match=says):
             OutputFile(path, made_of)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.errors import DataError
+from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.inference import prompts
 from fsdp_shard.inference.base import GenerateSettings
-from fsdp_shard.inference.prompts import Completion, describe, read_prompts
+from fsdp_shard.inference.prompts import Completion, check_standard_input, describe, read_prompts
 
 
 def settings(path: Path) -> GenerateSettings:
@@ -80,6 +80,15 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="standard input, line 2, is an empty prompt"):
         read_prompts(GenerateSettings(checkpoint="x", prompts="-"))
     prompts._standard_input.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["prompt", "prompts"])
+def test_standard_input_is_for_one_process(name: str) -> None:
+    settings = GenerateSettings(checkpoint="x", **{name: "-"})
+    check_standard_input(settings, is_shared=False)
+    check_standard_input(GenerateSettings(checkpoint="x", prompt="a"), is_shared=True)
+    with pytest.raises(ConfigError, match=f"{name}=- can be read by one process only"):
+        check_standard_input(settings, is_shared=True)
 
 
 def test_only_the_first_of_many_are_shown() -> None:

@@ -282,3 +282,15 @@ def test_adapters_that_cannot_be_merged_say_why(runs: dict[str, Ended], tiny_mod
     convert(moved, tmp_path / "merged", base=tiny_model)
     with open_checkpoint(tmp_path / "merged") as one, open_weights(step) as two:
         assert {n: one.digest(n) for n in one.names} == {n: two.digest(n) for n in two.names}
+
+
+def test_an_adapter_is_read_where_the_hub_cache_keeps_it(runs: dict[str, Ended], tmp_path: Path) -> None:
+    step, model = runs["fsdp2"].checkpoint, tmp_path / "models--owner--adapter"
+    snapshot = model / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (model / "blobs").mkdir()
+    for name, blob in (("adapter_config.json", "aaaa"), ("adapter_model.safetensors", "bbbb")):
+        shutil.copy(step / name, model / "blobs" / blob)
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    with open_weights(snapshot) as one, open_weights(step) as two:
+        assert {n: one.digest(n) for n in one.names} == {n: two.digest(n) for n in two.names}

@@ -35,12 +35,12 @@ def read(path: Path) -> TensorIndex:
     """The index of a file or directory that `recognise` took."""
     if path.is_file():
         path = path.resolve()  # the user named this very file, wherever it may lead
-        return _read_files(path.parent, [path.name])
+        return read_files(path.parent, [path.name])
     single = _single(path)
     if single is not None:
-        return _read_files(path, [single])
+        return read_files(path, [single])
     document = read_index_file(path, layout.INDEX_FILE)
-    index = _read_files(path, sorted(set(document["weight_map"].values())))
+    index = read_files(path, sorted(set(document["weight_map"].values())))
     held = {name: entry.pieces[0].file for name, entry in index.tensors.items()}
     refuse_differences(path / layout.INDEX_FILE, document["weight_map"], held)
     if INFO_KEY in index.metadata:
@@ -64,7 +64,8 @@ def _single(path: Path) -> str | None:
     return found[0] if is_one else None
 
 
-def _read_files(root: Path, names: list[str]) -> TensorIndex:
+def read_files(root: Path, names: Sequence[str]) -> TensorIndex:
+    """The index of these files of the directory `root`."""
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     for file in names:

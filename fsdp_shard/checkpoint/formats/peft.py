@@ -27,8 +27,7 @@ def recognise(path: Path) -> bool:
 def read(path: Path) -> TensorIndex:
     """The index of a directory that `recognise` took."""
     read_config(path)
-    index = huggingface.read(member(path, WEIGHTS))
-    return replace(index, root=path.resolve(), format=NAME)
+    return replace(huggingface.read_files(path, [WEIGHTS]), format=NAME)
 
 
 def read_config(path: Path) -> dict[str, Any]:
