@@ -51,7 +51,7 @@ def transformers_disk(source: str, budget: str = "1") -> Any:
 
 
 def accelerate(source: str, budget: str = "1") -> Any:
-    """accelerate's `load_checkpoint_and_dispatch`, layers on disk; `budget` bytes of the CPU."""
+    """accelerate's `load_checkpoint_and_dispatch`, all weights on disk; `budget` bytes of the CPU."""
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,9 +62,9 @@ def accelerate(source: str, budget: str = "1") -> Any:
     shutil.rmtree(folder, ignore_errors=True)
     kept: Any = "auto"
     if budget == "1":
-        kept = {name: "disk" for name, _ in model.model.layers.named_children()}
-        kept = {f"model.layers.{name}": "disk" for name in kept}
-        kept |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+        parts = [f"model.layers.{name}" for name, _ in model.model.layers.named_children()]
+        kept = dict.fromkeys(["model.embed_tokens", *parts, "lm_head"], "disk")
+        kept |= {"model.norm": "cpu", "model.rotary_emb": "cpu"}  # it refuses a map of nothing but disk
     return load_checkpoint_and_dispatch(
         model, source, device_map=kept, max_memory={"cpu": int(budget)} if budget != "1" else None,
         offload_folder=folder, no_split_module_classes=["LlamaDecoderLayer"], dtype=config.dtype,
