@@ -173,6 +173,25 @@ def check_task(config: PretrainedConfig, task: str) -> None:
         )
 
 
+_LEARNED_POSITIONS = frozenset({"position_embeddings", "position_embedding", "embed_positions", "wpe"})
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """Tokens that a model has learned positions for; None where it computes them, so that there is no end."""
+    from torch import nn
+
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    rooms = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in _LEARNED_POSITIONS and isinstance(module, nn.Embedding):
+            # RoBERTa counts from its padding token on, and OPT and BART leave room in front.
+            padding = module.padding_idx
+            front = int(getattr(module, "offset", 0)) if padding is None else padding + 1
+            if limit in (module.num_embeddings, module.num_embeddings - front):  # or they are those of pictures
+                rooms.append(module.num_embeddings - front)
+    return min(rooms, default=None)
+
+
 def check_packing(config: PretrainedConfig) -> None:
     """Raise ModelError unless the model that `config` names can keep apart several documents in one window.
 

@@ -13,6 +13,7 @@ from fsdp_shard.launch import uses_gpus, world_sizes
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.base import check_batch, check_held_out
 from fsdp_shard.training.checkpointing import (
+    check_optimizer,
     find_step,
     is_finished,
     open_trainer,
@@ -56,6 +57,8 @@ def check(config: FinetuneConfig) -> None:
     config.adapter.check_installed()
     is_again = check_free(config.run_dir, may_join=config.launch.is_elastic) or is_restarted()
     resumed = find_step(config.resume, config.run_dir, config.checkpoint.remote, is_again=is_again)
+    if not is_finished(resumed, config.run_dir, config.train):
+        check_optimizer(resumed)
     check_continues(config.adapter, resumed)
     check_model(config.model, config.shard, config.data, config.adapter, model_source(config.model, resumed))
     check_trackers(config.train.trackers)
@@ -87,7 +90,11 @@ def main(config: FinetuneConfig) -> None:
         verify_resumed(resumed, config.checkpoint, context)
         source = model_source(config.model, resumed)
         data = prepare_on_ranks(
-            config.data, lambda: load_tokenizer(source), context, task=data_task(config.model, source), seed=config.seed
+            config.data,
+            lambda: load_tokenizer(source, config.model.trust_remote_code),
+            context,
+            task=data_task(config.model, source),
+            seed=config.seed,
         )
         held_out = data.held_out.head(settings.eval_windows) if data.held_out else None
         loaded = load_sharded(config.model, shard, source, context, config.adapter, config.seed, resumed)

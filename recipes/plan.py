@@ -8,13 +8,14 @@ from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import PlanConfig
 from fsdp_shard.inference.kv_cache import Room
-from fsdp_shard.models import load_config
+from fsdp_shard.models import check_task, load_config
 from fsdp_shard.results import write_result
 
 
 def check(config: PlanConfig) -> None:
     """What can be found wrong before torch is loaded."""
     config.adapter.check_installed()
+    config.optim.check_installed()
     locate(config.model.path, config.model.gguf_file)
 
 
@@ -29,7 +30,9 @@ def main(config: PlanConfig) -> None:
     length, num_ranks = config.data.sequence_length, config.launch.num_ranks
     saving = config.checkpoint.asynchronous
     run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)
-    plan = plan_memory(load_config(source, config.model.trust_remote_code), run)
+    model_config = load_config(source, config.model.trust_remote_code)
+    check_task(model_config, config.model.task)
+    plan = plan_memory(model_config, run)
     print(report(plan, config.device.memory_bytes))
     dispatched = {}
     if config.dispatch.device_map is not None:

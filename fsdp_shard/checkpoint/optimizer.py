@@ -7,7 +7,7 @@ Knows no wrapper and no file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -36,19 +36,31 @@ def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
     return found
 
 
-def create_state(optimizer: Optimizer) -> None:
-    """Make the optimizer allocate its state, without changing a parameter: one step with zero gradients and no rate.
+def used_parameters(index: TensorIndex, names: Iterable[str]) -> set[str]:
+    """Those of the parameters `names` of which `index` holds any state: others never had a gradient.
+
+    All of them where it holds none at all: then it is not this optimizer's.
+    """
+    known = {stored.rsplit(".", parts)[0] for stored in index.names for parts in range(1, stored.count(".") + 1)}
+    return known.intersection(names) or set(names)
+
+
+def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = None) -> None:
+    """Make the optimizer allocate its state of `params`, or of all, without changing a parameter: one step with zero
+    gradients and no rate.
 
     torch's own `set_optimizer_state_dict` does the same; there is no public way to ask an optimizer for empty state.
     """
     import torch
 
     assert not optimizer.state, "the optimizer has stepped already"
+    chosen = None if params is None else {id(param) for param in params}
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
         for param in group["params"]:
-            param.grad = torch.zeros_like(param)
+            if chosen is None or id(param) in chosen:
+                param.grad = torch.zeros_like(param)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

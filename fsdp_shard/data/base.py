@@ -135,6 +135,11 @@ class DataConfig:
                 f"{prefix}eval_path={self.eval_path} and {prefix}eval_fraction={self.eval_fraction} both say what to "
                 f"hold out; give one of them."
             )
+        if self.eval_path is None and self.eval_split != type(self).__dataclass_fields__["eval_split"].default:
+            raise ConfigError(
+                f"{prefix}eval_split={self.eval_split} is of {prefix}eval_path, which is not given; give that too, "
+                f"such as {prefix}eval_path={self.path}, or leave it out."
+            )
         for name, kinds in _ONLY_FOR.items():
             value = getattr(self, name)
             if self.kind not in kinds and value != type(self).__dataclass_fields__[name].default:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from fsdp_shard.data.files import cached, write_json
-from fsdp_shard.data.kinds.base import Example, Kind
+from fsdp_shard.data.kinds.base import Example, Kind, ends_in_special
 from fsdp_shard.data.readers import Row
 from fsdp_shard.data.sources import Source
 from fsdp_shard.data.tokens import tokenizer_state
@@ -191,7 +191,7 @@ def _write(
         num_rows=writer.num_rows,
         num_dropped=writer.num_dropped,
         classes=classes,
-        keeps_last=int(tokenizer("a")["input_ids"][-1]) in tokenizer.all_special_ids,
+        keeps_last=ends_in_special(tokenizer),
         digest=writer.digest.hexdigest(),
     )
     write_json(temporary / "meta.json", {"format_version": _FORMAT_VERSION, **asdict(meta)})

@@ -31,6 +31,7 @@ class Seq2SeqRows(RowDataset):
 
     target_length: int = 0
     decoder_start: int = 0
+    padding: int = 0
 
     @property
     def identity(self) -> str:
@@ -49,7 +50,7 @@ class Seq2SeqRows(RowDataset):
         labels = stack(targets, MASKED, self.target_length)
         starts = np.full((len(labels), 1), self.decoder_start)
         shifted = np.concatenate([starts, np.where(labels == MASKED, self.decoder_start, labels)[:, :-1]], axis=1)
-        input_ids, attention_mask = padded(sources, self.sequence_length)
+        input_ids, attention_mask = padded(sources, self.sequence_length, self.padding)
         return Batch(input_ids, labels, {"attention_mask": attention_mask, "decoder_input_ids": shifted})
 
 
@@ -58,24 +59,25 @@ class LabelledRows(RowDataset):
     """A text a sample, with the number of its class."""
 
     numbers: tuple[int, ...] = ()
+    padding: int = 0
 
     def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
         texts, labels = [], []
         for index in self._chosen(indices):
-            if index is None:
-                texts.append(np.zeros(1, np.int64))
-                labels.append(MASKED)
-                continue
-            ids = self.examples.tokens_of(index)[0].astype(np.int64)
+            # Where nothing is to count there is a text all the same: some models look for the token that ends it.
+            text = int(self.kept[0]) if index is None else index
+            ids = self.examples.tokens_of(text)[0].astype(np.int64)
             texts.append(shortened(ids, self.sequence_length, self.examples.keeps_last))
-            labels.append(self.numbers[int(self.examples.labels[index])])
-        input_ids, attention_mask = padded(texts, self.sequence_length)
+            labels.append(MASKED if index is None else self.numbers[int(self.examples.labels[index])])
+        input_ids, attention_mask = padded(texts, self.sequence_length, self.padding)
         return Batch(input_ids, np.asarray(labels, np.int64), {"attention_mask": attention_mask})
 
 
-def padded(rows: Sequence[npt.NDArray[np.int64]], longest: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def padded(
+    rows: Sequence[npt.NDArray[np.int64]], longest: int, padding: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """(tokens, attention mask) of `rows`, stacked."""
-    return stack(rows, 0, longest), stack([np.ones(len(row), np.int64) for row in rows], 0, longest)
+    return stack(rows, padding, longest), stack([np.ones(len(row), np.int64) for row in rows], 0, longest)
 
 
 def shortened(ids: npt.NDArray[np.int64], longest: int, keeps_last: bool) -> npt.NDArray[np.int64]:

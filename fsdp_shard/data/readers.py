@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -83,6 +84,17 @@ def _read_json_lines(file: Path, sample_by: str, columns: Sequence[str] | None) 
                 yield json_row(file, number, line)
 
 
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _is_text(row: Mapping[str, Any]) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def json_row(file: Path, number: int, line: str) -> Row:
     """The row that a line of a file of JSON lines holds; DataError when it is none."""
     try:
@@ -91,6 +103,8 @@ def json_row(file: Path, number: int, line: str) -> Row:
         raise DataError(f"{file}, line {number} is not JSON ({error}); expected one object a line.") from error
     if not isinstance(row, dict):
         raise DataError(f"{file}, line {number} is a JSON {type(row).__name__}; expected one object a line.")
+    if _ESCAPED_SURROGATE.search(line) and not _is_text(row):
+        raise DataError(f"{file}, line {number} has half of a surrogate pair (\\ud800 to \\udfff), which is no text.")
     return Row(f"{file}, line {number}", row)
 
 

@@ -83,9 +83,9 @@ class Shape:
         config, length = self.config, self.config.sequence_length
         if self.task.name == SEQ2SEQ:
             targets = config.target_length or length
-            return Seq2SeqRows(examples, cut.kept, length, "", targets, self.task.decoder_start)
+            return Seq2SeqRows(examples, cut.kept, length, "", targets, self.task.decoder_start, self.task.padding)
         if self.task.name == CLASSIFICATION:
-            return LabelledRows(examples, cut.kept, length, "", _class_numbers(classes, self.task))
+            return LabelledRows(examples, cut.kept, length, "", _class_numbers(classes, self.task), self.task.padding)
         rows = CausalRows(examples, cut.kept, length)
         return PackedDataset.pack(rows) if config.packing else rows
 

@@ -45,7 +45,8 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
     """The source that `data.path` names (`data.eval_path` when `held_out`); raises DataError or ConfigError."""
     name = "data.eval_path" if held_out else f"{config.where}.path"
     given = config.eval_path if held_out else config.path
-    assert given is not None
+    if not given:
+        raise DataError(f"{name} is empty; give a text file, a directory or the name of a data set on the hub.")
     path = Path(given).expanduser()
     if path.exists():
         _refuse_hub_settings(config, name, held_out)
@@ -166,7 +167,10 @@ def _refuse_hub_settings(config: DataConfig, name: str, held_out: bool) -> None:
         if held_out
         else (f"{config.where}.split", config.split, "train")
     )
-    for setting, value, default in (split, (f"{config.where}.subset", config.subset, None)):
+    other = config.path if held_out else config.eval_path  # which may be on the hub, and is what a subset is for then
+    is_for_other = bool(other) and not Path(str(other)).expanduser().exists()
+    subset = (f"{config.where}.subset", None if is_for_other else config.subset, None)
+    for setting, value, default in (split, subset):
         if value != default:
             raise ConfigError(
                 f"{setting}={value} is for data sets on the hub, but {name} is a local path; leave it out."

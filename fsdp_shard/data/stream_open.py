@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from fsdp_shard.data.base import DataConfig, is_stream, mixture_of, sources_of
-from fsdp_shard.data.kinds.base import beginning
+from fsdp_shard.data.kinds.base import beginning, ends_in_special
 from fsdp_shard.data.kinds.registry import kind_of
 from fsdp_shard.data.mixture import seed_of
 from fsdp_shard.data.row_streams import open_rows
@@ -87,5 +87,5 @@ def _rows(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Maker:
         cut=shape.cut,
         samples=shape.samples,
         tokenizer=tokenizer,
-        keeps_last=int(tokenizer("a")["input_ids"][-1]) in tokenizer.all_special_ids,
+        keeps_last=ends_in_special(tokenizer),
     )

@@ -26,13 +26,15 @@ _ONLY_FOR = {"target_length": SEQ2SEQ, "mask_fraction": MASKED_LM, "label_column
 @dataclass(frozen=True)
 class Task:
     """`name` is that of `model.task`. A seq2seq model's targets begin with `decoder_start`; a classifier has
-    `num_labels` classes, and may have names for them.
+    `num_labels` classes, and may have names for them. Rows of these two are padded with `padding`: some classifiers
+    take the last token that is another one.
     """
 
     name: str = CAUSAL
     decoder_start: int = 0
     num_labels: int = 0
     label_numbers: Mapping[str, int] = field(default_factory=dict)
+    padding: int = 0
 
 
 @dataclass(frozen=True)

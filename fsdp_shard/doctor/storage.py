@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.remote import RemoteStore
 from fsdp_shard.doctor.findings import Finding, ok, problem, warning
 from fsdp_shard.sizes import format_size
 from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.checkpointing import find_step, is_finished, read_trainer
+from fsdp_shard.training.checkpointing import check_optimizer, find_step, is_finished, read_trainer
 from fsdp_shard.training.lock import holder
 
 _TRIAL_BYTES = 32 << 20
@@ -40,6 +40,7 @@ def run_directory(run_dir: str, resume: str, train: TrainConfig) -> Iterator[Fin
     elif is_finished(step, run_dir, train):
         yield warning(f"run_dir={run_dir}: the run is finished, so finetune would do nothing; give another run_dir.")
     else:
+        check_optimizer(step)
         yield ok(f"run_dir={run_dir}: the run goes on from {step}, at step {read_trainer(step).step} of {train.steps}")
 
 

@@ -161,7 +161,7 @@ def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedM
     trust = run.model.trust_remote_code
     model = models.build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
     if isinstance(run.adapter, LoraConfig):
-        inject(model, run.adapter, run.model.path, {})
+        inject(model, run.adapter, run.model.path, {}, run.model.task)
         quantise_base(model, run.adapter.quantize, run.shard, {})
     return model
 

@@ -35,10 +35,11 @@ class ShardConfig:
     """Settings that all wrappers share.
 
     `held_bytes` is the type of quantised weights: one that the wrapper gathers as it is. If not uint8, then only in a
-    unit that has nothing else.
+    unit that has nothing else. `joins_frozen`: what is frozen is in one flat parameter with what is trained.
     """
 
     held_bytes: ClassVar[str] = "uint8"
+    joins_frozen: ClassVar[bool] = False
 
     param_dtype: str = setting(
         "bfloat16", "The dtype that blocks compute in; gathered parameters have it.", choices=DTYPES
@@ -176,6 +177,23 @@ class ShardConfig:
 
         check_backend(self.compile)
         plan_units(model, self)
+
+    def check_dtypes(self, model: nn.Module) -> None:
+        """Raise ConfigError when parameters that this wrapper keeps together have several dtypes: those of a unit,
+        frozen ones too where it has them in one flat parameter.
+        """
+        from fsdp_shard.sharding.units import plan_units
+
+        params = dict(model.named_parameters())
+        for unit in plan_units(model, self):
+            held = [params[name] for name in unit.parameters if self.joins_frozen or params[name].requires_grad]
+            dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in held})
+            if len(dtypes) > 1:
+                raise ConfigError(
+                    f"shard={type(self).__name__.removesuffix('Config').lower()} cannot shard {unit.fqn or 'the root'} "
+                    f"({unit.cls}), which has parameters of {' and '.join(dtypes)}; give model.dtype=float32"
+                    f"{', or use shard=fsdp2' if self.joins_frozen else ''}."
+                )
 
     def num_shards(self, num_ranks: int) -> int:
         """Ranks that a copy of the model is divided over."""

@@ -71,6 +71,9 @@ class DdpConfig(ShardConfig):
                 f"{self.param_dtype}) and shard.reduce_dtype (now {self.reduce_dtype}), or use shard=fsdp2."
             )
 
+    def check_dtypes(self, model: nn.Module) -> None:
+        self.check_model(model)
+
     def num_shards(self, num_ranks: int) -> int:
         return 1
 

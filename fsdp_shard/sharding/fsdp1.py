@@ -35,6 +35,7 @@ class Fsdp1Config(ShardConfig):
     For comparison: torch calls it deprecated, and of a unit that is frozen in part it keeps gradients of the whole.
     """
 
+    joins_frozen: ClassVar[bool] = True
     held_bytes: ClassVar[str] = "float32"  # what is flattened must be numbers, and is cast with the rest of its unit
 
     def check(self, prefix: str) -> None:

@@ -14,7 +14,7 @@ from fsdp_shard.checkpoint.fetch import fetch_latest, local_copy
 from fsdp_shard.checkpoint.files import has_file
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.manifest import MANIFEST
-from fsdp_shard.checkpoint.optimizer import check_slots, create_state, optimizer_shards
+from fsdp_shard.checkpoint.optimizer import check_slots, create_state, optimizer_shards, used_parameters
 from fsdp_shard.checkpoint.remote import RemoteStore
 from fsdp_shard.checkpoint.remote_url import is_remote
 from fsdp_shard.checkpoint.restore import load_shards
@@ -108,23 +108,39 @@ def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) 
     return state.step >= config.steps or state.stops_early(config.patience)
 
 
+def check_optimizer(step_directory: Path | None) -> None:
+    """Raise CheckpointError where a run that is not finished would go on from a step without optimizer state."""
+    if step_directory is not None and not has_optimizer(check_files(step_directory)):
+        raise CheckpointError(
+            f"{step_directory} cannot be resumed from: it has no {OPTIMIZER}/, as it was saved with "
+            f"checkpoint.optimizer=false or is older than checkpoint.keep_optimizer_last. To train from its weights "
+            f"only, give it as model.path."
+        )
+
+
 def restore_optimizer(
     optimizer: Optimizer, loaded: LoadedModel, step_directory: Path, context: DistributedContext
 ) -> None:
     """Fill the optimizer's state from a step directory of any layout, wrapper and number of ranks; a collective.
 
-    Every state that this optimizer keeps must be there and no other, or CheckpointError on all ranks.
+    Every state that this optimizer keeps must be there and no other, or CheckpointError on all ranks. Only of a
+    parameter that never had a gradient, such as a part of the model that sees pictures, there is none.
     """
-    create_state(optimizer)
-    states = optimizer_shards(optimizer, loaded.model.local_shards())
-    names = set().union(*context.all_gather_object(set(states)))
+    shards = loaded.model.local_shards()
     with context.together(lambda: open_checkpoint(step_directory / OPTIMIZER)) as index:
+        create_state(optimizer, [shards[name].tensor for name in used_parameters(index, shards)])
+        states = optimizer_shards(optimizer, shards)
+        names = set().union(*context.all_gather_object(set(states)))
         context.together(lambda: check_slots(index, states, names))
         context.together(lambda: load_shards(index, states))
 
 
 def verify_resumed(step_directory: Path | None, config: CheckpointConfig, context: DistributedContext) -> None:
-    """Compare every byte of the step to go on from with its digests, each rank a part; CheckpointError on all ranks."""
+    """Compare every byte of the step to go on from with its digests, each rank a part; CheckpointError on all ranks.
+
+    Its optimizer state must be there.
+    """
+    context.together(lambda: check_optimizer(step_directory))
     if step_directory is not None and config.verify_on_resume:
         context.together(lambda: check_content(step_directory, context.rank, context.world_size))
 
@@ -148,13 +164,6 @@ def _check_complete(directory: Path) -> Path:
                 f"{directory} cannot be resumed from: it has no {name}, which is {what}. To train from its weights "
                 f"only, give it as model.path."
             )
-    manifest = check_files(directory)
-    if not has_optimizer(manifest):
-        raise CheckpointError(
-            f"{directory} cannot be resumed from: it has no {OPTIMIZER}/, as it was saved with "
-            f"checkpoint.optimizer=false or is older than checkpoint.keep_optimizer_last. To train from its weights "
-            f"only, give it as model.path."
-        )
-    if TRAINER not in manifest.files:
+    if TRAINER not in check_files(directory).files:
         raise CheckpointError(f"{directory} cannot be resumed from: its {MANIFEST} does not list {TRAINER}.")
     return directory

@@ -23,6 +23,7 @@ from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.checkpoint.formats import peft as peft_format
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.restore import load_shards
+from fsdp_shard.data.task import CAUSAL, CLASSIFICATION, SEQ2SEQ
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 BASE = "adapter_base.json"
 _FINGERPRINT_ELEMENTS = 1024
 _PREFIX = "base_model.model."
+_PEFT_TASKS = {CAUSAL: "CAUSAL_LM", SEQ2SEQ: "SEQ_2_SEQ_LM"}  # it has none for masked language models
 _NAME = "default"  # of the one adapter, peft's own default
 # Entries of adapter_config.json that make a step the same adapter; the others say where it was made, and how.
 _SHAPING = ("r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save", "use_rslora", "fan_in_fan_out")
@@ -83,12 +85,13 @@ class Adapter:
 
 
 def inject(
-    model: PreTrainedModel, config: LoraConfig, base: str, names: Mapping[str, str]
+    model: PreTrainedModel, config: LoraConfig, base: str, names: Mapping[str, str], task: str = CAUSAL
 ) -> tuple[Adapter, dict[str, str]]:
     """Put LoRA into `model` (on meta) in place, all else frozen.
 
-    `base` is what adapter_config.json shall name. `names` says which stored tensor fills each parameter and buffer of
-    the model; returned with it is the same for the names that they have now, copies in modules_to_save included.
+    `base` is what adapter_config.json shall name, `task` is that of the model. `names` says which stored tensor fills
+    each parameter and buffer of the model; returned with it is the same for the names that they have now, copies in
+    modules_to_save included.
     Raises ConfigError when no module fits.
     """
     import peft
@@ -103,7 +106,7 @@ def inject(
         exclude_modules=list(config.exclude_modules) or None,
         modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.rank_stabilized,
-        task_type="CAUSAL_LM" if model.can_generate() else None,
+        task_type=_PEFT_TASKS.get(task),
         base_model_name_or_path=base,
     )
     try:
@@ -120,6 +123,8 @@ def inject(
         if original != name and original in filled:
             filled[name] = filled[original]
     trained = {name: _peft_name(name) for name, param in model.named_parameters() if param.requires_grad}
+    if task == CLASSIFICATION:  # told before, it would have peft train the head whole, asked or not
+        settings.task_type = "SEQ_CLS"
     return Adapter(trained, _as_json(settings)), filled
 
 

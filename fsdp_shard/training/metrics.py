@@ -23,11 +23,21 @@ class MetricsLog:
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(_line(row) for row in kept), encoding="utf-8")
         os.replace(temporary, path)
-        self._stream = path.open("a", encoding="utf-8", buffering=1)
+        self._stream = path.open("ab", buffering=0)
+        self._left = b""
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row; it must have a `step`."""
-        self._stream.write(_line(row))
+    def write(self, row: Mapping[str, Any]) -> OSError | None:
+        """Append one row; it must have a `step`. What the disk has no room for is kept, and tried with the next row.
+
+        Returns why, as training is not to end for it.
+        """
+        self._left += _line(row).encode()
+        try:
+            while self._left:
+                self._left = self._left[self._stream.write(self._left) :]
+        except OSError as error:
+            return error
+        return None
 
     def close(self) -> None:
         self._stream.close()

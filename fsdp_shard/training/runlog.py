@@ -62,6 +62,7 @@ class RunLog:
         self._seconds, self._tokens = 0.0, 0
         self._memory: int | None = None
         self._checkpoint = checkpoint
+        self._unwritten: set[str] = set()
 
     def __enter__(self) -> RunLog:
         self._progress = self._exit.enter_context(
@@ -87,6 +88,12 @@ class RunLog:
             return "There is no checkpoint yet: checkpoint.every=N saves one every N steps."
         return f"The last good checkpoint is {self._checkpoint}; a run goes on from it with resume=auto or its path."
 
+    def _append(self, log: MetricsLog, name: str, row: Mapping[str, Any]) -> None:
+        error = log.write(row)
+        if error is not None and name not in self._unwritten:
+            self.note(f"{self._run_dir / name} cannot be written now: {error.strerror or error}. Rows wait in memory.")
+        (self._unwritten.discard if error is None else self._unwritten.add)(name)
+
     def note(self, lines: str | Iterable[str]) -> None:
         """Lines for whoever watches."""
         for line in [lines] if isinstance(lines, str) else lines:
@@ -102,7 +109,7 @@ class RunLog:
             self.note(f"step {report.step} changed no weights: {report.fault} ({report.skipped} skipped so far)")
         if self._is_main:
             row = report.row() if mfu is None else {**report.row(), "mfu": mfu}
-            self._metrics.write(row)
+            self._append(self._metrics, METRICS, row)
             self._trackers.log("train", row)
 
     def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
@@ -113,7 +120,7 @@ class RunLog:
         )
         if self._is_main:
             row = {"step": step, **vars(report)}
-            self._evaluations.write(row)
+            self._append(self._evaluations, EVALUATIONS, row)
             self._trackers.log("held_out", row)
 
     def saved(self, checkpoint: Path) -> None:

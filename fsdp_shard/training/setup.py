@@ -18,8 +18,8 @@ from fsdp_shard.checkpoint.names import match_names, untie
 from fsdp_shard.checkpoint.restore import encode_shards, load_shards
 from fsdp_shard.checkpoint.source import locate
 from fsdp_shard.data.base import DataConfig, check_tokenizer, sources_of
-from fsdp_shard.data.task import MASKED_LM, SpecialTokens, Task
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.data.task import CLASSIFICATION, MASKED_LM, SEQ2SEQ, SpecialTokens, Task
+from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.memory import peak_resident_bytes
 from fsdp_shard.models import (
     ModelConfig,
@@ -29,6 +29,7 @@ from fsdp_shard.models import (
     check_task,
     load_config,
     load_tokenizer,
+    num_positions,
     rebuild_buffers,
 )
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
@@ -44,7 +45,7 @@ from fsdp_shard.training.loss_head import use_loss_head
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from fsdp_shard.distributed import DistributedContext
 
@@ -99,6 +100,8 @@ def check_model(
     """
     model_config = load_config(source, config.trust_remote_code)
     check_task(model_config, config.task)
+    if config.task == CLASSIFICATION:
+        _check_classifier(model_config)
     if data.packing:
         check_packing(model_config)
     if config.task == MASKED_LM:
@@ -106,12 +109,15 @@ def check_model(
     if any(source.kind != "text" for source in sources_of(data).values()):
         check_tokenizer(data, load_tokenizer(source, config.trust_remote_code), config.task)
     model = _on_meta(config, source)
+    _check_lengths(model, config.task, data)
     shard.check_model(model)
     check_known(model_config, config.kernels)
     _check_adapter(adapter, shard)
     if isinstance(adapter, LoraConfig):
-        inject(model, adapter, base_path(config, source), {})
+        inject(model, adapter, base_path(config, source), {}, config.task)
         quantise_base(model, adapter.quantize, shard, {})
+    shard.check_dtypes(model)
+    _refuse_float16(model)
     _chunk_loss(model, config, shard)
 
 
@@ -120,7 +126,27 @@ def data_task(config: ModelConfig, source: ModelSource) -> Task:
     model = load_config(source, config.trust_remote_code)
     start = getattr(model, "decoder_start_token_id", None)
     start = getattr(model, "pad_token_id", None) if start is None else start
-    return Task(config.task, start or 0, getattr(model, "num_labels", 0), dict(getattr(model, "label2id", None) or {}))
+    numbers = dict(getattr(model, "label2id", None) or {})
+    return Task(config.task, start or 0, getattr(model, "num_labels", 0), numbers, _padding(model) or 0)
+
+
+def _padding(model: PretrainedConfig) -> int | None:
+    """The token that the model takes for padding."""
+    found: int | None = getattr(model.get_text_config(), "pad_token_id", None)
+    return found
+
+
+def _check_classifier(model: PretrainedConfig) -> None:
+    if (num_labels := len(model.id2label or {})) < 2:
+        raise ModelError(
+            f"The model has num_labels={num_labels} in its config.json, and with one class there is nothing to learn; "
+            f"give two or more."
+        )
+    if _padding(model) is None:
+        raise ModelError(
+            "The model has no pad_token_id in its config.json, by which a classifier tells where a text ends; write "
+            "one there, such as the number of its end-of-text token."
+        )
 
 
 def load_sharded(
@@ -148,7 +174,7 @@ def load_sharded(
         names = context.together(lambda: match_names(model, index))
         if isinstance(adapter, LoraConfig):
             origin = Base(base_path(config, source), context.decide(lambda: fingerprint(index)), adapter.quantize)
-            added, names = inject(model, adapter, origin.path, names)
+            added, names = inject(model, adapter, origin.path, names, config.task)
             base, names = quantise_base(model, adapter.quantize, shard, names)
             added = replace(added, base=origin, frozen=base.describe() if base else None)
         context.together(lambda: _chunk_loss(model, config, shard))  # the adapter may have a head of its own
@@ -237,6 +263,28 @@ def _check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
                 f"adapter=lora does not go together with shard.{name}={getattr(shard, name)} yet; leave one of them "
                 f"out."
             )
+
+
+def _check_lengths(model: PreTrainedModel, task: str, data: DataConfig) -> None:
+    """Refuse windows that a model with learned positions has no position for: a GPU would die of it without a word."""
+    room = num_positions(model)
+    lengths = {"data.sequence_length": data.sequence_length}
+    if task == SEQ2SEQ and data.target_length is not None:
+        lengths["data.target_length"] = data.target_length
+    for name, length in lengths.items():
+        if room is not None and length > room:
+            raise ConfigError(f"{name}={length} exceeds the {room} positions that the model has; give at most {room}.")
+
+
+def _refuse_float16(model: PreTrainedModel) -> None:
+    name = next(
+        (name for name, p in model.named_parameters() if p.requires_grad and str(p.dtype) == "torch.float16"), ""
+    )
+    if name:
+        raise ConfigError(
+            f"model.dtype=float16 is too narrow to train in: most squares of gradients are zero in it ({name}). Give "
+            f"float32 or bfloat16; shard.param_dtype says what is computed in."
+        )
 
 
 def _chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.convert import convert
@@ -20,6 +20,7 @@ from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.data.prepare import prepare
 from tests.runs import Ended, Started, run_recipe
+from tests.tiny import byte_tokenizer
 
 STEPS = 20
 SETTINGS = [
@@ -239,6 +240,34 @@ def test_a_finished_run_that_goes_on_is_not_finished(settings: list[str], tmp_pa
     os.kill(longer.pid, signal.SIGKILL)
     longer.wait()
     assert not (tmp_path / "result.json").exists(), "what the shorter run came to is no longer so"
+
+
+def test_parts_of_a_model_that_text_does_not_reach_have_no_state(settings: list[str], tmp_path: Path) -> None:
+    """A multimodal model trained on text: what sees pictures never has a gradient, before and after a resume."""
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8,
+    }  # fmt: skip
+    seen = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+        "patch_size": 4,
+    }  # fmt: skip
+    config = Gemma3Config(text_config=text, vision_config=seen, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    given = [*settings, f"model.path={tmp_path / 'model'}", "train.steps=4", "checkpoint.every=2", "launch.ranks=2"]
+    whole = run_recipe("finetune", tmp_path / "whole", *given)
+    assert whole.status == 0, whole.err
+    for shard in ("fsdp2", "fsdp1"):
+        half = f"resume={whole.run_dir}/checkpoints/step-00000002"
+        rest = run_recipe("finetune", tmp_path / shard, *given, half, f"shard={shard}")
+        assert rest.status == 0, rest.err
+        assert rest.losses == (whole.losses[2:] if shard == "fsdp2" else pytest.approx(whole.losses[2:], abs=1e-5))
+    with open_checkpoint(whole.checkpoint / "optimizer") as index:
+        assert not any("vision" in name or "projector" in name for name in index.names)
+    other = run_recipe("finetune", tmp_path / "other", *given, half, "optim=sgd")
+    assert (other.status, "saved by another optimizer" in other.err) == (2, True), other.err
 
 
 @pytest.mark.parametrize("dtype", ["float16", "fp32"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
@@ -144,3 +145,18 @@ def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"needs matplotlib.*fsdp-shard\[plots\].*train\.plot=false"):
         check_plots()
+
+
+def test_rows_wait_for_a_disk_that_is_full(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "log") as log:
+        assert log.write({"step": 1}) is None
+        with Path("/dev/full").open("ab", buffering=0) as full:
+            real, log._stream = log._stream, full
+            for step in (2, 3):
+                error = log.write({"step": step})
+                assert error is not None
+                assert error.errno == errno.ENOSPC
+        log._stream = real
+        assert read_rows(tmp_path / "log") == [{"step": 1}]
+        assert log.write({"step": 4}) is None
+    assert read_rows(tmp_path / "log") == [{"step": step} for step in (1, 2, 3, 4)]

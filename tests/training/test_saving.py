@@ -25,7 +25,7 @@ from fsdp_shard.checkpoint.restore import load_shards
 from fsdp_shard.checkpoint.store import Store
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError, StorageError
-from fsdp_shard.training.checkpointing import find_step
+from fsdp_shard.training.checkpointing import check_optimizer, find_step
 from fsdp_shard.training.saving import Saver, open_saver
 from fsdp_shard.training.setup import LoadedModel, LoadFigures
 from fsdp_shard.training.state import TrainerState
@@ -275,7 +275,7 @@ def test_older_steps_stay_as_weights_and_new_ones_are_read_back(tmp_path: Path) 
     for step in (1, 2):
         assert verify(store.path(step)).is_sound
         with pytest.raises(CheckpointError, match=r"no optimizer/.*keep_optimizer_last"):
-            find_step(str(store.path(step)), str(tmp_path / "other"))
+            check_optimizer(find_step(str(store.path(step)), str(tmp_path / "other")))
     assert verify(store.path(3)).is_sound
     assert not verify(store.path(4)).is_sound
 

@@ -87,6 +87,12 @@ def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     return backend
 
 
+def ends_in_special(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer ends a text in a token of its own, as with </s> or [SEP]."""
+    ids = tokenizer("a")["input_ids"]  # none at all where it has neither this letter nor a token for what is unknown
+    return any(number in tokenizer.all_special_ids for number in ids[-1:])
+
+
 def with_special_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of each text as the tokenizer frames a whole one ([CLS] ... [SEP], ... </s>)."""
     if not texts:
