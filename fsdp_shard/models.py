@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # What a snapshot of a hub repository needs for us: no other framework's weights, no pickles where safetensors exist.
-_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+_HUB_FILES = (
+    *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"),
+    *("*.spm", "*.codes", "*.tiktoken", "*.tokenizer"),
+)
 _PICKLES = ("*.bin", "*.bin.index.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", ".metadata", "global_step*")
 

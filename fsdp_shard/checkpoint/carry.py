@@ -27,7 +27,19 @@ _PATTERNS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
+    "vocab-*.json",  # FSMT
+    "target_vocab.json",  # Marian
+    "entity_vocab.json",  # LUKE
     "merges.txt",
+    "bpe.codes",
+    "dict.txt",
+    "spm*.model",
+    "prophetnet.tokenizer",
+    "normalizer.json",
+    "emoji.json",
+    "byte_maps.json",
+    "word_shape.json",
+    "word_pronunciation.json",
     "*.tiktoken",
     "*.spm",
     "spiece.model",
@@ -35,6 +47,7 @@ _PATTERNS = (
     "tekken.json",
     "chat_template*",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "processor_config.json",
     "*.py",  # modelling code that config.json may name in auto_map; nothing here runs it
     "LICENSE*",
@@ -50,6 +63,13 @@ def side_files(root: Path) -> list[str]:
     for name in found:
         member(root, name)
     return found
+
+
+def carried_names(index: TensorIndex) -> list[str]:
+    """The names of the files that `carry` puts beside the weights."""
+    if index.format == gguf_side.NAME:
+        return side_files(gguf_side.side_directory(index.root / index.metadata["file"]))
+    return side_files(index.side or index.root)
 
 
 def side_bytes(index: TensorIndex) -> int:

@@ -6,11 +6,12 @@ appears complete or not at all.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from fsdp_shard.checkpoint import atomic, integrity
 from fsdp_shard.checkpoint.base import DEFAULT_SHARD_SIZE, ConvertConfig
-from fsdp_shard.checkpoint.carry import carry, side_bytes, side_files
+from fsdp_shard.checkpoint.carry import carried_names, carry, side_bytes
 from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, torch_name
 from fsdp_shard.checkpoint.entries import Span
 from fsdp_shard.checkpoint.formats.registry import recognise, writer
@@ -27,7 +28,7 @@ from fsdp_shard.checkpoint.layout import DCP_METADATA, INDEX_FILE, TargetPlan, W
 from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
 from fsdp_shard.checkpoint.merge import open_weights
 from fsdp_shard.checkpoint.remote_url import here
-from fsdp_shard.checkpoint.ties import absent_ties, stored_twice
+from fsdp_shard.checkpoint.ties import absent_ties, stored_twice, with_own_head
 from fsdp_shard.checkpoint.transfer import Move, Progress, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.memory import peak_resident_bytes
@@ -35,6 +36,7 @@ from fsdp_shard.settings import check
 from fsdp_shard.sizes import parse_size
 
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf"})
+_STATES = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")  # what trainers have beside weights
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def convert(
     )
     check(settings)
     place = Path(target).expanduser().absolute()
-    with open_weights(here(source), base) as index:
+    with open_weights(here(source), base) as stored, _to_write(stored, format) as index:
         _check_target(place, index, overwrite)
         plan = plan_conversion(index, settings, _ties(index, format))
         stamps = _stamps(index)
@@ -146,6 +148,11 @@ def _copied(index: TensorIndex, target: TensorSpec) -> list[Span] | None:
     if target.dtype != index.tensors[target.name].dtype or not target.num_elements:
         return None
     return index.places(target.name, 0, 1) if index.is_in_long_runs(target.name) else None
+
+
+def _to_write(index: TensorIndex, format: str) -> TensorIndex:
+    """`index` with a tensor of each name that readers of `format` look for."""
+    return index if writer(format).LISTS_TIED_NAMES else with_own_head(index, index.side or index.root)
 
 
 def _ties(index: TensorIndex, format: str) -> dict[str, str]:
@@ -222,15 +229,18 @@ def _check_target(target: Path, index: TensorIndex, overwrite: bool) -> None:
     atomic.recover(target)
     if index.root.resolve().is_relative_to(target.resolve()) and index.root.resolve() != target.resolve():
         raise CheckpointError(f"{target} contains the source {index.root}; give another target.")
+    if target.is_symlink() or os.path.ismount(target):
+        kind = "a link" if target.is_symlink() else "a mount point"
+        raise CheckpointError(f"{target} is {kind}, whose name no directory can take; give a target below it.")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists already; give another target, or overwrite=true to replace it.")
-    if target.is_symlink() or not target.is_dir() or recognise(target) is None:
+    if not target.is_dir() or recognise(target) is None:
         raise CheckpointError(
             f"{target} exists and is not a checkpoint directory, so overwrite=true does not replace it."
         )
-    if foreign := _foreign(target):
+    if foreign := _foreign(target, carried_names(index)):
         some = ", ".join(foreign[:4]) + (f" and {len(foreign) - 4} more" if len(foreign) > 4 else "")
         raise CheckpointError(
             f"{target} holds {some} beside its weights, which overwrite=true would delete; move that away, or give "
@@ -238,15 +248,18 @@ def _check_target(target: Path, index: TensorIndex, overwrite: bool) -> None:
         )
 
 
-def _foreign(target: Path) -> list[str]:
-    """What lies in a checkpoint directory and is no part of what a conversion writes."""
+def _foreign(target: Path, carried: Collection[str]) -> list[str]:
+    """What lies in a checkpoint directory and is neither weights nor written anew, as `carried` files are."""
+    extras: list[str] = []
     try:
         with open_checkpoint(target) as index:
             known = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
+            extras = [f"{extra.num_tensors} {kind} tensors" for kind, extra in index.extras.items()]
     except CheckpointError:  # a damaged checkpoint may be replaced too: then its files are known by their names
-        known = {entry.name for entry in target.iterdir() if entry.suffix in _WEIGHTS and not entry.is_dir()}
-    known |= {MANIFEST, INDEX_FILE, DCP_METADATA, "pytorch_model.bin.index.json", *side_files(target)}
-    return sorted(entry.name for entry in target.iterdir() if entry.name not in known)
+        files = (entry.name for entry in target.iterdir() if entry.suffix in _WEIGHTS and not entry.is_dir())
+        known = {name for name in files if not name.startswith(_STATES)}
+    known |= {MANIFEST, INDEX_FILE, DCP_METADATA, "pytorch_model.bin.index.json", *carried}
+    return extras + sorted(entry.name for entry in target.iterdir() if entry.name not in known)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard import gguf_side
 from fsdp_shard.checkpoint.dtypes import CASTABLE, itemsize, to_torch
 from fsdp_shard.checkpoint.entries import Codec, Piece, TensorEntry
+from fsdp_shard.checkpoint.files import has_file, read_json
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.errors import CheckpointError
@@ -44,6 +45,8 @@ _OTHER_KINDS = (
     "velora_config",
     "megatron_config",
 )
+_CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+_CONV1D_LAYERS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -176,7 +179,7 @@ def _adapted(
         raise _misfit(adapter, f"lora_B @ lora_A of {module}", (rows, columns), kept)
     is_embedding = "lora_embedding_A" in parts["A"]
     is_square = rows == columns
-    transposed = is_embedding or (bool(config.get("fan_in_fan_out")) if is_square else kept.shape != (rows, columns))
+    transposed = is_embedding or (_is_conv1d(base, config, module) if is_square else kept.shape != (rows, columns))
     scale = _scale(adapter, config, module, rank)
 
     @functools.lru_cache(maxsize=1)
@@ -185,6 +188,18 @@ def _adapted(
         return (a.T.contiguous(), b.T.contiguous()) if transposed else (b, a)
 
     return kept._replace(pieces=(_piece(kept, _LowRank(base, kept, factors)),))
+
+
+def _is_conv1d(base: TensorIndex, config: Mapping[str, Any], module: str) -> bool:
+    """Whether a square weight of the base lies transposed, as in transformers' Conv1D.
+
+    peft's own `fan_in_fan_out` is that of the last module which it came to. Models with such layers name these alike.
+    """
+    told = bool(config.get("fan_in_fan_out"))
+    side = base.side or base.root
+    document = read_json(side / "config.json") if has_file(side, "config.json") else {}
+    kind = document.get("model_type") if isinstance(document, dict) else None
+    return module.rpartition(".")[2] in _CONV1D_LAYERS if kind in _CONV1D_MODELS else told
 
 
 def _matrix(adapter: TensorIndex, name: str) -> tuple[int, int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from fsdp_shard import models
+from fsdp_shard.checkpoint.carry import side_files
+from fsdp_shard.checkpoint.files import has_file
 from fsdp_shard.checkpoint.formats import peft, registry
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.remote_url import here
@@ -29,10 +32,21 @@ def locate(path: str | os.PathLike[str], gguf_file: str | None = None, *, need_w
 
 
 def state_of(source: ModelSource) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of the last change (ns) of each file with weights, an adapter's own: of other weights that
-    lie there later, as of a run that has gone on, another list. Raises CheckpointError.
+    """Name, bytes and time of the last change (ns) of each file that says what the model is: weights, an adapter and
+    its base, config, tokenizer. Of what lies there later, as of a run that has gone on, another list.
+
+    Raises CheckpointError.
     """
-    with open_checkpoint(source.weights) as index:
-        names = sorted({piece.file for entry in index.tensors.values() for piece in entry.pieces})
-        found = [(name, (index.root / name).stat()) for name in names]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    places = [(source.weights, source.directory)]
+    if peft.recognise(source.weights):
+        base = locate(peft.base_of(source.weights))
+        places = [(source.weights, source.weights), (base.weights, base.directory)]
+    return [file for weights, side in places for file in _files(weights, side)]
+
+
+def _files(weights: Path, side: Path) -> list[tuple[str, int, int]]:
+    with open_checkpoint(weights) as index:
+        paths = [index.root / piece.file for entry in index.tensors.values() for piece in entry.pieces]
+    names = [*side_files(side), *([peft.CONFIG] if has_file(side, peft.CONFIG) else [])]
+    stats = [(path.name, path.stat()) for path in sorted({*paths, *(side / name for name in names)})]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

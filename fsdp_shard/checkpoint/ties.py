@@ -7,6 +7,7 @@ Only the model's config and class know, so they are asked, and only where it mat
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,22 @@ def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
         return {}
     names = tied_names(model)
     return {alias: kept for alias, kept in names.items() if kept in index.tensors and alias not in index.tensors}
+
+
+def with_own_head(index: TensorIndex, side: Path) -> TensorIndex:
+    """`index`, with an output head of its own where that shares its storage with an embedding and config.json does not
+    tie the two: transformers looks for both then.
+    """
+    head = "lm_head.weight"
+    if head not in index.aliases or not has_file(side, CONFIG):
+        return index
+    config = read_json(member(side, CONFIG))
+    if not isinstance(config, Mapping) or config.get("tie_word_embeddings") is not False:
+        return index
+    if _told_by_config(index, side) is None:
+        return index
+    tensors = {**index.tensors, head: index.entry(head)._replace(name=head)}
+    return replace(index, tensors=tensors, aliases={a: kept for a, kept in index.aliases.items() if a != head})
 
 
 def usual_ties(index: TensorIndex, side: Path) -> dict[str, str]:

@@ -6,16 +6,20 @@ Pure. The batches depend on the lengths and the batch size alone, so a run that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 _WINDOW_BATCHES = 16  # rows are written in input order: at most so many batches wait for an earlier prompt
 
 
-def windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[list[int]]]:
+def windows(lengths: Sequence[int], batch_size: int, *, equal: bool = False) -> Iterator[list[list[int]]]:
     """Batches of positions in `lengths`, longest first, a window at a time.
 
-    The longest first: if a batch does not fit in memory, that is known at once.
+    With `equal`, those of a batch are of one length, for models that read padding too. The longest come first: if a
+    batch does not fit in memory, that is known at once.
     """
     size = batch_size * _WINDOW_BATCHES
     for first in range(0, len(lengths), size):
         order = sorted(range(first, min(first + size, len(lengths))), key=lambda place: -lengths[place])
-        yield [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        alike = groupby(order, key=lambda place: lengths[place] if equal else 0)
+        runs = [list(places) for _, places in alike]
+        yield [run[start : start + batch_size] for run in runs for start in range(0, len(run), batch_size)]

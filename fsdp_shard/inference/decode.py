@@ -22,6 +22,9 @@ from fsdp_shard.memory import disk_bytes_read
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+# Of a model's own config: ways of decoding that need another model or give several answers.
+_OTHER_WAYS = ("prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "force_words_ids", "token_healing")
+
 OnText = Callable[[str], object]
 
 
@@ -120,6 +123,7 @@ class Decoder:
             attention_mask=mask,
             generation_config=self.config,
             stopping_criteria=StoppingCriteriaList([watch]),
+            tokenizer=self.tokenizer,  # asked for where the model's own config has stop_strings
             streamer=None if on_text is None else _Streamer(self.tokenizer, on_text),
             **({} if cache is None else {"past_key_values": cache}),
         )
@@ -147,12 +151,13 @@ def complete(
     single prompt.
     """
     share = share or Share()
-    for window in windows([len(ids) for ids in encoded], decoder.settings.batch_size):
+    lengths, reads_padding = [len(ids) for ids in encoded], bool(getattr(decoder.model, "_is_stateful", False))
+    for window in windows(lengths, decoder.settings.batch_size, equal=reads_padding):
         wanted = [batch for batch in window if max(batch) >= done]
         answers: dict[int, Answer] = {}
         for number, batch in enumerate(wanted):
             if number % share.num_groups == share.group:
-                torch.manual_seed(seed * 1_000_003 + min(batch))
+                torch.manual_seed((seed * 1_000_003 + min(batch)) % 2**63)
                 found = decoder.run([encoded[place] for place in batch], on_text)
                 answers.update(zip(batch, found, strict=True))
             if share.num_groups == 1:
@@ -177,7 +182,9 @@ def generation_config(
     config = copy.deepcopy(model.generation_config)
     assert config is not None, "encode refuses models that cannot generate"
     config.max_new_tokens, config.max_length, config.do_sample = settings.max_new_tokens, None, settings.do_sample
-    config.num_beams = settings.num_beams
+    config.num_beams, config.num_return_sequences = settings.num_beams, 1
+    for name in _OTHER_WAYS:
+        setattr(config, name, None)
     for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
         value = getattr(settings, name)
         if value is not None:
@@ -194,7 +201,7 @@ def generation_config(
         config.cache_implementation = "offloaded"
     if config.eos_token_id is None:
         config.eos_token_id = tokenizer.eos_token_id
-    if config.pad_token_id is None:
+    if config.pad_token_id is None or not 0 <= config.pad_token_id < model.config.get_text_config().vocab_size:
         config.pad_token_id = next((t for t in (tokenizer.pad_token_id, *_end_tokens(config)) if t is not None), 0)
     return config
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard import models
@@ -68,7 +69,8 @@ def load_dispatched(
         trust_remote_code,
     )
     check(settings)
-    source = locate(path)
+    # Blocks on disk are read as long as the model lives, whatever the working directory is then.
+    source = locate(Path(path).expanduser().absolute() if Path(path).expanduser().exists() else path)
     return dispatch(source, models.load_config(source, trust_remote_code), settings)
 
 

@@ -71,7 +71,7 @@ class OutputFile:
 
 def open_output(settings: GenerateSettings, run_dir: str, prompts: Sequence[Prompt], seed: int) -> OutputFile:
     """The file that `settings` name, or completions.jsonl in `run_dir`, with what it holds already."""
-    path = Path(settings.output or Path(run_dir) / "completions.jsonl")
+    path = Path(settings.output or Path(run_dir) / "completions.jsonl").expanduser()
     weights = state_of(locate(settings.checkpoint))
     return OutputFile(path, ingredients(settings, [prompt.text for prompt in prompts], seed, weights))
 

@@ -93,6 +93,8 @@ def _from_text(lines: Iterator[tuple[str, str]]) -> Iterator[Prompt]:
 def _checked(text: str, place: str) -> Prompt:
     if not text.strip():
         raise DataError(f"{place} is an empty prompt; give some text to go on from, or delete the line.")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise DataError(f"{place} has half of a surrogate pair (\\ud800 to \\udfff), which is no text.")
     return Prompt(text, place)
 
 

@@ -95,6 +95,8 @@ class Ring:
             return
         names = (name for name, _, _ in content.tensors)
         self.fill_all(list(zip(names, content.views(memory), strict=True)))
+        # Bytes were written behind torch's back: a backward pass that needs what was there before must not go on.
+        torch.autograd.graph.increment_version(memory)
 
 
 class GpuRing(Ring):

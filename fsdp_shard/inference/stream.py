@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import Lock, get_ident
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from fsdp_shard.errors import RunError
 from fsdp_shard.inference.ring import Buffer, Content, Ring
 
 
@@ -55,6 +57,8 @@ class BlockStream:
         self._follows: dict[int, int] = {}
         self._last: int | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._lock = Lock()
+        self._thread: int | None = None  # whose pass it is
 
     def add(self, block: StreamedBlock) -> None:
         """Stream `block` whenever its forward pass runs."""
@@ -62,15 +66,29 @@ class BlockStream:
         self._blocks.append(block)
         self._ring.num_bytes = max(self._ring.num_bytes, block.content.num_bytes)
 
-        def before(module: nn.Module, args: Any) -> None:
-            self._leave(number)  # in case that Ctrl-C ended the last pass, after which torch calls no hooks
-            self._enter(number)
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            _refuse_empty(module, [*args, *kwargs.values()])
+            with self._lock:
+                self._refuse_others()
+                self._leave(number)  # in case that Ctrl-C ended the last pass, after which torch calls no hooks
+                self._enter(number)
 
         def after(*_: Any) -> None:
-            self._leave(number)
+            with self._lock:
+                if self._thread == get_ident():
+                    self._leave(number)
 
-        block.module.register_forward_pre_hook(before)
+        block.module.register_forward_pre_hook(before, with_kwargs=True)
         block.module.register_forward_hook(after, always_call=True)  # a pass that raises gives its buffer back, too
+
+    def _refuse_others(self) -> None:
+        """The blocks of two passes at once would be more than there is room for, and get each other's memory."""
+        if self._shown and self._thread != get_ident():
+            raise RunError(
+                "Another thread runs this model, whose blocks are streamed: one pass at a time. Wait for it, or load "
+                "the model once for each thread."
+            )
+        self._thread = get_ident()
 
     def _enter(self, number: int) -> None:
         if self._last is not None:
@@ -139,6 +157,15 @@ class BlockStream:
         self._blocks[number].drop()
         if buffer is not None:
             self._ring.give(buffer)
+
+
+def _refuse_empty(module: nn.Module, inputs: Sequence[Any]) -> None:
+    if any(isinstance(value, Tensor) and value.is_meta for value in inputs):
+        raise RunError(
+            f"A {type(module).__name__} whose weights are streamed was handed an input without values: the model's "
+            f"code asks where these weights are, and between passes they are nowhere. Keep this block in memory, by a "
+            f"larger max_memory or a device_map that names it."
+        )
 
 
 def _load(block: StreamedBlock, ring: Ring, buffer: Buffer | None) -> None:

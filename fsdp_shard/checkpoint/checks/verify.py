@@ -101,6 +101,8 @@ class _Checkpoint:
 
     def check_alone(self) -> None:
         """The content, as far as it can be known."""
+        if self.index is not None and not self.index.tensors:
+            self.problems.append(Problem(f"{self.index.place} has no tensors.", ()))
         if self.index is not None and self.manifest is None:
             self._check_config(self.index)
         self.read((), searches=self.manifest is None)
