@@ -67,7 +67,7 @@ def generate(config: GenerateConfig, share: Share) -> None:
 
     written = {}
     if config.is_conversation:
-        num_prompts = converse(decoder, input, partial(print, end="", flush=True))
+        num_prompts = converse(decoder, input, partial(print, end="", flush=True), config.seed)
     else:
         output = open_output(config, config.run_dir, prompts, config.seed) if share.is_first else None
         num_prompts, done = len(prompts), share.agree(len(output.rows) if output else 0)

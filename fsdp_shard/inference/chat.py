@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 HELP = "/quit ends the conversation, /new begins another; Ctrl-C stops an answer"
 
 
-def converse(decoder: Decoder, ask: Callable[[str], str], say: Callable[[str], object]) -> int:
-    """Talk until `ask` (as `input`) raises EOFError or gives /quit; returns the number of answers."""
+def converse(decoder: Decoder, ask: Callable[[str], str], say: Callable[[str], object], seed: int = 0) -> int:
+    """Talk until `ask` (as `input`) raises EOFError or gives /quit; returns the number of answers.
+
+    What is drawn for an answer depends on `seed` and on how many were given before.
+    """
+    import torch
+
     from fsdp_shard.inference.turns import Turns
 
     say(f"{HELP}\n")
@@ -44,6 +49,7 @@ def converse(decoder: Decoder, ask: Callable[[str], str], say: Callable[[str], o
             say(f"there is no {text.split()[0]}; {HELP}\n")
         elif text:
             messages.append({"role": "user", "content": text})
+            torch.manual_seed((seed * 1_000_003 + num_answers) % 2**63)
             if (answer := _answer(decoder, messages, turns, say)) is None:
                 messages.pop()
                 continue

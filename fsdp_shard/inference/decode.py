@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,15 +119,16 @@ class Decoder:
             turns = None
         cache = None if turns is None else turns.take(batch[0])
         generate: Any = self.model.generate
-        output = generate(
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=self.config,
-            stopping_criteria=StoppingCriteriaList([watch]),
-            tokenizer=self.tokenizer,  # asked for where the model's own config has stop_strings
-            streamer=None if on_text is None else _Streamer(self.tokenizer, on_text),
-            **({} if cache is None else {"past_key_values": cache}),
-        )
+        with _own_config(self.model, self.config):
+            output = generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=self.config,
+                stopping_criteria=StoppingCriteriaList([watch]),
+                tokenizer=self.tokenizer,  # asked for where the model's own config has stop_strings
+                streamer=None if on_text is None else _Streamer(self.tokenizer, on_text),
+                **({} if cache is None else {"past_key_values": cache}),
+            )
         if turns is not None:
             turns.keep(output.sequences[0].tolist(), output.get("past_key_values"))
         ends, begin = set(_end_tokens(self.config)), 1 if is_pair else length
@@ -192,7 +194,7 @@ def generation_config(
         elif not settings.do_sample and name != "repetition_penalty":
             setattr(config, name, None)
     if settings.num_beams == 1:
-        config.length_penalty, config.early_stopping = 1.0, False  # None would be the model's own again
+        config.length_penalty = config.early_stopping = None
     config.return_dict_in_generate = True
     config.use_cache = settings.cache != "none"
     if settings.cache == "offloaded":
@@ -204,6 +206,16 @@ def generation_config(
     if config.pad_token_id is None or not 0 <= config.pad_token_id < model.config.get_text_config().vocab_size:
         config.pad_token_id = next((t for t in (tokenizer.pad_token_id, *_end_tokens(config)) if t is not None), 0)
     return config
+
+
+@contextmanager
+def _own_config(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Let `config` be the model's own while the block runs: `generate` takes from that what is None elsewhere."""
+    before, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 def _until_end(tokens: list[int], ends: set[int]) -> list[int]:

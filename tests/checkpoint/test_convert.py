@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import atomic, transfer
@@ -377,6 +378,48 @@ def test_overwrite_deletes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
     convert(source, target, overwrite=True, format="dcp")
     convert(source, target, overwrite=True)
     assert "model.safetensors" in names(target)
+
+
+def test_overwrite_deletes_no_file_that_it_does_not_write(tmp_path: Path, model_dir: Path) -> None:
+    bare, target = write_huggingface(tmp_path / "bare", {"w": torch.ones(2)}), tmp_path / "target"
+    convert(model_dir, target)
+    (target / "my_experiment.py").write_text("x")
+    with pytest.raises(CheckpointError, match=r"holds my_experiment\.py beside its weights"):
+        convert(model_dir, target, overwrite=True)
+    (target / "my_experiment.py").unlink()
+    convert(model_dir, target, overwrite=True)
+    with pytest.raises(CheckpointError, match=r"holds chat_template\.jinja, .* beside its weights"):
+        convert(bare, target, overwrite=True)
+    trained = tmp_path / "trained"
+    dcp.save(
+        {"model": {"w": torch.ones(2)}, "optimizer": {"state": {"w": torch.ones(2)}}},
+        checkpoint_id=trained,
+        no_dist=True,
+    )
+    with pytest.raises(CheckpointError, match=r"holds 1 optimizer tensors beside its weights"):
+        convert(bare, trained, overwrite=True)
+
+
+def test_a_target_that_cannot_take_the_name_is_refused_first(tmp_path: Path) -> None:
+    source = write_huggingface(tmp_path / "source", {"w": torch.ones(2)})
+    (tmp_path / "empty").mkdir()
+    for name, leads_to in (("link", "empty"), ("dangling", "gone")):
+        (tmp_path / name).symlink_to(tmp_path / leads_to)
+        with pytest.raises(CheckpointError, match=f"{name} is a link, whose name no directory can take"):
+            convert(source, tmp_path / name)
+
+
+def test_a_head_that_shares_its_storage_is_written_where_the_config_does_not_tie_it(tmp_path: Path) -> None:
+    model = llama(tied=False)
+    model.save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "model.safetensors").unlink()
+    state = dict(model.state_dict())
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    torch.save(state, tmp_path / "source" / "pytorch_model.bin")
+    convert(tmp_path / "source", tmp_path / "target")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert torch.equal(found.lm_head.weight, state["model.embed_tokens.weight"])
+    assert verify(tmp_path / "target", tmp_path / "source").is_sound
 
 
 @pytest.mark.parametrize("settings", [{}, {"format": "sharded", "ranks": 2}, {"format": "dcp"}])

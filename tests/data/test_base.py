@@ -10,6 +10,7 @@ import pytest
 
 from fsdp_shard import settings
 from fsdp_shard.data.base import DataConfig, cache_directory, check_data
+from fsdp_shard.data.sources import open_source
 from fsdp_shard.errors import ConfigError, DataError
 
 
@@ -25,6 +26,7 @@ def write(path: Path, content: str | bytes) -> str:
         ("a.txt", "some text"),
         ("a.md", "# text"),
         ("a.jsonl", '{"text": ""}\n{"text": null}\n{"text": "x"}\n'),
+        ("a.jsonl", '{"text": "\\ud83d\\ude00"}\n'),
         ("a.csv", 'text,n\n"one, two",1\n'),
     ],
 )
@@ -42,6 +44,7 @@ def test_good_files_pass(tmp_path: Path, name: str, content: str) -> None:
         ("a.jsonl", '{"texts": "x"}\n', "no column 'text'; it has texts (did you mean texts?)"),
         ("a.jsonl", '{"text": "x"\n', "line 1 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 is a JSON list"),
+        ("a.jsonl", '{"text": ""}\n{"text": "half \\ud83d"}\n', "line 2 has half of a surrogate pair"),
         ("a.jsonl", '\n{"text": ["x"]}\n', "line 2: column 'text' holds list"),
         ("a.csv", "", "is empty"),
         ("a.csv", "body\nx\n", "no column 'text'; it has body"),
@@ -96,6 +99,22 @@ def test_unknown_hub_name_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"data\.path=nobody/nothing is neither a file here nor a data set"):
         check_data(DataConfig(path="nobody/nothing"))
+
+
+@pytest.mark.parametrize(
+    "config", [DataConfig(path=""), DataConfig(path="", mixture={"a": {"path": None}})], ids=["", "null"]
+)
+def test_an_empty_path_is_no_directory(config: DataConfig) -> None:
+    with pytest.raises(DataError, match=r"path is empty; give a text file"):
+        check_data(config)
+
+
+def test_a_subset_is_of_what_is_on_the_hub(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "text")
+    open_source(DataConfig(path="owner/name", subset="raw", eval_path=path), held_out=True)
+    open_source(DataConfig(path=path, subset="raw", eval_path="owner/name"), held_out=False)
+    with pytest.raises(ConfigError, match=r"data\.subset=raw is for data sets on the hub"):
+        open_source(DataConfig(path=path, subset="raw", eval_path=path), held_out=True)
 
 
 @pytest.mark.parametrize("extra", [{"subset": "raw"}, {"split": "test"}])

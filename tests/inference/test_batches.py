@@ -19,3 +19,10 @@ def test_every_prompt_is_in_one_batch(lengths: list[int], batch_size: int) -> No
         assert [lengths[place] for place in flat] == sorted((lengths[place] for place in flat), reverse=True)
         assert all(0 < len(batch) <= batch_size for batch in window)
         first += len(flat)
+
+
+@given(st.lists(st.integers(1, 5), max_size=200), st.integers(1, 5))
+def test_batches_of_one_length(lengths: list[int], batch_size: int) -> None:
+    found = [batch for window in windows(lengths, batch_size, equal=True) for batch in window]
+    assert sorted(place for batch in found for place in batch) == list(range(len(lengths)))
+    assert all(len({lengths[place] for place in batch}) == 1 and len(batch) <= batch_size for batch in found)

@@ -164,6 +164,18 @@ def test_a_turn_computes_only_what_is_new(tiny_model: Path, wanted: str) -> None
     assert _said(without, *lines) == _said(decoder, *lines)
 
 
+def test_a_conversation_follows_its_seed(model: Any) -> None:
+    def said(seed: int) -> str:
+        parts: list[str] = []
+        lines = iter(["one", "two", "/quit"])
+        sampling = GenerationSettings(max_new_tokens=12, do_sample=True)
+        converse(Decoder(model, chatty(), sampling), lambda _: next(lines), parts.append, seed)
+        return "".join(parts)
+
+    assert said(1) == said(1) != said(2)
+    assert said(10**20), "a number of any size"
+
+
 def test_what_an_interruption_leaves_is_not_used(model: Any) -> None:
     decoder, fresh = Counted(model, cache="dynamic"), Counted(model, cache="dynamic")
     turns = Turns()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,6 +172,27 @@ def test_beams_are_asked_for_and_shown_when_whole(tiny_model: Path, model: PreTr
     assert str(room_for(batch, GenerationSettings(max_new_tokens=5, num_beams=3))).startswith(f"{3 * len(batch)} texts")
     with pytest.raises(ConfigError, match=r"output_scores=true does not go together with generation\.num_beams=3"):
         check(GenerateSettings("x", "a", generation=GenerationSettings(output_scores=True, num_beams=3)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_return_sequences": 3, "num_beams": 3},
+        {"pad_token_id": -1},
+        {"stop_strings": ["zz"]},
+        {"penalty_alpha": 0.6},
+    ],
+    ids=str,
+)
+def test_a_models_own_ways_do_not_end_the_run(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    batch = [TOKENIZER(prompt.text)["input_ids"] for prompt in PROMPTS]
+    expected = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4)).run(batch)
+    before = {name: getattr(model.generation_config, name) for name in given}
+    model.generation_config.update(**given)
+    try:
+        assert Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4)).run(batch) == expected
+    finally:
+        model.generation_config.update(**before)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "none"])

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.errors import RunError
 from fsdp_shard.inference import pages as pages_module
 from fsdp_shard.inference.after_prompts import _num_positions
 from fsdp_shard.inference.dispatch import load_dispatched
@@ -316,6 +317,58 @@ def test_what_follows_is_learnt() -> None:
     assert set(late[-6:]) == {3, 4, 5}
     assert recorder.run(1, 5, 0, 0, 2) == [1, 5, 0, 0, 2]
     assert len(recorder.ring._free) <= 3
+
+
+def test_one_pass_at_a_time() -> None:
+    """Two threads would get each other's memory: the second is told, and the first goes on."""
+    recorder, inside, told = Recorder(2, 1), threading.Event(), threading.Event()
+    refused: list[BaseException] = []
+
+    class Waiting(nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert told.wait(30)
+            return value
+
+    def other() -> None:
+        assert inside.wait(30)
+        try:
+            recorder.run(1)
+        except RunError as error:
+            refused.append(error)
+        told.set()
+
+    recorder.modules[0].register_forward_hook(lambda module, args, output: Waiting()(output), prepend=True)
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert recorder.run(0) == [0]
+    thread.join()
+    assert "one pass at a time" in str(refused[0])
+    inside.clear()
+    assert recorder.run(1, 0, 1) == [1, 0, 1]
+
+
+def test_an_input_without_values_is_refused() -> None:
+    recorder = Recorder(1, 0)
+    with pytest.raises(RunError, match="A Linear whose weights are streamed was handed an input without values"):
+        recorder.modules[0](torch.ones(1, 2, device="meta"))
+
+
+def test_a_backward_pass_through_memory_that_was_used_again_is_refused() -> None:
+    recorder = Recorder(2, 0)
+    value = torch.ones(1, 2, requires_grad=True)
+    output = recorder.modules[1](recorder.modules[0](value))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_another_working_directory_is_another_model(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(sources["whole"].parent)
+    model = load_dispatched("whole", "disk", dtype="bfloat16")
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(tokens(model), tokens(load_dispatched(sources["whole"], "cpu", dtype="bfloat16")))
 
 
 def test_a_fetch_that_fails_is_told_to_who_needs_it() -> None:

@@ -47,6 +47,7 @@ def test_both_kinds_of_files(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "a"}\n{"prompt" "b"}\n', r"line 2, is not JSON: Expecting ':' delimiter at column 11"),
         ("a.jsonl", '["a"]\n', "line 1, is not a row"),
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "line 2, is an empty prompt"),
+        ("a.jsonl", '{"prompt": "a \\ud83d"}\n', "line 1, has half of a surrogate pair"),
         ("a.txt", "a\n\nb\n", "line 2, is an empty prompt"),
         ("a.txt", "\n \n", "holds no prompts"),
         ("a.csv", "a\n", "must be a .jsonl file"),

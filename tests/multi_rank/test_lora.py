@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.merge import open_weights
+from fsdp_shard.checkpoint.source import locate, state_of
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.data.prepare import prepare
 from fsdp_shard.errors import CheckpointError
@@ -294,3 +297,35 @@ def test_an_adapter_is_read_where_the_hub_cache_keeps_it(runs: dict[str, Ended],
         (snapshot / name).symlink_to(f"../../blobs/{blob}")
     with open_weights(snapshot) as one, open_weights(step) as two:
         assert {n: one.digest(n) for n in one.names} == {n: two.digest(n) for n in two.names}
+
+
+def test_what_an_adapter_is_made_of_is_its_state(runs: dict[str, Ended], tmp_path: Path, tiny_model: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(tiny_model, base)
+    shutil.copytree(runs["fsdp2"].checkpoint, adapter, ignore=shutil.ignore_patterns("manifest.json", "optimizer"))
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(base)}
+    seen = []
+    for changed in (adapter / "adapter_config.json", base / "model.safetensors", base / "generation_config.json"):
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        os.utime(changed, ns=(0, len(seen)))
+        seen.append(state_of(locate(adapter)))
+    assert len({str(state) for state in seen}) == 3
+
+
+def test_square_layers_of_conv1d_are_merged_as_peft_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, tie_word_embeddings=False)
+    GPT2LMHeadModel(shape).save_pretrained(tmp_path / "base")
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(
+        r=2, target_modules=["c_attn", "c_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM",
+        base_model_name_or_path=str(tmp_path / "base"),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, settings)
+        adapted.save_pretrained(tmp_path / "adapter")
+        expected = adapted.merge_and_unload().state_dict()
+    with open_weights(tmp_path / "adapter") as index:
+        for name in ("transformer.h.0.attn.c_proj.weight", "transformer.h.0.attn.c_attn.weight", "lm_head.weight"):
+            torch.testing.assert_close(index.read(name), expected[name])

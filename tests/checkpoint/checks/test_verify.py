@@ -112,6 +112,8 @@ def test_without_a_manifest_structure_is_checked(tmp_path: Path) -> None:
     assert "F31" in verify(root).problems[0].message
     with pytest.raises(CheckpointError, match="does not exist"):
         verify(tmp_path / "gone")
+    empty = verify(write_huggingface(tmp_path / "empty", {}))
+    assert [problem.message for problem in empty.problems] == [f"{tmp_path / 'empty'} has no tensors."]
 
 
 def test_one_large_tensor_is_shared_by_threads_and_damage_is_joined(tmp_path: Path) -> None:
