@@ -192,9 +192,10 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
         config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
     except OmegaConfBaseException as error:
         raise explain(error, schema, overrides) from error
+    run_dir = os.path.expanduser(config.run_dir)  # a shell leaves the ~ of name=~/place to the program
     if number is not None:
-        config = dataclasses.replace(config, run_dir=str(Path(config.run_dir) / str(number)))
-    return Job(config, overrides)
+        run_dir = str(Path(run_dir) / str(number))
+    return Job(dataclasses.replace(config, run_dir=run_dir), overrides)
 
 
 def _let_others_stand_in(composed: Any) -> None:

@@ -213,6 +213,12 @@ def test_presets_of_the_user_go_before_shipped_ones(tmp_path: Path) -> None:
     assert _one("finetune", "experiment=small_cpu").train.steps == 60
 
 
+def test_the_home_directory_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _one("finetune", 'run_dir="~/one"').run_dir == f"{tmp_path}/one"
+    assert _one("finetune", "run_dir=s3://bucket/one").run_dir == "s3://bucket/one", "which is refused by its name"
+
+
 def test_a_sweep_is_one_job_for_each_combination_each_in_its_own_directory(tmp_path: Path) -> None:
     jobs = _compose("finetune", "train.steps=1,2", "-m", "shard=fsdp1,fsdp2", f"run_dir={tmp_path}/sweep")
     assert [(job.config.train.steps, type(job.config.shard)) for job in jobs] == [

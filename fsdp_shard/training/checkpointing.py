@@ -5,6 +5,7 @@ Saving is `saving`'s; how bytes lie on the disk is `checkpoint`'s.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,8 +66,7 @@ def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again:
                     f"resume=auto to go on from there."
                 )
         return None
-    if is_remote(resume):
-        resume = str(local_copy(resume))
+    resume = str(local_copy(resume)) if is_remote(resume) else os.path.expanduser(resume)
     if not Path(resume).exists():
         raise CheckpointError(f"resume={resume} does not exist; give a run directory, a step directory, auto or never.")
     for root in (Path(resume), Path(resume) / CHECKPOINTS):
