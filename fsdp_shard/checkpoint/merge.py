@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard import gguf_side
 from fsdp_shard.checkpoint.dtypes import CASTABLE, itemsize, to_torch
 from fsdp_shard.checkpoint.entries import Codec, Piece, TensorEntry
-from fsdp_shard.checkpoint.files import has_file, read_json
+from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.errors import CheckpointError
@@ -197,7 +197,7 @@ def _is_conv1d(base: TensorIndex, config: Mapping[str, Any], module: str) -> boo
     """
     told = bool(config.get("fan_in_fan_out"))
     side = base.side or base.root
-    document = read_json(side / "config.json") if has_file(side, "config.json") else {}
+    document = read_json(member(side, "config.json")) if has_file(side, "config.json") else {}
     kind = document.get("model_type") if isinstance(document, dict) else None
     return module.rpartition(".")[2] in _CONV1D_LAYERS if kind in _CONV1D_MODELS else told
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -203,7 +204,8 @@ def generation_config(
         config.cache_implementation = "offloaded"
     if config.eos_token_id is None:
         config.eos_token_id = tokenizer.eos_token_id
-    if config.pad_token_id is None or not 0 <= config.pad_token_id < model.config.get_text_config().vocab_size:
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or sys.maxsize
+    if config.pad_token_id is None or not 0 <= config.pad_token_id < vocabulary:
         config.pad_token_id = next((t for t in (tokenizer.pad_token_id, *_end_tokens(config)) if t is not None), 0)
     return config
 
