@@ -91,8 +91,8 @@ def part_of(param: nn.Parameter, *, writes: bool) -> LocalShard:
 
 
 def is_divided(param: DTensor) -> bool:
-    """Whether each tensor rank has a part of its own, and not the same as the others: norms, and biases of layers that
-    are cut by rows.
+    """Whether tensor ranks have different parts of it. Of norms, and of biases of layers that are cut by rows, each has
+    the same.
     """
     names = param.device_mesh.mesh_dim_names or ()
     return "tensor" in names and not param.placements[names.index("tensor")].is_replicate()

@@ -242,6 +242,20 @@ def test_a_finished_run_that_goes_on_is_not_finished(settings: list[str], tmp_pa
     assert not (tmp_path / "result.json").exists(), "what the shorter run came to is no longer so"
 
 
+def test_a_tokenizer_that_brings_its_own_code(tiny_model: Path, settings: list[str], tmp_path: Path) -> None:
+    """What the check before any rank reads, the ranks read too."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    told = json.loads((model / "tokenizer_config.json").read_text())
+    told |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(told))
+    given = [*settings, f"model.path={model}", "train.steps=1", "train.warmup_steps=0"]
+    ended = run_recipe("finetune", tmp_path / "run", *given, "model.trust_remote_code=true")
+    assert ended.status == 0, ended.err
+
+
 def test_parts_of_a_model_that_text_does_not_reach_have_no_state(settings: list[str], tmp_path: Path) -> None:
     """A multimodal model trained on text: what sees pictures never has a gradient, before and after a resume."""
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BartConfig,
     BertConfig,
@@ -33,6 +36,7 @@ from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
 from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.training.lora import inject
 from fsdp_shard.training.setup import check_model, data_task
 from tests.tiny import byte_tokenizer
 
@@ -143,3 +147,27 @@ def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:
         look(none)
     with pytest.raises(ModelError, match=r"num_labels=1 in its config\.json"):
         look(one)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "expected"),
+    [
+        (AutoModelForCausalLM, "causal_lm", "CAUSAL_LM"),
+        (AutoModelForSequenceClassification, "sequence_classification", "SEQ_CLS"),
+        (AutoModelForSeq2SeqLM, "seq2seq", "SEQ_2_SEQ_LM"),
+        (AutoModelForMaskedLM, "masked_lm", None),
+    ],
+)
+def test_adapters_are_saved_for_pefts_class_of_the_task(kind: Any, task: str, expected: str | None) -> None:
+    config: PretrainedConfig = LlamaConfig(**SIZES, intermediate_size=8)
+    if task == "seq2seq":
+        config = BartConfig(
+            d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8, decoder_ffn_dim=8, vocab_size=9
+        )
+    if task == "masked_lm":
+        config = BertConfig(**SIZES, intermediate_size=8)
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    adapter, _ = inject(model, LoraConfig(), "base", {}, task)
+    assert json.loads(adapter.side_files()["adapter_config.json"])["task_type"] == expected
+    assert not any("modules_to_save" in name for name, _ in model.named_parameters())
