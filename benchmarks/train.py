@@ -7,8 +7,8 @@ Llama of 101 M parameters is always there, made once in `--work`; `--model` adds
 window each a step, fp32 and bf16. Two things are measured:
 
 - tokens a second: our loop and bare ones with the same `fully_shard` calls take turns (`train_sides.py`);
-- from the command to the first step, and to its end: whole programs, ours and those of others (`train_peers.py`), each
-  once in each round. What such a program really ran, sharded or not, is looked at and printed; one that fails says why.
+- from the command to the first step, and to its end: whole programs, ours and each of others (`train_peers.py`) in
+  turns. What such a program really ran, sharded or not, is looked at and printed; one that fails says why.
 
 Targets are those of the issue that asked for this. `--quick` runs it all on a tiny model, where figures mean nothing.
 """
@@ -41,6 +41,7 @@ PEERS = {
     "trainer_accelerate": "Trainer, accelerate's FSDP2",
     "fabric": "Lightning Fabric",
 }
+PROGRAM_STEPS = 3  # of a whole program: the way to the first is what is asked for
 OTHERS = ("bare", "bare, torch's loss", "DDP")
 QUICK = {"sequence_length": 16, "rounds": 1, "steps": 1, "dtypes": ["float32"]}
 
@@ -61,6 +62,9 @@ class Program:
             f"{self.first_step:7.2f} s to the first step, {self.first_step_end:7.2f} s to its end, "
             f"{self.tokens_per_second:10,.1f} tokens/s ({self.what})"
         )
+
+
+Pair = tuple[Program, Program]  # ours, and another's
 
 
 @dataclass(frozen=True)
@@ -102,31 +106,38 @@ class Bench:
                 losses[side] = found["loss"]
         return {"seconds": seconds, "losses": losses}
 
-    def programs(self, model: Path, text: Path, dtype: str) -> dict[str, Program | str]:
-        """Every program, once in each round; a text instead says why one does not run."""
-        found: dict[str, list[Program]] = {}
-        failed: dict[str, str] = {}
-        for _ in range(self.rounds):
-            for name in ["ours", *(PEERS if self.with_peers else ["bare"])]:
-                if name not in failed:
-                    try:
-                        found.setdefault(name, []).append(self._program(name, model, text, dtype))
-                    except RuntimeError as error:
-                        failed[name] = str(error)
-        medians = {name: _median(programs) for name, programs in found.items() if name not in failed}
-        return {**medians, **failed}
+    def programs(self, model: Path, text: Path, dtype: str) -> dict[str, list[Pair] | str]:
+        """Of each other program, in each round, ours and theirs, one right after the other: a machine's speed changes
+        within minutes. A text instead says why one does not run.
+        """
+        found: dict[str, list[Pair] | str] = {}
+        for name in PEERS if self.with_peers else ["bare"]:
+            try:
+                found[name] = [self._pair(name, model, text, dtype, number) for number in range(self.rounds)]
+            except RuntimeError as error:
+                found[name] = str(error)
+        return found
+
+    def _pair(self, name: str, model: Path, text: Path, dtype: str, number: int) -> Pair:
+        sides = (name, "ours") if number % 2 else ("ours", name)
+        ran = {side: self._program(side, model, text, dtype) for side in sides}
+        return ran["ours"], ran[name]
 
     def _program(self, name: str, model: Path, text: Path, dtype: str) -> Program:
-        steps = self.steps + 2
         with tempfile.TemporaryDirectory(dir=self.work) as directory:
             if name == "ours":
                 log = Path(directory) / "run" / "metrics.jsonl"
-                command = self._ours(model, text, dtype, steps, Path(directory))
+                command = self._ours(model, text, dtype, Path(directory))
             else:
                 log = Path(directory) / "steps.jsonl"
-                words = (name, str(model), str(text), dtype, str(self.sequence_length), str(steps), str(log))
+                words = (name, str(model), str(text), dtype, str(self.sequence_length), str(PROGRAM_STEPS), str(log))
                 command = _ranks("train_peers.py", *words)
-            first_step, first_step_end, said = _watch(command, log)
+            try:
+                first_step, first_step_end, said = _watch(command, log)
+            except RuntimeError as error:
+                if name == "ours":
+                    raise SystemExit(f"our own command failed: {error}") from error
+                raise
             rows = [json.loads(line) for line in log.read_text().splitlines()]
         seconds = statistics.median(row["step_seconds"] for row in rows[1:])
         lines = [line for line in said.splitlines() if line.startswith('{"sharded"')]
@@ -140,12 +151,17 @@ class Bench:
         )
         return Program(first_step, first_step_end, self.tokens / seconds, what)
 
-    def _ours(self, model: Path, text: Path, dtype: str, steps: int, directory: Path) -> list[str]:
+    def _ours(self, model: Path, text: Path, dtype: str, directory: Path) -> list[str]:
         return [
             *(PYTHON, "-m", "fsdp_shard", "finetune", f"model.path={model}", f"data.path={text}"),
             *(f"run_dir={directory / 'run'}", f"data.cache_dir={directory / 'tokens'}", "checkpoint.optimizer=false"),
             *(f"data.sequence_length={self.sequence_length}", f"train.global_batch_size={RANKS}", "optim.lr=1e-5"),
-            *(f"train.steps={steps}", f"launch.ranks={RANKS}", "launch.device=cpu", f"shard.param_dtype={dtype}"),
+            *(
+                f"train.steps={PROGRAM_STEPS}",
+                f"launch.ranks={RANKS}",
+                "launch.device=cpu",
+                f"shard.param_dtype={dtype}",
+            ),
         ]
 
 
@@ -215,22 +231,22 @@ def tokens(bench: Bench, name: str, found: dict[str, Any]) -> Iterator[Row]:
             )
 
 
-def starts(name: str, found: dict[str, Program | str]) -> Iterator[Row]:
-    """From the command to the first step and to its end, ours over each other's.
+def starts(name: str, found: dict[str, list[Pair] | str]) -> Iterator[Row]:
+    """From the command to the first step and to its end, ours over each other's: the median of the pairs' ratios.
 
     The step itself takes all of them about as long: what is asked for is the way to it.
     """
-    for side, program in found.items():
-        told = f"does not run here: {program}" if isinstance(program, str) else str(program)
-        print(f"  {PEERS.get(side, side):<28} {told}", flush=True)
-    ours = found["ours"]
-    if isinstance(ours, str):
-        raise SystemExit(f"our own command failed: {ours}")
-    for side, program in found.items():
-        if side != "ours" and isinstance(program, Program):
-            limit = None if side == "bare" else 0.6
-            yield Row(f"{name}: to first step, ours / {PEERS[side]}", ours.first_step / program.first_step, limit=limit)
-            yield Row(f"{name}: to its end, ours / {PEERS[side]}", ours.first_step_end / program.first_step_end)
+    for side, pairs in found.items():
+        if isinstance(pairs, str):
+            print(f"  {PEERS[side]:<28} does not run here: {pairs}", flush=True)
+            continue
+        ours, theirs = (_median(programs) for programs in zip(*pairs, strict=True))
+        print(f"  {PEERS[side]:<28} {theirs}", flush=True)
+        print(f"  {'ours beside it':<28} {ours}", flush=True)
+        first = statistics.median(mine.first_step / other.first_step for mine, other in pairs)
+        end = statistics.median(mine.first_step_end / other.first_step_end for mine, other in pairs)
+        yield Row(f"{name}: to first step, ours / {PEERS[side]}", first, limit=None if side == "bare" else 0.6)
+        yield Row(f"{name}: to its end, ours / {PEERS[side]}", end)
 
 
 def main() -> None:
@@ -239,7 +255,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a Llama to train beside the random one, such as SmolLM2-135M")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a rank and step (default 256)")
     parser.add_argument("--rounds", type=int, default=8, help="rounds, of which the median counts (default 8)")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each side in a round (default 4)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each loop in a round (default 4)")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="*", default=["tokens", "starts"], choices=["tokens", "starts"])
     parser.add_argument("--loops", nargs="*", default=OTHERS, choices=OTHERS, help="loops that take turns with ours")

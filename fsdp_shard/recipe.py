@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from fsdp_shard.beside import call_beside
 from fsdp_shard.checkpoint.remote_url import refuse_remote
 from fsdp_shard.config.base import RunConfig, command_of, is_used
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
@@ -109,7 +110,10 @@ def _prepare(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
     """The jobs, checked. Nothing is loaded where there is nothing to do."""
     from fsdp_shard.compose import compose
 
-    jobs = compose(schema, [argument for argument in arguments if argument != "--debug"], program)
+    def composed() -> list[Job[C]]:
+        return compose(schema, [argument for argument in arguments if argument != "--debug"], program)
+
+    jobs = call_beside(composed, meanwhile=find) if _is_plain(arguments) else composed()
     for job in jobs:
         job.config.debug |= "--debug" in arguments
     if joined_rank() == 0:
@@ -118,6 +122,12 @@ def _prepare(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
     for job in jobs:
         _check(find(), job.config)
     return jobs
+
+
+def _is_plain(arguments: Sequence[str]) -> bool:
+    """Whether it is all but certain that the recipe will be needed, and takes long to load."""
+    asks = any(argument.startswith("-") for argument in arguments) or wants_debug(arguments)
+    return not asks and "torch" not in sys.modules
 
 
 @contextmanager

@@ -16,7 +16,7 @@ _PACKAGE = _ROOT / "fsdp_shard"
 # From the bottom up. Modules on one line never import each other; packages count as one.
 _LAYERS = (
     ("redact", "user_cache"),
-    ("errors", "results", "memory", "transformers_cache"),
+    ("errors", "results", "memory", "transformers_cache", "beside"),
     ("settings", "sizes", "signals"),
     ("shards", "gguf_side", "codes"),
     ("blocks", "models", "distributed", "quantised"),

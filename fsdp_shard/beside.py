@@ -1,0 +1,93 @@
+"""Two things at once as a program begins: a call in a process forked for it, while imports go on in this one.
+
+Imports keep one core busy for seconds, and the interpreter's lock lets no thread use another. Knows nothing of configs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def call_beside(function: Callable[[], T], meanwhile: Callable[[], object]) -> T:
+    """What `function()` returns or raises, computed in a process of its own while `meanwhile()` runs here.
+
+    `meanwhile` is cut short as soon as the function has raised. To be called in the main thread, and before there are
+    others. What cannot be sent from there, or comes from nowhere as a process was killed, is computed here.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return function()
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_call, args=(function, sender), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        assert process.pid is not None
+        _until_failed(meanwhile, process.pid)
+        told: tuple[T, Exception | None] | None = _received(receiver)
+    finally:
+        receiver.close()
+        process.join()
+    if told is None:
+        return function()
+    result, error = told
+    if error is not None:
+        raise error
+    return result
+
+
+def _received(receiver: Connection) -> Any:
+    """What was sent, or None when nothing was."""
+    try:
+        return receiver.recv()
+    except EOFError:
+        return None
+
+
+def _call(function: Callable[[], T], sender: Connection) -> None:
+    """The process: sends what the function returned and what it raised, and fails if it has raised."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # its parent hears of them too, and is the one to speak
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as raised:
+        error = raised
+    with suppress(Exception):  # of what cannot be pickled nothing comes, and the parent sees for itself
+        sender.send((result, error))
+    sys.exit(error is not None)
+
+
+class _Failed(BaseException):
+    """What is done meanwhile is not needed any more. Imports catch any Exception here and there, and so not this."""
+
+
+def _until_failed(meanwhile: Callable[[], object], pid: int) -> None:
+    """Call `meanwhile()` to its end, or until the process has failed."""
+    heard = False
+
+    def look(*_: object) -> None:
+        nonlocal heard
+        ended = None if heard else os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and ended.si_status:
+            heard = True
+            raise _Failed
+
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        with suppress(_Failed):
+            look()  # it may have failed before anyone listened
+            meanwhile()
+            heard = True
+    finally:
+        heard = True
+        signal.signal(signal.SIGCHLD, before)
