@@ -253,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="directory for models and runs; models are kept")
     parser.add_argument("--model", type=Path, help="a Llama to train beside the random one, such as SmolLM2-135M")
+    parser.add_argument("--only-model", action="store_true", help="leave the random Llama out")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens a rank and step (default 256)")
     parser.add_argument("--rounds", type=int, default=8, help="rounds, of which the median counts (default 8)")
     parser.add_argument("--steps", type=int, default=4, help="steps of each loop in a round (default 4)")
@@ -275,7 +276,9 @@ def main() -> None:
         tuple(options.loops),
     )
     llama = bench.llama(64, 2, 512) if options.quick else bench.llama(768, 9, 49_152)
-    models = {"Llama": llama, **({options.model.name: options.model.resolve()} if options.model else {})}
+    models = {} if options.only_model else {"Llama": llama}
+    if options.model:
+        models[options.model.name] = options.model.resolve()
     rows: list[Row] = []
     with kept_memory(1e7 if options.quick else 12e9):
         for model, path in models.items():

@@ -139,11 +139,11 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     units = plan_units(model, run.shard)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    itemsizes = {name: param.element_size() for name, param in model.named_parameters()}
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
     kept, problem = _kept_bytes(config, run)
     unsharded = run.shard.unsharded_bytes(units, run.num_shards, accumulates=_num_micro_batches(run) > 1)
     unsharded += scratch_bytes(model, itemsize(run.shard.param_dtype))
-    states = _state_bytes(run.shard.shares(shapes, units, run.num_shards), shapes, trained, itemsizes, run)
+    states = _state_bytes(run.shard.shares(shapes, units, run.num_shards), shapes, trained, dtypes, run)
     per_rank = []
     for rank in range(run.num_ranks):
         parameters, gradients, optimizer = states[rank % run.num_shards]
@@ -177,12 +177,11 @@ def _state_bytes(
     shares: Sequence[Mapping[str, Shape]],
     shapes: Mapping[str, Shape],
     trained: Collection[str],
-    itemsizes: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype],
     run: PlannedRun,
 ) -> list[tuple[int, int, int]]:
     """(bytes of parameters, of gradients, of optimizer state) of each shard; equal shards are looked at once."""
     known: dict[tuple[object, ...], tuple[int, int, int]] = {}
-    dtype = getattr(torch, run.model.dtype)
     sizes = []
     sizes_by_name = {name: torch.Size(shapes[name]).numel() for name in trained}
     for share, owned in zip(shares, assign_owners(sizes_by_name, len(shares)), strict=True):
@@ -190,10 +189,10 @@ def _state_bytes(
         updated = {name: shapes[name] for name in owned} if run.optim.needs_whole else local
         if (key := (tuple(share.items()), tuple(updated))) not in known:
             held, mine = (
-                sum(torch.Size(s).numel() * itemsizes.get(name, dtype.itemsize) for name, s in part.items())
+                sum(torch.Size(s).numel() * dtypes[name].itemsize for name, s in part.items())
                 for part in (share, local)
             )
-            known[key] = held, mine, optimizer_bytes(run.optim, updated, shapes, dtype) if updated else 0
+            known[key] = held, mine, optimizer_bytes(run.optim, updated, shapes, dtypes) if updated else 0
         sizes.append(known[key])
     return sizes
 

@@ -13,12 +13,15 @@ from fsdp_shard.training.base import OptimConfig
 
 
 def optimizer_bytes(
-    optim: OptimConfig, local: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    optim: OptimConfig,
+    local: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
 ) -> int:
     """State of `optim` for what this rank updates: parameters of shape `local`, whose logical shapes are `shapes`."""
     _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao makes its tables at first use, from values
     with FakeTensorMode():
-        params = {name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, shape in local.items()}
+        params = {name: nn.Parameter(torch.empty(shape, dtype=dtypes[name])) for name, shape in local.items()}
         optimizer = _step(optim, params, shapes)
         return sum(_num_bytes(value) for state in optimizer.state.values() for value in state.values())
 

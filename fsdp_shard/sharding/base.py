@@ -177,6 +177,21 @@ class ShardConfig:
 
         check_backend(self.compile)
         plan_units(model, self)
+        self._check_recomputed(model)
+
+    def _check_recomputed(self, model: nn.Module) -> None:
+        from fsdp_shard.blocks import no_split_blocks
+        from fsdp_shard.sharding.activations import recomputed_fqns
+
+        kind = self.activation_checkpointing
+        if kind in (False, "none"):
+            return
+        repeated = [block.fqn for block in no_split_blocks(model, self.blocks) if block.repeated]
+        if not recomputed_fqns(repeated, kind):
+            raise ConfigError(
+                f"shard.activation_checkpointing={kind} would do nothing, as {type(model).__name__} has "
+                f"{len(repeated)} repeated blocks."
+            )
 
     def check_dtypes(self, model: nn.Module) -> None:
         """Raise ConfigError when parameters that this wrapper keeps together have several dtypes: those of a unit,

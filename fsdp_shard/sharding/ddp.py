@@ -49,6 +49,11 @@ class DdpConfig(ShardConfig):
     sync_every_micro_batch: bool = setting(
         False, "Reduce gradients after every micro batch, which here costs time and saves nothing."
     )
+    find_unused_parameters: bool = setting(
+        False,
+        "Look in each step for parameters without a gradient, as a model has that sees pictures and is given text; "
+        "without it torch ends such a run in its second step.",
+    )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
@@ -96,7 +101,11 @@ class DdpConfig(ShardConfig):
         model.apply(empty_parameters(context.device)).to(context.device)
         # Every rank reads the same weights, so nothing is sent at the start.
         wrapped = DistributedDataParallel(
-            model, init_sync=False, forward_sync_buffers=False, gradient_as_bucket_view=True
+            model,
+            init_sync=False,
+            forward_sync_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self.find_unused_parameters,
         )
         return DdpModel(wrapped, context)
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -98,6 +98,7 @@ def inject(
 
     stored = {id(tensor): names[name] for name, tensor in model.state_dict(keep_vars=True).items() if name in names}
     _refuse_tied(model, config)
+    names_before = [name for name, _ in model.named_modules()]
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it, so it may be any number
@@ -115,7 +116,7 @@ def inject(
             peft.inject_adapter_in_model(settings, model, _NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {str(error).splitlines()[0]}") from error
-    _refuse_unfound(model, config)
+    _refuse_unfound(model, config, names_before)
     now = model.state_dict(keep_vars=True)
     filled = {name: stored[id(tensor)] for name, tensor in now.items() if id(tensor) in stored}
     for name in now:
@@ -235,8 +236,11 @@ def _refuse_tied(model: PreTrainedModel, config: LoraConfig) -> None:
             )
 
 
-def _refuse_unfound(model: PreTrainedModel, config: LoraConfig) -> None:
-    """peft is content when any target module is there, and ignores modules to save that are not."""
+def _refuse_unfound(model: PreTrainedModel, config: LoraConfig, modules: Sequence[str]) -> None:
+    """peft is content when any target module is there, and ignores modules to save, or not to adapt, that are not.
+
+    `modules` are the names of those that the model had before.
+    """
     found = [name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name]
     found += [
         name.partition(".lora_embedding_A")[0] for name, _ in model.named_parameters() if ".lora_embedding_A" in name
@@ -247,6 +251,7 @@ def _refuse_unfound(model: PreTrainedModel, config: LoraConfig) -> None:
     for setting, wanted, there in (
         ("target_modules", config.target_modules, found),
         ("modules_to_save", config.modules_to_save, saved),
+        ("exclude_modules", config.exclude_modules, modules),
     ):
         for part in wanted:
             if not any(name == part or name.endswith(f".{part}") for name in there):

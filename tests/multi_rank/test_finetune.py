@@ -281,6 +281,9 @@ def test_parts_of_a_model_that_text_does_not_reach_have_no_state(settings: list[
         assert not any("vision" in name or "projector" in name for name in index.names)
     other = run_recipe("finetune", tmp_path / "other", *given, half, "optim=sgd")
     assert (other.status, "saved by another optimizer" in other.err) == (2, True), other.err
+    copied = run_recipe("finetune", tmp_path / "ddp", *given, "shard=ddp", "shard.find_unused_parameters=true")
+    assert copied.status == 0, copied.err
+    assert copied.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "fp32"])

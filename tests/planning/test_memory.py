@@ -92,7 +92,7 @@ def test_the_optimizer_has_what_the_real_one_has(option: str) -> None:
     optimizer = config.build(params, shapes)
     optimizer.step()
     real = sum(v.nbytes for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
-    assert optimizer_bytes(config, shapes, shapes, torch.float32) == real
+    assert optimizer_bytes(config, shapes, shapes, dict.fromkeys(shapes, torch.float32)) == real
     assert plan(optim=config).per_rank[0].optimizer_bytes == real
     ranks = plan(optim=config, num_ranks=2).per_rank
     assert sum(rank.optimizer_bytes for rank in ranks) == pytest.approx(real, abs=4 * len(params))  # steps are twice
@@ -101,7 +101,10 @@ def test_the_optimizer_has_what_the_real_one_has(option: str) -> None:
 def test_8_bit_state_counts_in_8_bits() -> None:
     pytest.importorskip("torchao")
     shapes = {"weight": (64, 128)}
-    in_full, quantised = (optimizer_bytes(c, shapes, shapes, torch.float32) for c in (AdamWConfig(), AdamW8bitConfig()))
+    in_full, quantised = (
+        optimizer_bytes(c, shapes, shapes, dict.fromkeys(shapes, torch.float32))
+        for c in (AdamWConfig(), AdamW8bitConfig())
+    )
     assert in_full == 2 * 4 * 64 * 128 + 4
     tables = 2 * 256 * 4
     assert quantised == 2 * (64 * 128 + 4 * 64 * 128 // 256) + tables + 4

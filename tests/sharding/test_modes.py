@@ -147,6 +147,14 @@ def test_units_are_gathered_as_far_ahead_as_asked() -> None:
     assert backward == [0, 0, *[1] * (len(backward) - 2)]
 
 
+def test_activations_that_nothing_would_recompute_are_refused() -> None:
+    Fsdp2Config(activation_checkpointing=2).check_model(llama(layers=2))
+    with pytest.raises(
+        ConfigError, match="activation_checkpointing=3 would do nothing, as LlamaForCausalLM has 2 repeated"
+    ):
+        Fsdp2Config(activation_checkpointing=3).check_model(llama(layers=2))
+
+
 class Calls(TorchDispatchMode):
     """Counts operators."""
 
