@@ -182,6 +182,7 @@ def _state_bytes(
 ) -> list[tuple[int, int, int]]:
     """(bytes of parameters, of gradients, of optimizer state) of each shard; equal shards are looked at once."""
     known: dict[tuple[object, ...], tuple[int, int, int]] = {}
+    padding = getattr(torch, run.model.dtype)
     sizes = []
     sizes_by_name = {name: torch.Size(shapes[name]).numel() for name in trained}
     for share, owned in zip(shares, assign_owners(sizes_by_name, len(shares)), strict=True):
@@ -189,7 +190,7 @@ def _state_bytes(
         updated = {name: shapes[name] for name in owned} if run.optim.needs_whole else local
         if (key := (tuple(share.items()), tuple(updated))) not in known:
             held, mine = (
-                sum(torch.Size(s).numel() * dtypes[name].itemsize for name, s in part.items())
+                sum(torch.Size(s).numel() * dtypes.get(name, padding).itemsize for name, s in part.items())
                 for part in (share, local)
             )
             known[key] = held, mine, optimizer_bytes(run.optim, updated, shapes, dtypes) if updated else 0
