@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from tests.tiny import save_model
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 # Forked ranks must not inherit a pool of OpenMP threads that does not exist on their side.
 torch.set_num_threads(1)

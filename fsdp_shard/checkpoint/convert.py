@@ -7,6 +7,7 @@ appears complete or not at all.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -171,7 +172,7 @@ def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:
 def _write(index: TensorIndex, plan: ConversionPlan, root: Path, *, verify: bool, sync: bool) -> None:
     """Fill the temporary directory `root`."""
     total = sum(move.target.num_bytes for move in plan.moves) * (2 if verify else 1)
-    source = read_manifest(index.root) if index.root.is_dir() else None
+    source = read_manifest(index.root) if index.file is None and index.root.is_dir() else None  # it is of a directory
     expected = {name: record.chunks for name, record in source.tensors.items()} if source else {}
     # The manifest is of what is stored: not of what an adapter makes of it.
     changed = {name for name, entry in index.tensors.items() if any(piece.codec for piece in entry.pieces)}
@@ -227,6 +228,11 @@ def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:
 def _check_target(target: Path, index: TensorIndex, overwrite: bool) -> None:
     """Refuse a target that would destroy something, or that `overwrite` was not given for."""
     atomic.recover(target)
+    part = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", index.file.name if index.file else "")
+    if part is not None and int(part[1]) > 1:
+        raise CheckpointError(
+            f"{index.file} is one of {int(part[1])} files that hold a model together; give their directory."
+        )
     if index.root.resolve().is_relative_to(target.resolve()) and index.root.resolve() != target.resolve():
         raise CheckpointError(f"{target} contains the source {index.root}; give another target.")
     if target.is_symlink() or os.path.ismount(target):

@@ -110,7 +110,7 @@ def _describe(index: TensorIndex, pattern: str) -> Description:
         by_dtype[dtypes.torch_name(entry.dtype)] += entry.num_bytes
     files = _files(index)
     mean = sum(file.num_bytes for file in files) / len(files) if files else 0
-    manifest = read_manifest(index.root) if index.root.is_dir() else None
+    manifest = read_manifest(index.root) if index.file is None and index.root.is_dir() else None
     layout = manifest.layout if manifest else "gathered"
     return Description(
         path=str(index.place),

@@ -19,6 +19,7 @@ from fsdp_shard.checkpoint.dtypes import CASTABLE, itemsize, to_torch
 from fsdp_shard.checkpoint.entries import Codec, Piece, TensorEntry
 from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.checkpoint.formats import peft
+from fsdp_shard.checkpoint.fqns import ADAPTER
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.errors import CheckpointError
 
@@ -75,6 +76,15 @@ def open_weights(path: str | Path, base: str | Path | None = None) -> TensorInde
             f"{index.root} is an adapter of {named}, which is an adapter itself; convert that one to a model first."
         )
     return _merge(index, below)
+
+
+def refuse_adapter_beside(index: TensorIndex) -> None:
+    """Raise CheckpointError where a state dict holds a base and LoRA beside it: the base alone is another model."""
+    if ADAPTER in index.extras:
+        raise CheckpointError(
+            f"{index.place} holds {index.extras[ADAPTER].num_tensors} tensors of an adapter beside the weights of its "
+            f"base, which alone are another model; merge the two with peft, or save the adapter by its save_pretrained."
+        )
 
 
 @dataclass

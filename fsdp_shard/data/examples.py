@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -116,12 +116,10 @@ def encode_source(
 
 def encode_rows(rows: list[Row], kind: Kind, tokenizer: PreTrainedTokenizerBase) -> list[list[Example]]:
     """The examples of each of `rows`; none of a row in which nothing is to be predicted."""
-    encoded = iter(kind.encode(usable, tokenizer) if (usable := [r for r, ok in _checked(rows, kind) if ok]) else [])
-    return [next(encoded) if ok else [] for _, ok in _checked(rows, kind)]
-
-
-def _checked(rows: list[Row], kind: Kind) -> list[tuple[Row, bool]]:
-    return [(row, kind.check_row(row)) for row in rows]
+    are_usable = [kind.check_row(row) for row in rows]
+    usable = list(compress(rows, are_usable))
+    encoded = iter(kind.encode(usable, tokenizer) if usable else [])
+    return [next(encoded) if is_usable else [] for is_usable in are_usable]
 
 
 @dataclass
@@ -182,7 +180,7 @@ def _write(
     if not writer.num_examples:
         raise DataError(f"{what} has nothing to train on: none of its {writer.num_rows} rows has a word to predict.")
     classes = _sort_classes(temporary / "labels.bin", writer.classes)
-    writer.digest.update(json.dumps([writer.dtype, classes]).encode())
+    writer.digest.update(json.dumps([writer.dtype, list(writer.classes)]).encode())
     meta = ExampleFile(
         directory=str(temporary),
         dtype=writer.dtype,

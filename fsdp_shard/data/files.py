@@ -51,8 +51,12 @@ def _put_in_place(temporary: Path, directory: Path, read: Callable[[Path], Any])
     """Rename, unless another run was faster; a damaged leftover in the way is removed."""
     if directory.exists() and read(directory) is None:
         shutil.rmtree(directory, ignore_errors=True)
+    os.umask(umask := os.umask(0))
     try:
+        temporary.chmod(0o777 & ~umask)  # made for its owner alone, and others may share the cache
         temporary.rename(directory)
-    except OSError:
+    except OSError as error:
         if read(directory) is None:
-            raise
+            raise DataError(
+                f"{directory} of the token cache cannot be replaced ({error}); set data.cache_dir."
+            ) from error

@@ -51,7 +51,7 @@ class Seq2SeqRows(RowDataset):
         starts = np.full((len(labels), 1), self.decoder_start)
         shifted = np.concatenate([starts, np.where(labels == MASKED, self.decoder_start, labels)[:, :-1]], axis=1)
         input_ids, attention_mask = padded(sources, self.sequence_length, self.padding)
-        return Batch(input_ids, labels, {"attention_mask": attention_mask, "decoder_input_ids": shifted})
+        return Batch(input_ids, labels, {"attention_mask": attention_mask, "decoder_input_ids": shifted}, self.padding)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class LabelledRows(RowDataset):
             texts.append(shortened(ids, self.sequence_length, self.examples.keeps_last))
             labels.append(MASKED if index is None else self.numbers[int(self.examples.labels[index])])
         input_ids, attention_mask = padded(texts, self.sequence_length, self.padding)
-        return Batch(input_ids, np.asarray(labels, np.int64), {"attention_mask": attention_mask})
+        return Batch(input_ids, np.asarray(labels, np.int64), {"attention_mask": attention_mask}, self.padding)
 
 
 def padded(

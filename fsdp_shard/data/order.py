@@ -10,7 +10,8 @@ The permutation is the stable argsort of raw Philox output (Salmon et al., Paral
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +29,17 @@ def sample_indices(seed: int, num_samples: int, first: int, count: int) -> npt.N
     return np.concatenate(pieces)
 
 
-@lru_cache(maxsize=2)
 def epoch_order(seed: int, num_samples: int, epoch: int) -> npt.NDArray[np.int64]:
     """The permutation [num_samples] of one epoch; kept for the next call, so it is read-only."""
+    return _orders(seed, num_samples)(epoch)
+
+
+@lru_cache(maxsize=64)  # of as many sources of a mixture, each asked for in turn
+def _orders(seed: int, num_samples: int) -> Callable[[int], npt.NDArray[np.int64]]:
+    return lru_cache(maxsize=2)(partial(_epoch_order, seed, num_samples))
+
+
+def _epoch_order(seed: int, num_samples: int, epoch: int) -> npt.NDArray[np.int64]:
     keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
     order = np.argsort(keys, kind="stable")
     order.setflags(write=False)

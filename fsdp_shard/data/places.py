@@ -10,7 +10,7 @@ import csv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fsdp_shard.data.readers import Row, json_row
+from fsdp_shard.data.readers import Row, csv_row, json_row
 from fsdp_shard.errors import DataError
 from fsdp_shard.sizes import format_size
 
@@ -104,10 +104,10 @@ def _csv(file: Path, sample_by: str, columns: Sequence[str] | None, place: Place
     if names is None:
         return
     lines = _Lines(file, lines.place if place == START else place)
-    rows = csv.DictReader(lines, fieldnames=names)
+    rows = csv.DictReader(lines, fieldnames=names, strict=True)
     try:
         for row in rows:
-            yield Row(f"{file}, line {lines.place[1]}", {name: row[name] for name in names}), lines.place
+            yield csv_row(file, lines.place[1], row, names), lines.place
     except csv.Error as error:
         raise DataError(f"{file}, line {lines.place[1]} is not CSV: {error}.") from error
 

@@ -99,7 +99,7 @@ def json_row(file: Path, number: int, line: str) -> Row:
     """The row that a line of a file of JSON lines holds; DataError when it is none."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # integers of thousands of digits, a thousand levels
         raise DataError(f"{file}, line {number} is not JSON ({error}); expected one object a line.") from error
     if not isinstance(row, dict):
         raise DataError(f"{file}, line {number} is a JSON {type(row).__name__}; expected one object a line.")
@@ -108,15 +108,29 @@ def json_row(file: Path, number: int, line: str) -> Row:
     return Row(f"{file}, line {number}", row)
 
 
+def csv_row(file: Path, number: int, row: Mapping[Any, Any], names: Sequence[str]) -> Row:
+    """The row that ends in a line of a CSV file, from what csv.DictReader makes of it.
+
+    Raises DataError for too few or too many fields.
+    """
+    if None in row or None in row.values():
+        found = len(names) + len(row.get(None, ())) - sum(value is None for value in row.values())
+        raise DataError(
+            f"{file}, line {number} has {found} fields, and its first line names {len(names)}: put quotes around text "
+            f"that has commas in it."
+        )
+    return Row(f"{file}, line {number}", {name: row[name] for name in names})
+
+
 def _read_csv(file: Path, sample_by: str, columns: Sequence[str] | None) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the default refuses texts of more than 128 KiB
     with file.open(encoding="utf-8-sig", newline="") as stream:
-        rows = csv.DictReader(stream)
+        rows = csv.DictReader(stream, strict=True)
         if rows.fieldnames is None:
             return
         try:
             for row in rows:
-                yield Row(f"{file}, line {rows.line_num}", {name: row[name] for name in rows.fieldnames})
+                yield csv_row(file, rows.line_num, row, rows.fieldnames)
         except csv.Error as error:
             raise DataError(f"{file}, line {rows.line_num} is not CSV: {error}.") from error
 

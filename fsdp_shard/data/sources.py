@@ -146,6 +146,7 @@ def _files_of(path: Path, setting: str) -> tuple[Path, ...]:
     known = ", ".join(ENDINGS)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
+        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
         if not files:
             raise DataError(f"{setting}={path} is a directory without text: no file in it ends in {known}.")
         return tuple(files)

@@ -85,7 +85,10 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
         backend.no_truncation()  # both are left over from the last call, and of no effect on the next
         backend.no_padding()
         state = xxhash.xxh3_128_hexdigest(backend.to_str().encode())
-    return [state, beginning(tokenizer), tokenizer.eos_token_id, tokenizer.sep_token_id]
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}  # chat templates name them
+    around = tokenizer("a")["input_ids"], tokenizer(text_target="a")["input_ids"]  # languages, of targets too
+    ends = [beginning(tokenizer), tokenizer.eos_token_id, tokenizer.sep_token_id]
+    return [state, *ends, special, getattr(tokenizer, "split_special_tokens", False), *around]
 
 
 def _write(

@@ -24,12 +24,13 @@ class Batch:
     """Samples stacked, int64: `input_ids` [num_samples, length], and `labels` with the shape of the model's logits but
     for their last dimension; those of a next token are already shifted.
 
-    `others` are further inputs of the model, by the names of its arguments.
+    `others` are further inputs of the model, by the names of its arguments. Shorter `input_ids` end in `padding`.
     """
 
     input_ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     others: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    padding: int = 0
 
     @property
     def inputs(self) -> dict[str, npt.NDArray[np.int64]]:

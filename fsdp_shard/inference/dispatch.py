@@ -88,10 +88,11 @@ def dispatch(
     `room` is what to keep free for keys and values. `tell` is handed the plan in words before any weight is read. With
     a `share`, this is one of several ranks that each hold the model, or divide its layers.
     """
-    from fsdp_shard.checkpoint.merge import open_weights
+    from fsdp_shard.checkpoint.merge import open_weights, refuse_adapter_beside
     from fsdp_shard.checkpoint.names import match_names, untie
 
     index = open_weights(source.weights)
+    refuse_adapter_beside(index)
     model = _build(config, _dtype(settings.dtype, index), settings.trust_remote_code)
     untie(model, index)
     stored = match_names(model, index)
@@ -203,7 +204,7 @@ def _dtype(wanted: str, index: TensorIndex) -> torch.dtype:
 
 
 def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The model on meta; parameters that its class wants kept in float32 are, as in `from_pretrained`."""
+    """The model on meta; parameters and buffers that its class wants kept in float32 are, as in `from_pretrained`."""
     from torch import nn
 
     model = models.build_on_meta(config, dtype, trust_remote_code=trust_remote_code).requires_grad_(False)
@@ -215,6 +216,10 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
             if param is not None and its is not None:
                 swapped.setdefault(id(param), nn.Parameter(param.to(its), requires_grad=False))
                 module._parameters[name] = swapped[id(param)]
+        for name, buffer in module._buffers.items():
+            its = next((its for pattern, its in kept if pattern.search(f"{prefix}.{name}")), None)
+            if buffer is not None and its is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(its)
     return model
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,8 @@ class _Mapped:
     descriptor: int
     address: int
 
-    def __del__(self) -> None:
-        os.close(self.descriptor)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.descriptor)  # as Python ends, modules are gone before this is called
 
 
 class MappedFiles:

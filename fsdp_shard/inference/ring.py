@@ -105,6 +105,11 @@ class GpuRing(Ring):
     def __post_init__(self) -> None:
         self._stream = torch.cuda.Stream(self.device)
 
+    def _new(self) -> Buffer:
+        buffer = super()._new()
+        self.finished(buffer)  # the allocator may have given memory that kernels in the queue have yet to read
+        return buffer
+
     def load(self, content: Content, buffer: Buffer) -> None:
         source = content.kept
         if source is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from fsdp_shard.blocks import no_split_blocks, tied_names
 from fsdp_shard.checkpoint.carry import carry
-from fsdp_shard.checkpoint.merge import open_weights
+from fsdp_shard.checkpoint.merge import open_weights, refuse_adapter_beside
 from fsdp_shard.checkpoint.names import match_names, untie
 from fsdp_shard.checkpoint.restore import encode_shards, load_shards
 from fsdp_shard.checkpoint.source import locate
@@ -169,6 +169,7 @@ def load_sharded(
     added: Adapter | None = None
     base: QuantisedBase | None = None
     with context.together(lambda: open_weights(source.weights)) as index:
+        context.together(lambda: refuse_adapter_beside(index))
         context.together(lambda: untie(model, index))
         blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
         names = context.together(lambda: match_names(model, index))

@@ -93,6 +93,17 @@ def test_the_assistants_words_alone_are_learnt(template: str, expected: list[str
     assert ids == tokenizer.apply_chat_template(chat, return_dict=False)
 
 
+@pytest.mark.parametrize("words", ["yes", "yes ", " yes", "yes\n", " yes "])
+def test_blanks_around_words_that_the_template_trims(words: str) -> None:
+    chat = [*CHAT[1:2], {"role": "assistant", "content": words}, *CHAT[3:]]
+    assert learnt(DataConfig(kind="chat"), {"messages": chat}, chat_tokenizer(TRIMS)) == ["yes <|end|>", "no <|end|>"]
+
+
+def test_a_column_without_a_conversation_is_passed_over() -> None:
+    row = {"messages": None, "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    assert learnt(DataConfig(kind="chat"), row, chat_tokenizer(CHATML)) == ["b<|im_end|>"]
+
+
 @pytest.mark.parametrize(("template", "words"), [(SHOUTS, "row 0.*changes"), (FORGETS, "leaves some")])
 def test_templates_that_change_the_words_are_refused(template: str, words: str) -> None:
     with pytest.raises(DataError, match=words):

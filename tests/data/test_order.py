@@ -84,3 +84,13 @@ def test_evaluation_sees_each_sample_once_with_equal_numbers_of_batches(
     seen = [int(i) for of_rank in batches for batch in of_rank for i in batch]
     assert sorted(i for i in seen if i != NO_WINDOW) == list(range(num_samples))
     assert all(len(batch) == micro for of_rank in batches for batch in of_rank)
+
+
+def test_orders_of_several_sources_in_turn_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = np.argsort
+    monkeypatch.setattr(np, "argsort", lambda *words, **more: made.append(1) or original(*words, **more))
+    for _ in range(3):
+        for seed in range(1_000, 1_005):
+            epoch_order(seed, 77, 0)
+    assert len(made) == 5

@@ -290,8 +290,8 @@ def test_identity_is_of_all_that_makes_the_samples(tmp_path: Path, tokenizer: An
 @pytest.mark.parametrize(
     ("task", "more"),
     [
-        (Task("seq2seq", decoder_start=7), {"kind": "pairs", "target_length": 6}),
-        (Task("sequence_classification", num_labels=3, label_numbers={"high": 2, "low": 0}), {}),
+        (Task("seq2seq", decoder_start=7, padding=9), {"kind": "pairs", "target_length": 6}),
+        (Task("sequence_classification", num_labels=3, label_numbers={"high": 2, "low": 0}, padding=9), {}),
     ],
 )
 def test_tasks_that_are_not_causal(tmp_path: Path, tokenizer: Any, task: Task, more: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.data.kinds.base import plain_ids
+from fsdp_shard.data.places import START, rows_from
+from fsdp_shard.data.readers import read_rows
 from fsdp_shard.data.sources import HubSource, open_source
 from fsdp_shard.data.tokens import TokenFile, fingerprint, tokenise
 from fsdp_shard.errors import DataError
@@ -82,6 +84,28 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path: Path, tokenizer: An
         write(tmp_path / "d" / name, '{"text": "c"}' if name == "c.jsonl" else Path(name).stem)
     config = DataConfig(path=str(tmp_path / "d"))
     assert tokens_of(config, tokenizer, tmp_path / "cache") == [*b"z", END, *b"b", END, *b"c"]
+
+
+def test_hidden_files_are_no_data(tmp_path: Path, tokenizer: Any) -> None:
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".b.txt"):
+        write(tmp_path / "d" / name, "ab")
+    assert tokens_of(DataConfig(path=str(tmp_path / "d")), tokenizer, tmp_path / "cache") == [*b"ab"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("text\nok\nHello, world\n", "line 3 has 2 fields, and its first line names 1"),
+        ("name,text\na,b\nc\n", "line 3 has 1 fields, and its first line names 2"),
+        ('text\nok\n"open\nand more\n', "is not CSV"),
+    ],
+)
+def test_rows_of_csv_that_would_be_cut(tmp_path: Path, content: str, words: str) -> None:
+    file = Path(write(tmp_path / "a.csv", content))
+    with pytest.raises(DataError, match=words):
+        list(read_rows(file, "document", None))
+    with pytest.raises(DataError, match=words):
+        list(rows_from(file, "document", None, START))
 
 
 def test_a_text_longer_than_the_csv_limit(tmp_path: Path, tokenizer: Any) -> None:

@@ -138,7 +138,7 @@ def _first_not_cast(one: TensorIndex, two: TensorIndex, pair: Pair, is_downward:
         first, second = _elements(one, pair.one, start), _elements(two, pair.two, start)
         source, kept = (first, second) if is_downward else (second, first)
         cast = source.to(kept.dtype)
-        differs = (_bits(cast) != _bits(kept)) | (source.isfinite() & ~cast.isfinite())
+        differs = (_bits(cast) != _bits(kept)) | (source.float().isfinite() & ~cast.float().isfinite())
         if differs.any():
             differs &= ~(cast.float().isnan() & kept.float().isnan())
             if differs.any():

@@ -43,7 +43,7 @@ _IN_LAYER = {
 # Architectures whose tensors are exactly these. llama.cpp interleaves the rows of q and k for llama's kind of rotary
 # embedding, which transformers undoes; the others are stored as they are.
 _ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
-_COMPUTED = frozenset({"rope_freqs.weight"})  # not weights: transformers computes them from the config
+_COMPUTED = frozenset({"rope_freqs.weight"})  # not weights: gguf_side says in the config what they come from
 
 
 def recognise(path: Path) -> bool:
@@ -57,6 +57,10 @@ def read(path: Path) -> TensorIndex:
     if path.is_file():
         file = file.resolve()  # the user named this very file, wherever it may lead
     header = read_gguf_header(file, _block_of(file))
+    if (count := header.values.get("split.count", 1)) != 1:
+        raise CheckpointError(
+            f"{file} is one of {count} files that hold a model together; join them with `llama-gguf-split --merge`."
+        )
     architecture = header.values.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)

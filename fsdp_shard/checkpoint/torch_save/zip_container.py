@@ -62,6 +62,8 @@ class _Archive:
 
     def _read(self, offset: int, count: int) -> bytes:
         """`count` bytes of the archive; fewer where it ends."""
+        if offset >= self._size:  # it may be more than the system takes for an offset
+            return b""
         return os.pread(self._descriptor, max(min(count, self._size - offset), 0), self._start + offset)
 
     def members(self) -> dict[str, Member]:

@@ -74,7 +74,8 @@ class ChatKind:
 
     def messages(self, row: Row) -> list[Message]:
         """The conversation of a row, its messages with `role` and `content`."""
-        column = next((name for name in self.columns if name in row.values), self.columns[0])
+        there = [name for name in self.columns if name in row.values]
+        column = next((name for name in there if row.values[name] is not None), (there or self.columns)[0])
         require_row(row, column, "data.messages_column", "chat")
         value = row.values[column]
         if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
@@ -114,7 +115,9 @@ class _Renderer:
             if not found:
                 raise self._refusal("the template leaves some of the assistant's words out")
             at = self._expect(text, before, at)
-            exact = words if text.startswith(words, at) else words.strip()
+            behind = rest.partition("\ue000")[0]  # the template may strip words, and put blanks of its own behind them
+            ways = (words, words.strip(), words.lstrip(), words.rstrip())
+            exact = next((way for way in ways if text.startswith(way + behind, at)), words.strip())
             start, at = at, self._expect(text, exact, at)
             if exact or words == exact:
                 spans.append((start, at + _end_length(rest, ends)))

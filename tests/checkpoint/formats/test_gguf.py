@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fsdp_shard.checkpoint.index import open_checkpoint
-from fsdp_shard.errors import CheckpointError
+from fsdp_shard.errors import CheckpointError, ModelError
+from fsdp_shard.gguf_side import side_directory
 from tests.checkpoint.files import raw_bytes
+from tests.tiny import byte_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -20,7 +23,13 @@ _TOKENS = ["<unk>", "<s>", "</s>", *(chr(ord("a") + i) for i in range(VOCABULARY
 
 
 def write_gguf(
-    path: Path, architecture: str, kind: Any, *, tied: bool = False, extra: dict[str, Any] | None = None
+    path: Path,
+    architecture: str,
+    kind: Any,
+    *,
+    tied: bool = False,
+    extra: dict[str, Any] | None = None,
+    values: dict[str, Any] | None = None,
 ) -> Path:
     """A tiny model with random weights, by the gguf package's own writer; matrices quantised to `kind`."""
     random = np.random.default_rng(0)
@@ -32,7 +41,10 @@ def write_gguf(
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
+    if "llama.rope.freq_base" not in (values or {}):
+        writer.add_rope_freq_base(10000.0)
+    for name, value in (values or {}).items():
+        writer.add_key_value(name, *value)
     writer.add_vocab_size(VOCABULARY)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(_TOKENS)
@@ -128,6 +140,46 @@ def test_computed_tensors_are_left_out_and_unknown_ones_refused(tmp_path: Path) 
     path = write_gguf(tmp_path / "c.gguf", "mamba", kind)
     with pytest.raises(CheckpointError, match="architecture 'mamba'; GGUF files of llama, qwen2, qwen3"):
         open_checkpoint(path)
+
+
+def test_long_rotary_frequencies_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers computes them from the config that a conversion has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kind, u32, f32, text = (
+        gguf.GGMLQuantizationType.F16,
+        *(getattr(gguf.GGUFValueType, name) for name in ("UINT32", "FLOAT32", "STRING")),
+    )
+    of = {"rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    of |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
+    llama3 = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=HIDDEN // HEADS, rope_parameters=of)
+    plain = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=HIDDEN // HEADS, rope_theta=500000.0)
+    wanted = LlamaRotaryEmbedding(llama3).inv_freq
+    factors = (LlamaRotaryEmbedding(plain).inv_freq / wanted).numpy()
+    assert factors.max() == pytest.approx(8)
+    base = {"llama.rope.freq_base": (500000.0, f32)}
+    path = write_gguf(tmp_path / "a.gguf", "llama", kind, extra={"rope_freqs.weight": factors}, values=base)
+    found = LlamaConfig.from_pretrained(side_directory(path))
+    assert torch.allclose(LlamaRotaryEmbedding(found).inv_freq, wanted)
+    path = write_gguf(tmp_path / "b.gguf", "llama", kind, extra={"rope_freqs.weight": factors[::-1]}, values=base)
+    with pytest.raises(ModelError, match=r"b\.gguf divides its rotary frequencies by factors"):
+        side_directory(path)
+    scaled = {"llama.rope.scaling.type": ("yarn", text), "llama.rope.scaling.factor": (4.0, f32)}
+    scaled |= {"llama.rope.scaling.original_context_length": (16, u32)}
+    path = write_gguf(tmp_path / "c.gguf", "llama", kind, values=scaled)
+    found = LlamaConfig.from_pretrained(side_directory(path))
+    assert found.rope_parameters["rope_type"] == "yarn"
+    assert (found.rope_parameters["factor"], found.rope_parameters["original_max_position_embeddings"]) == (4.0, 16)
+
+
+def test_neither_a_part_nor_a_neighbour_is_taken_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kind, u16 = gguf.GGMLQuantizationType.F16, gguf.GGUFValueType.UINT16
+    part = write_gguf(tmp_path / "m-00001-of-00002.gguf", "llama", kind, values={"split.count": (2, u16)})
+    with pytest.raises(CheckpointError, match="is one of 2 files that hold a model together; join them"):
+        open_checkpoint(part)
+    path = write_gguf(tmp_path / "model.gguf", "llama", kind)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert len(AutoTokenizer.from_pretrained(side_directory(path))) == VOCABULARY
 
 
 def test_damage_is_one_error_that_names_the_file(tmp_path: Path) -> None:
