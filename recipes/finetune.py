@@ -48,7 +48,8 @@ def check(config: FinetuneConfig) -> None:
     """What can be found wrong before any rank starts."""
     for num_ranks in world_sizes(config.launch):
         config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
-        check_batch(config.train, config.shard.num_data_ranks(num_ranks))
+        num_micro_batches = check_batch(config.train, config.shard.num_data_ranks(num_ranks))
+        config.shard.check_accumulation(num_micro_batches)
     check_kernels(config.model.kernels, config.shard, on_gpu=uses_gpus(config.launch))
     config.optim.check_installed()
     check_task(config.model.task, config.data)
@@ -126,14 +127,19 @@ def main(config: FinetuneConfig) -> None:
             ):
                 log.step(report)
                 saver.poll()
-                if held_out and is_due(report.step, settings.eval_every, settings.steps) and not report.stop_signal:
+                is_last = report.step == settings.steps
+                if (
+                    held_out
+                    and is_due(report.step, settings.eval_every, settings.steps)
+                    and (is_last or not report.stop_signal)
+                ):
                     evaluation = evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context)
                     state.evaluated(evaluation.loss, settings.min_delta)
                     log.evaluation(report.step, evaluation, state)
                 ends = bool(report.stop_signal) or state.stops_early(settings.patience)
                 if saver.is_due(state, settings.steps) or ends:
                     saver.save(state)
-                if report.stop_signal and report.step < settings.steps:
+                if report.stop_signal and not is_last:
                     saver.finish()
                     raise stopped(report, config.run_dir, config.resume)
             saver.finish()

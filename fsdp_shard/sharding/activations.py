@@ -92,7 +92,8 @@ def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter):
         return tensor.device, tensor
-    pinned = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+    # With the strides that it has: compiled backward passes were made for them.
+    pinned = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda, memory_format=torch.preserve_format)
     return tensor.device, pinned.copy_(tensor)
 
 

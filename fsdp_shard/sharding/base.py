@@ -182,16 +182,27 @@ class ShardConfig:
     def _check_recomputed(self, model: nn.Module) -> None:
         from fsdp_shard.blocks import no_split_blocks
         from fsdp_shard.sharding.activations import recomputed_fqns
+        from fsdp_shard.sharding.units import plan_units
 
         kind = self.activation_checkpointing
         if kind in (False, "none"):
             return
         repeated = [block.fqn for block in no_split_blocks(model, self.blocks) if block.repeated]
+        inside = [unit.fqn for unit in plan_units(model, self) if _is_inside(unit.fqn, repeated)]
+        if kind == "selective" and inside:
+            # Its parameters are gathered within what is computed again, and torch takes that for a computation.
+            raise ConfigError(
+                f"shard.activation_checkpointing=selective does not go together with units inside of blocks, of which "
+                f"{inside[0]} is one (shard.norms_in_float32, shard.min_params or adapter.quantize made it); give true."
+            )
         if not recomputed_fqns(repeated, kind):
             raise ConfigError(
                 f"shard.activation_checkpointing={kind} would do nothing, as {type(model).__name__} has "
                 f"{len(repeated)} repeated blocks."
             )
+
+    def check_accumulation(self, num_micro_batches: int) -> None:
+        """Raise ConfigError where this wrapper cannot add up the gradients of so many micro-batches."""
 
     def check_dtypes(self, model: nn.Module) -> None:
         """Raise ConfigError when parameters that this wrapper keeps together have several dtypes: those of a unit,
@@ -271,3 +282,7 @@ class ShardedModel(Protocol):
     def local_shards(self) -> dict[str, LocalShard]:
         """This rank's part of every parameter and persistent buffer, by the FQN that the unsharded model has."""
         ...
+
+
+def _is_inside(fqn: str, blocks: Sequence[str]) -> bool:
+    return any(fqn.startswith(f"{block}.") for block in blocks)

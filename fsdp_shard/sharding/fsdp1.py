@@ -60,6 +60,14 @@ class Fsdp1Config(ShardConfig):
                 f"not in {prefix}reduce_dtype={self.reduce_dtype}; use shard=fsdp2, or the same dtype for both."
             )
 
+    def check_accumulation(self, num_micro_batches: int) -> None:
+        if self.cpu_offload and self.sync_every_micro_batch and num_micro_batches > 1:
+            raise ConfigError(
+                f"shard=fsdp1 with shard.cpu_offload=true keeps the gradients of the last of {num_micro_batches} "
+                f"micro-batches only, a limit of torch's; use shard=fsdp2, a larger train.micro_batch_size, or "
+                f"shard.sync_every_micro_batch=false with the same dtype for shard.param_dtype and shard.reduce_dtype."
+            )
+
     def shares(self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
         names = [unit.parameters for unit in units]
         return flat_shares(shapes, names, num_shards, [itemsize(unit.dtype) for unit in units])

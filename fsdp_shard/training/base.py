@@ -145,8 +145,10 @@ def num_decay_steps(config: TrainConfig) -> int:
     return tenth if config.decay_steps is None else config.decay_steps
 
 
-def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> None:
-    """Raise ConfigError unless `num_ranks` data-parallel ranks share each global batch in whole micro-batches."""
+def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> int:
+    """The micro-batches of each rank; ConfigError unless `num_ranks` data-parallel ranks share each global batch in
+    whole ones.
+    """
     unit = config.micro_batch_size * num_ranks
     if config.global_batch_size % unit:
         raise ConfigError(
@@ -154,6 +156,7 @@ def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> 
             f"{config.micro_batch_size} x {num_ranks} data-parallel ranks = {unit}; "
             f"{_what_fits(config.global_batch_size, unit, prefix)}."
         )
+    return config.global_batch_size // unit
 
 
 def check_held_out(config: TrainConfig, data: DataConfig, prefix: str = "train.") -> None:

@@ -116,7 +116,7 @@ def train(
                 sync_every_micro_batch=sync_every_micro_batch,
             )
             seconds = time.perf_counter() - began
-        if result.fault and (config.non_finite == "stop" or state.num_skipped_in_row == config.max_skips):
+        if result.fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
             raise LossError(_refusal(result.fault, state, config))
         state.advance(len(samples), result.num_tokens, result.source_tokens, skipped=bool(result.fault))
         state.place = place_in(dataset, state.num_samples)

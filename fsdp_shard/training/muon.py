@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,10 +38,10 @@ class MuonConfig(OptimConfig):
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata={"help": "AdamW's, for all else."})
     eps: float = setting(1e-8, "AdamW's, for all else.", above=0.0)
     not_muon: list[str] = field(
-        default_factory=lambda: ["embed", "wte", "wpe", "shared", "lm_head", "classifier", "score"],
+        default_factory=lambda: ["*embed*", "wte", "wpe", "shared", "lm_head", "classifier", "score"],
         metadata={
-            "help": "Matrices with one of these in their name go to AdamW: embeddings and output heads. What is no "
-            "matrix always does."
+            "help": "Matrices of modules with one of these names go to AdamW, a * standing for anything: embeddings "
+            "and output heads. What is no matrix always does."
         },
     )
 
@@ -73,7 +74,8 @@ class MuonConfig(OptimConfig):
         return _joined(parts)
 
     def _is_hidden(self, name: str, shape: tuple[int, ...]) -> bool:
-        return len(shape) == 2 and not any(part in name for part in self.not_muon)
+        parts = name.split(".")
+        return len(shape) == 2 and not any(fnmatch.filter(parts, pattern) for pattern in self.not_muon)
 
 
 def _joined(parts: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:

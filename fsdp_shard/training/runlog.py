@@ -162,12 +162,13 @@ class RunLog:
             "final_loss": next((row["loss"] for row in reversed(steps) if row["loss"] is not None), None),
             "skipped_steps": state.num_skipped,
             "stopped_early": state.step < self._config.steps,
-            "tokens": sum(row["tokens"] for row in steps),
+            "tokens": state.num_tokens,
             "tokens_per_second": self._tokens / self._seconds if self._seconds else None,
             "peak_memory_bytes": self._memory,
         }
         if held_out:
-            figures["perplexity_before"] = held_out[0]["perplexity"]
+            if held_out[0]["step"] == 0:
+                figures["perplexity_before"] = held_out[0]["perplexity"]
             figures["perplexity"] = held_out[-1]["perplexity"]
         if state.best_step is not None:
             figures["best_loss"], figures["best_step"] = state.best_loss, state.best_step

@@ -240,9 +240,9 @@ class Saver:
 
         What an earlier part of the run has left is not touched: it may be the step that it ended with.
         """
-        every = self._config.every
+        kept = [every for every in (self._config.every, self._config.keep_every) if every]
         store.set_best(step)
-        if before is not None and not (every and before % every == 0) and before in store.steps():
+        if before is not None and all(before % every for every in kept) and before in store.steps():
             store.delete(before)
         return step
 

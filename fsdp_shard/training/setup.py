@@ -5,6 +5,7 @@ The only values that a rank ever reads are its own. Knows no loop and no optimiz
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -116,6 +117,8 @@ def check_model(
     if isinstance(adapter, LoraConfig):
         inject(model, adapter, base_path(config, source), {}, config.task)
         quantise_base(model, adapter.quantize, shard, {})
+        shard.check_model(model)  # quantised weights may be units of their own
+        _refuse_adapted_experts(model, shard)
     shard.check_dtypes(model)
     _refuse_float16(model)
     _chunk_loss(model, config, shard)
@@ -264,6 +267,18 @@ def _check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
                 f"adapter=lora does not go together with shard.{name}={getattr(shard, name)} yet; leave one of them "
                 f"out."
             )
+
+
+def _refuse_adapted_experts(model: PreTrainedModel, shard: ShardConfig) -> None:
+    """peft adds to experts' parameters in place, and in a flat parameter they are views that nobody may change."""
+    name = next(
+        (name for name, _ in model.named_parameters() if re.search(r"experts\.(base_layer\.)?lora_A", name)), ""
+    )
+    if name and shard.joins_frozen:
+        raise ConfigError(
+            f"adapter=lora with shard=fsdp1 cannot adapt experts ({name}); use shard=fsdp2, or name other modules in "
+            f"adapter.target_modules."
+        )
 
 
 def _check_lengths(model: PreTrainedModel, task: str, data: DataConfig) -> None:

@@ -243,3 +243,17 @@ def test_owners_share_the_work() -> None:
     assert assign_owners(sizes, 2) == [["a", "d"], ["b", "c", "e"]]
     assert sorted(name for names in assign_owners(sizes, 3) for name in names) == sorted(sizes)
     assert assign_owners({"a": 1}, 3) == [["a"], [], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("model.layers.0.mlp.shared_expert.gate_proj.weight", True),
+        ("shared.weight", False),
+        ("model.embed_tokens.weight", False),
+        ("bert.embeddings.word_embeddings.weight", False),
+        ("lm_head.weight", False),
+    ],
+)
+def test_matrices_that_muon_updates(name: str, hidden: bool) -> None:
+    assert MuonConfig()._is_hidden(name, (4, 4)) is hidden

@@ -155,6 +155,26 @@ def test_activations_that_nothing_would_recompute_are_refused() -> None:
         Fsdp2Config(activation_checkpointing=3).check_model(llama(layers=2))
 
 
+@pytest.mark.parametrize("more", [{"norms_in_float32": True, "param_dtype": "bfloat16"}, {"min_params": 500}])
+@pytest.mark.parametrize("wrapper", [Fsdp1Config, Fsdp2Config])
+def test_selective_checkpointing_with_units_inside_of_blocks_is_refused(
+    wrapper: type[ShardConfig], more: dict[str, Any]
+) -> None:
+    wrapper(activation_checkpointing=True, **more).check_model(llama())
+    with pytest.raises(
+        ConfigError, match=r"does not go together with units inside of blocks, of which model\.layers\.0"
+    ):
+        wrapper(activation_checkpointing="selective", **more).check_model(llama())
+
+
+def test_what_fsdp1_cannot_add_up_on_the_cpu_is_refused() -> None:
+    Fsdp1Config(cpu_offload=True).check_accumulation(1)
+    Fsdp1Config(cpu_offload=True, sync_every_micro_batch=False).check_accumulation(2)
+    Fsdp2Config(cpu_offload=True).check_accumulation(2)
+    with pytest.raises(ConfigError, match="keeps the gradients of the last of 2 micro-batches only"):
+        Fsdp1Config(cpu_offload=True).check_accumulation(2)
+
+
 class Calls(TorchDispatchMode):
     """Counts operators."""
 
