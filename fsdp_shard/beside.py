@@ -55,8 +55,9 @@ def _received(receiver: Connection) -> Any:
 
 def _call(function: Callable[[], T], sender: Connection) -> None:
     """The process: sends what the function returned and what it raised, and fails if it has raised."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # its parent hears of them too, and is the one to speak
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # its parent hears of them too, and is the one to speak
     result, error = None, None
     try:
         result = function()
@@ -78,7 +79,8 @@ def _until_failed(meanwhile: Callable[[], object], pid: int) -> None:
     def look(*_: object) -> None:
         nonlocal heard
         ended = None if heard else os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None and ended.si_status:
+        # One that was killed has found nothing wrong: Ctrl-C is for both, and what is raised here must not replace it.
+        if ended is not None and ended.si_code == os.CLD_EXITED and ended.si_status:
             heard = True
             raise _Failed
 

@@ -47,6 +47,10 @@ class LaunchConfig:
             )
         if self.rendezvous is not None and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}", self.rendezvous):
             raise ConfigError(f"{prefix}rendezvous={self.rendezvous} is not host:port, such as node1:29400.")
+        if self.max_nodes == 1 and self.rendezvous is not None:
+            raise ConfigError(
+                f"{prefix}rendezvous={self.rendezvous} would do nothing with {prefix}nodes=1; give the machines."
+            )
 
     @property
     def min_nodes(self) -> int:
@@ -150,7 +154,8 @@ def work_together(work: Callable[[C], None], config: C, begin: Callable[[C], Non
     from fsdp_shard.distributed import join_store, leave_store
 
     # The store is kept until the work is done on all ranks: rank 0 may be serving it.
-    store, rank, world_size = join_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = join_store(timeout_seconds=config.launch.timeout_seconds)
     key = "run_dir"
     try:
         if rank == 0:

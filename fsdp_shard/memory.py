@@ -101,7 +101,12 @@ def collection_paused() -> Iterator[None]:
 
 
 def collect_as_usual() -> None:
-    """Let it work, but not on what there is by now: cycles that hold tensors are to be found as soon as ever."""
+    """Let it work, but not on what there is by now: cycles that hold tensors are to be found as soon as ever.
+
+    Those of an earlier job of a sweep, its model and optimizer, are found first.
+    """
+    if gc.isenabled():
+        gc.collect()
     gc.freeze()
     gc.enable()
 

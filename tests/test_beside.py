@@ -63,6 +63,21 @@ def test_what_does_not_come_is_computed_here(function: Callable[[int], object]) 
     assert call_beside(lambda: function(parent), meanwhile=lambda: None) == "here"
 
 
+def test_a_signal_to_both_is_heard_here() -> None:
+    parent = os.getpid()
+
+    def interrupted() -> None:
+        time.sleep(0.3)  # the other has ended by then
+        raise KeyboardInterrupt
+
+    def end() -> None:
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        call_beside(end, meanwhile=interrupted)
+
+
 def test_more_than_a_pipe_holds_comes_whole() -> None:
     assert len(call_beside(lambda: b"x" * 1_000_000, meanwhile=lambda: time.sleep(0.1))) == 1_000_000
 

@@ -19,7 +19,10 @@ def optimizer_bytes(
     dtypes: Mapping[str, torch.dtype],
 ) -> int:
     """State of `optim` for what this rank updates: parameters of shape `local`, whose logical shapes are `shapes`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # ranks may be forked from here later, and OpenMP's threads do not survive that
     _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao makes its tables at first use, from values
+    torch.set_num_threads(before)
     with FakeTensorMode():
         params = {name: nn.Parameter(torch.empty(shape, dtype=dtypes[name])) for name, shape in local.items()}
         optimizer = _step(optim, params, shapes)
