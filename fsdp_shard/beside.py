@@ -20,8 +20,9 @@ T = TypeVar("T")
 def call_beside(function: Callable[[], T], meanwhile: Callable[[], object]) -> T:
     """What `function()` returns or raises, computed in a process of its own while `meanwhile()` runs here.
 
-    `meanwhile` is cut short as soon as the function has raised. To be called in the main thread, and before there are
-    others. What cannot be sent from there, or comes from nowhere as a process was killed, is computed here.
+    `meanwhile` is cut short as soon as the function has raised, and not called where processes cannot be forked: it is
+    to be what would be done later anyhow. To be called in the main thread, and before there are others. What cannot be
+    sent from there, or comes from nowhere as a process was killed, is computed here.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         return function()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NAME = "gguf"  # of the format; here, so that who only asks whether a checkpoint is of it loads no more than this
 _FORMAT = 2  # changed when what is written changes
+_SCALING = ("type", "factor", "original_context_length", "finetuned")  # what is read of it, or says nothing
 
 
 def side_directory(file: Path) -> Path:
@@ -98,19 +99,23 @@ def _rope_scaling(file: Path, config: PretrainedConfig) -> dict[str, Any]:
         return None if field is None else field.contents()
 
     scaling = f"{value('general.architecture')}.rope.scaling"
-
     factors = next((tensor.data for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), None)
     kind = value(f"{scaling}.type")
     if factors is not None and (factors != 1).any():
         return _llama3_scaling(file, factors, config)
-    if kind in (None, "none"):
-        return {}
     factor, original = value(f"{scaling}.factor"), value(f"{scaling}.original_context_length")
-    if kind == "linear" and factor:
+    if kind in (None, "none") or (kind == "linear" and not factor):  # which llama.cpp takes for 1
+        return {}
+    others = {key for key in reader.fields if key.startswith(f"{scaling}.")} - {f"{scaling}.{key}" for key in _SCALING}
+    if kind == "linear" and not others:
         return {"rope_type": kind, "factor": float(factor)}
-    if kind == "yarn" and factor and original:
+    if kind == "yarn" and factor and original and not others:
         return {"rope_type": kind, "factor": float(factor), "original_max_position_embeddings": int(original)}
-    raise ModelError(f"{file} scales its rotary frequencies by {kind!r}, which cannot be told to transformers here.")
+    told = ", ".join([f"type {kind}", *sorted(others)])
+    raise ModelError(
+        f"{file} scales its rotary frequencies in a way that is not known here ({told}); convert the model from its "
+        f"original files."
+    )
 
 
 def _llama3_scaling(file: Path, factors: Any, config: PretrainedConfig) -> dict[str, Any]:

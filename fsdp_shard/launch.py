@@ -49,7 +49,8 @@ class LaunchConfig:
             raise ConfigError(f"{prefix}rendezvous={self.rendezvous} is not host:port, such as node1:29400.")
         if self.max_nodes == 1 and self.rendezvous is not None:
             raise ConfigError(
-                f"{prefix}rendezvous={self.rendezvous} would do nothing with {prefix}nodes=1; give the machines."
+                f"{prefix}rendezvous={self.rendezvous} would do nothing with {prefix}nodes=1, which is to be the "
+                f"number of machines that meet there."
             )
 
     @property

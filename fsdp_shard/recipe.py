@@ -125,7 +125,7 @@ def _prepare(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
 
 
 def _is_plain(arguments: Sequence[str]) -> bool:
-    """Whether it is all but certain that the recipe will be needed, and takes long to load."""
+    """Whether they are settings alone, so that the recipe will be needed, and it takes long to load."""
     asks = any(argument.startswith("-") for argument in arguments) or wants_debug(arguments)
     return not asks and "torch" not in sys.modules
 

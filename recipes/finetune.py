@@ -127,19 +127,15 @@ def main(config: FinetuneConfig) -> None:
             ):
                 log.step(report)
                 saver.poll()
-                is_last = report.step == settings.steps
-                if (
-                    held_out
-                    and is_due(report.step, settings.eval_every, settings.steps)
-                    and (is_last or not report.stop_signal)
-                ):
+                is_cut_short = bool(report.stop_signal) and report.step < settings.steps
+                if held_out and is_due(report.step, settings.eval_every, settings.steps) and not is_cut_short:
                     evaluation = evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context)
                     state.evaluated(evaluation.loss, settings.min_delta)
                     log.evaluation(report.step, evaluation, state)
                 ends = bool(report.stop_signal) or state.stops_early(settings.patience)
                 if saver.is_due(state, settings.steps) or ends:
                     saver.save(state)
-                if report.stop_signal and not is_last:
+                if is_cut_short:
                     saver.finish()
                     raise stopped(report, config.run_dir, config.resume)
             saver.finish()

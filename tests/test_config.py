@@ -175,6 +175,7 @@ def test_mappings_can_be_given_whole() -> None:
         ("shard.param_dtype=bf16", "shard.param_dtype=bf16 is not one of float32, bfloat16"),
         ("train.global_batch_size=7 train.micro_batch_size=2", "train.global_batch_size=7 is not divisible"),
         ("launch.nodes=2", "launch.nodes=2 needs launch.rendezvous=host:port"),
+        ("launch.rendezvous=a:1", "launch.rendezvous=a:1 would do nothing with launch.nodes=1"),
         ("launch.rendezvous=here", "launch.rendezvous=here is not host:port"),
         ("train.steps", "train.steps is not of the form name=value"),
         ("model.path=[a", "model.path=[a cannot be read"),

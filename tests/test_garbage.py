@@ -82,3 +82,25 @@ launch(work, FinetuneConfig(run_dir="run", launch=LaunchConfig(ranks=2, device="
     done = run([sys.executable, "-c", program], tmp_path)
     assert (done.status, done.err) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["True"]
+
+
+def test_what_an_earlier_job_left_is_found_before_the_next(tmp_path: Path) -> None:
+    program = """
+import gc, weakref
+from fsdp_shard.memory import collect_as_usual, collect_later
+
+class Model:
+    def __init__(self):
+        self.itself = self
+
+collect_later()
+for _ in range(3):  # the jobs of a sweep
+    collect_as_usual()
+    model = weakref.ref(Model())
+    gc.disable()
+    gc.enable()
+collect_as_usual()
+print(model())
+"""
+    done = run([sys.executable, "-c", program], tmp_path)
+    assert (done.status, done.out, done.err) == (0, "None\n", "")

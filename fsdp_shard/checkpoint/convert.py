@@ -26,7 +26,7 @@ from fsdp_shard.checkpoint.entries import Span
 from fsdp_shard.checkpoint.formats.registry import recognise, writer
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
 from fsdp_shard.checkpoint.layout import DCP_METADATA, INDEX_FILE, TargetPlan, WriteRequest
-from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord, read_manifest
+from fsdp_shard.checkpoint.manifest import MANIFEST, FileRecord, Manifest, TensorRecord
 from fsdp_shard.checkpoint.merge import open_weights
 from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.checkpoint.ties import absent_ties, stored_twice, with_own_head
@@ -95,6 +95,7 @@ def convert(
     check(settings)
     place = Path(target).expanduser().absolute()
     with open_weights(here(source), base) as stored, _to_write(stored, format) as index:
+        _refuse_part(index)
         _check_target(place, index, overwrite)
         plan = plan_conversion(index, settings, _ties(index, format))
         stamps = _stamps(index)
@@ -172,7 +173,7 @@ def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:
 def _write(index: TensorIndex, plan: ConversionPlan, root: Path, *, verify: bool, sync: bool) -> None:
     """Fill the temporary directory `root`."""
     total = sum(move.target.num_bytes for move in plan.moves) * (2 if verify else 1)
-    source = read_manifest(index.root) if index.file is None and index.root.is_dir() else None  # it is of a directory
+    source = index.manifest()
     expected = {name: record.chunks for name, record in source.tensors.items()} if source else {}
     # The manifest is of what is stored: not of what an adapter makes of it.
     changed = {name for name, entry in index.tensors.items() if any(piece.codec for piece in entry.pieces)}
@@ -225,14 +226,17 @@ def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 
-def _check_target(target: Path, index: TensorIndex, overwrite: bool) -> None:
-    """Refuse a target that would destroy something, or that `overwrite` was not given for."""
-    atomic.recover(target)
+def _refuse_part(index: TensorIndex) -> None:
     part = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", index.file.name if index.file else "")
     if part is not None and int(part[1]) > 1:
         raise CheckpointError(
             f"{index.file} is one of {int(part[1])} files that hold a model together; give their directory."
         )
+
+
+def _check_target(target: Path, index: TensorIndex, overwrite: bool) -> None:
+    """Refuse a target that would destroy something, or that `overwrite` was not given for."""
+    atomic.recover(target)
     if index.root.resolve().is_relative_to(target.resolve()) and index.root.resolve() != target.resolve():
         raise CheckpointError(f"{target} contains the source {index.root}; give another target.")
     if target.is_symlink() or os.path.ismount(target):

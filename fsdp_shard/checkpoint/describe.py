@@ -16,7 +16,7 @@ from fsdp_shard.checkpoint.entries import Extra
 from fsdp_shard.checkpoint.files import member
 from fsdp_shard.checkpoint.formats import sharded
 from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint
-from fsdp_shard.checkpoint.manifest import Manifest, read_manifest
+from fsdp_shard.checkpoint.manifest import Manifest
 from fsdp_shard.checkpoint.tree import TensorSummary, fold, printable
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.sizes import format_size
@@ -110,7 +110,7 @@ def _describe(index: TensorIndex, pattern: str) -> Description:
         by_dtype[dtypes.torch_name(entry.dtype)] += entry.num_bytes
     files = _files(index)
     mean = sum(file.num_bytes for file in files) / len(files) if files else 0
-    manifest = read_manifest(index.root) if index.file is None and index.root.is_dir() else None
+    manifest = index.manifest()
     layout = manifest.layout if manifest else "gathered"
     return Description(
         path=str(index.place),

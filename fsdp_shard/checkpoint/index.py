@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.checkpoint import boxes, dtypes
 from fsdp_shard.checkpoint.entries import Extra, Piece, Span, TensorEntry
 from fsdp_shard.checkpoint.files import Files, page_aligned
+from fsdp_shard.checkpoint.manifest import Manifest, read_manifest
 from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.errors import CheckpointError
 
@@ -61,6 +62,10 @@ class TensorIndex:
     def place(self) -> Path:
         """What messages call it: the file that was named, else the directory."""
         return self.file or self.root
+
+    def manifest(self) -> Manifest | None:
+        """The manifest of it, if it has one of ours: none where one file was named, as it is of a whole directory."""
+        return read_manifest(self.root) if self.file is None else None
 
     @property
     def names(self) -> list[str]:

@@ -116,8 +116,8 @@ def csv_row(file: Path, number: int, row: Mapping[Any, Any], names: Sequence[str
     if None in row or None in row.values():
         found = len(names) + len(row.get(None, ())) - sum(value is None for value in row.values())
         raise DataError(
-            f"{file}, line {number} has {found} fields, and its first line names {len(names)}: put quotes around text "
-            f"that has commas in it."
+            f"{file}, line {number}: its fields are {found}, and the first line names {len(names)}. Each column needs "
+            f"one, and text with commas in it needs quotes around it."
         )
     return Row(f"{file}, line {number}", {name: row[name] for name in names})
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -19,14 +19,23 @@ def optimizer_bytes(
     dtypes: Mapping[str, torch.dtype],
 ) -> int:
     """State of `optim` for what this rank updates: parameters of shape `local`, whose logical shapes are `shapes`."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # ranks may be forked from here later, and OpenMP's threads do not survive that
-    _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao makes its tables at first use, from values
-    torch.set_num_threads(before)
+    with _one_thread():
+        _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao makes tables at first use, from values
     with FakeTensorMode():
         params = {name: nn.Parameter(torch.empty(shape, dtype=dtypes[name])) for name, shape in local.items()}
         optimizer = _step(optim, params, shapes)
         return sum(_num_bytes(value) for state in optimizer.state.values() for value in state.values())
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Without OpenMP's threads, which would not survive if ranks are forked from this process later."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _step(

@@ -176,19 +176,17 @@ class ShardConfig:
         from fsdp_shard.sharding.units import plan_units
 
         check_backend(self.compile)
-        plan_units(model, self)
-        self._check_recomputed(model)
+        self._check_recomputed(model, plan_units(model, self))
 
-    def _check_recomputed(self, model: nn.Module) -> None:
+    def _check_recomputed(self, model: nn.Module, units: Sequence[Unit]) -> None:
         from fsdp_shard.blocks import no_split_blocks
         from fsdp_shard.sharding.activations import recomputed_fqns
-        from fsdp_shard.sharding.units import plan_units
 
         kind = self.activation_checkpointing
         if kind in (False, "none"):
             return
         repeated = [block.fqn for block in no_split_blocks(model, self.blocks) if block.repeated]
-        inside = [unit.fqn for unit in plan_units(model, self) if _is_inside(unit.fqn, repeated)]
+        inside = [unit.fqn for unit in units if any(unit.fqn.startswith(f"{block}.") for block in repeated)]
         if kind == "selective" and inside:
             # Its parameters are gathered within what is computed again, and torch takes that for a computation.
             raise ConfigError(
@@ -282,7 +280,3 @@ class ShardedModel(Protocol):
     def local_shards(self) -> dict[str, LocalShard]:
         """This rank's part of every parameter and persistent buffer, by the FQN that the unsharded model has."""
         ...
-
-
-def _is_inside(fqn: str, blocks: Sequence[str]) -> bool:
-    return any(fqn.startswith(f"{block}.") for block in blocks)

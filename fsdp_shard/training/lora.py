@@ -113,6 +113,8 @@ def inject(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft corrects it itself
+            # It sets these for fused experts, which are parameters, and looks for them among the modules alone.
+            warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
             peft.inject_adapter_in_model(settings, model, _NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {str(error).splitlines()[0]}") from error

@@ -90,6 +90,24 @@ def test_integrity_at_a_glance_reads_no_data(tmp_path: Path) -> None:
     assert "is missing" in describe(tmp_path / "model").to_text()
 
 
+def test_a_file_is_not_judged_by_the_manifest_of_its_directory(tmp_path: Path) -> None:
+    convert(write_huggingface(tmp_path / "source", layers(1)), tmp_path / "model")
+    other = {name: tensor + 1 for name, tensor in layers(1).items()}
+    file = (
+        write_huggingface(tmp_path / "other", other)
+        .joinpath("model.safetensors")
+        .rename(tmp_path / "model" / "ema.safetensors")
+    )
+    assert "no manifest" in describe(file).to_text()
+    convert(file, tmp_path / "converted")
+    with open_checkpoint(tmp_path / "converted") as index:
+        assert all(torch.equal(index.read(name), other[name]) for name in other)
+    part = file.rename(file.with_name("model-00001-of-00002.safetensors"))
+    assert describe(part).num_tensors == len(other)
+    with pytest.raises(CheckpointError, match="is one of 2 files that hold a model together; give their directory"):
+        convert(part, tmp_path / "part")
+
+
 def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     root = write_huggingface(tmp_path / "step", layers(1))
     states = {"embed.weight.exp_avg": torch.zeros(9, 4), "embed.weight.step": torch.zeros(())}

@@ -57,6 +57,15 @@ def test_texts_with_classes(tmp_path: Path) -> None:
         opened(config, tmp_path / "cache", Task("sequence_classification", num_labels=2))
 
 
+def test_other_labels_are_another_data_set(tmp_path: Path) -> None:
+    task = Task("sequence_classification", num_labels=2)
+    found = []
+    for name, labels in (("a", "0101"), ("b", "1010"), ("c", "0101")):
+        path = write(tmp_path / f"{name}.csv", "text,label\n" + "".join(f"word,{label}\n" for label in labels))
+        found.append(opened(DataConfig(path=path, sequence_length=4), tmp_path / "cache", task).train.identity)
+    assert found[0] == found[2] != found[1]
+
+
 def windows(num_tokens: int = 400) -> MaskedWindows:
     return MaskedWindows(np.arange(num_tokens) % 250, 32, "n", SPECIAL, 0.15, seed=3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -95,8 +96,8 @@ def test_hidden_files_are_no_data(tmp_path: Path, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("text\nok\nHello, world\n", "line 3 has 2 fields, and its first line names 1"),
-        ("name,text\na,b\nc\n", "line 3 has 1 fields, and its first line names 2"),
+        ("text\nok\nHello, world\n", "line 3: its fields are 2, and the first line names 1"),
+        ("name,text\na,b\nc\n", "line 3: its fields are 1, and the first line names 2"),
         ('text\nok\n"open\nand more\n', "is not CSV"),
     ],
 )
@@ -281,3 +282,45 @@ def test_tokens_are_mapped_and_read_only(tmp_path: Path, tokenizer: Any) -> None
     assert isinstance(tokens, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 1
+
+
+def test_what_changes_tokens_changes_their_name(tmp_path: Path) -> None:
+    source = open_source(DataConfig(path=write(tmp_path / "a.txt", "a")), False)
+
+    def name(**changes: Any) -> str:
+        tokenizer = byte_tokenizer()
+        for key, value in changes.items():
+            setattr(tokenizer, key, value)
+        return fingerprint(source, tokenizer)
+
+    class Targets(PreTrainedTokenizerFast):
+        """As those of translation models, with a language before a target."""
+
+        def _switch_to_target_mode(self) -> None:
+            self.backend_tokenizer.post_processor = processors.TemplateProcessing(
+                single="<|end|> $A", special_tokens=[("<|end|>", END)]
+            )
+
+        def _switch_to_input_mode(self) -> None:
+            self.backend_tokenizer.post_processor = None
+
+    targets = Targets(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token="<|end|>")
+    names = [name(), name(split_special_tokens=True), name(bos_token="a"), fingerprint(source, targets)]
+    assert len(set(names)) == 4
+    assert name() == names[0]
+
+
+def test_others_may_read_the_cache(tmp_path: Path, tokenizer: Any) -> None:
+    before = os.umask(0o022)
+    try:
+        directory = tokenise(OneRead(), tokenizer, tmp_path, "it").directory
+    finally:
+        os.umask(before)
+    assert Path(directory).stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000], ids=["digits", "depth"])
+def test_json_that_python_does_not_read(tmp_path: Path, value: str) -> None:
+    file = Path(write(tmp_path / "a.jsonl", f'{{"text": {value}\n'))
+    with pytest.raises(DataError, match="line 1 is not JSON"):
+        list(read_rows(file, "document", None))

@@ -8,11 +8,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
 from fsdp_shard.blocks import tied_names
 from fsdp_shard.checkpoint.convert import convert
@@ -267,3 +268,32 @@ def test_what_cannot_be_asked(tiny_model: Path, wanted: dict[str, Any], error: t
 def test_no_such_checkpoint_names_the_path(tmp_path: Path) -> None:
     with pytest.raises((CheckpointError, ValueError), match="nothing-here"):
         load_dispatched(tmp_path / "nothing-here")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # asked by peft
+def test_a_base_with_an_adapter_beside_it_is_not_taken_for_the_model(tiny_model: Path, tmp_path: Path) -> None:
+    """What a wrapper of peft has in its state dict, as training under FSDP saves it."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    torch.save(adapted.state_dict(), model / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"holds 4 tensors of an adapter beside the weights of its base, which"):
+        load_dispatched(model)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "disk"])
+def test_buffers_that_a_model_keeps_in_float32(tmp_path: Path, device_map: str) -> None:
+    """DeepSeek-V3 adds a bias to the scores of its experts, which bfloat16 would make those of others."""
+    config = DeepseekV3Config(
+        vocab_size=257, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8, n_group=2, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    made = AutoModelForCausalLM.from_config(config)
+    name, bias = next((n, b) for n, b in made.named_buffers() if n.endswith("e_score_correction_bias"))
+    bias.normal_()
+    made.save_pretrained(tmp_path)
+    found = load_dispatched(tmp_path, device_map=device_map, dtype=torch.bfloat16)
+    assert torch.equal(logits(found), logits(plain(tmp_path, "bfloat16")))
+    assert found.get_buffer(name).dtype == torch.float32

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.errors import RunError
+from fsdp_shard.inference import mapping
 from fsdp_shard.inference import pages as pages_module
 from fsdp_shard.inference.after_prompts import _num_positions
 from fsdp_shard.inference.dispatch import load_dispatched
@@ -386,3 +387,13 @@ def _limits_stay() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     yield
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_mapped_files_are_closed_when_modules_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python ends, what a module has is taken from it before the last model is."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    mapped = mapping._Mapped(mmap.mmap(-1, 1), descriptor, 0)
+    monkeypatch.setattr(mapping, "os", None)
+    del mapped
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

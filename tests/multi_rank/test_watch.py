@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsdp_shard.checkpoint.index import open_checkpoint
-from tests.runs import run_recipe
+from fsdp_shard.recipe import load_recipe
+from fsdp_shard.training.loop import StepReport
+from tests.runs import RECIPES, run_recipe
 from tests.training.test_watch_settings import scalars
 
 
@@ -54,6 +60,32 @@ def test_the_best_step_is_kept_and_the_run_stops_early(settings: list[str], tmp_
     assert longer.status == 0, longer.err
     assert f"{result['steps'] + 1}" in str(longer.checkpoint)
     assert len(longer.metrics) == result["steps"] + 1, "it goes on counting where it was"
+
+
+def test_a_signal_in_the_last_step_costs_no_evaluation(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = load_recipe(RECIPES / "finetune.py").work
+    steps = main.__globals__["train"]
+
+    def signalled(*arguments: Any, **more: Any) -> Iterator[StepReport]:
+        for report in steps(*arguments, **more):
+            yield replace(report, stop_signal=signal.SIGTERM) if report.step == 4 else report
+
+    monkeypatch.setitem(main.__globals__, "train", signalled)
+    keep = ["checkpoint.keep_last=1", "checkpoint.keep_every=2"]
+    ended = run_recipe(
+        "finetune", tmp_path / "run", *settings, "train.steps=4", "train.eval_every=1", "optim.lr=1e-2", *keep
+    )
+    assert (ended.status, ended.result["best_step"]) == (0, 4), ended.err
+    assert ended.result["perplexity"] < ended.result["perplexity_before"]
+    steps_kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert steps_kept == ["step-00000002", "step-00000004"], "that is a multiple of two, if saved as the best"
+    step = f"resume={tmp_path}/run/checkpoints/step-00000002"
+    other = run_recipe("finetune", tmp_path / "other", *settings, "train.steps=3", "optim.lr=1e-2", step)
+    assert other.status == 0, other.err
+    assert other.result["tokens"] == 3 * ended.result["tokens"] // 4
+    assert "perplexity_before" not in other.result, "it was not measured before training"
 
 
 def test_a_last_step_is_kept_when_a_later_run_does_better(settings: list[str], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning import head
+from fsdp_shard.planning import optimizer as planned_optimizer
 from fsdp_shard.planning.activations import measure_activations
 from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.planning.optimizer import optimizer_bytes
@@ -330,6 +331,29 @@ def test_of_a_model_with_an_adapter_only_that_is_trained(option: str) -> None:
     assert (found.peak_bytes or 0) < (whole.peak_bytes or 0)
     with pytest.raises(ConfigError, match=r"Target modules .*q_prj.* not found"):
         plan(adapter=LoraConfig(target_modules=["q_prj"]))
+
+
+def test_the_state_of_an_adapter_has_its_own_dtype() -> None:
+    """peft keeps adapters in float32, whatever the base is in."""
+    sizes = [
+        plan(model=ModelConfig(path="x", dtype=dtype), adapter=LoraConfig(rank=4)).per_rank[0].optimizer_bytes
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert sizes[0] == sizes[1] > 0
+
+
+def test_planning_leaves_no_threads_that_forked_ranks_would_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    step = planned_optimizer._step
+    monkeypatch.setattr(
+        planned_optimizer, "_step", lambda *words: threads.append(torch.get_num_threads()) or step(*words)
+    )
+    torch.set_num_threads(2)
+    try:
+        plan()
+        assert (threads[0], torch.get_num_threads()) == (1, 2), "the first is the one with values"
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])

@@ -224,6 +224,8 @@ def test_offloaded_activations_leave_parameters_where_they_are() -> None:
     weight = nn.Parameter(torch.ones(2, 3))
     for tensor, moves in ((weight, False), (weight.t(), False), (weight * 2, True)):
         assert (_to_host(tensor)[1].data_ptr() != tensor.data_ptr()) == moves
+    turned = (weight * 2).t()
+    assert _to_host(turned)[1].stride() == turned.stride(), "compiled backward passes were made for it"
 
 
 def test_what_a_wrapper_cannot_do_is_named() -> None:

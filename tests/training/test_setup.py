@@ -18,6 +18,7 @@ from transformers import (
     BertConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     OPTConfig,
     PretrainedConfig,
     RobertaConfig,
@@ -132,6 +133,14 @@ def test_what_would_fail_in_the_first_step(tmp_path: Path) -> None:
     look(short, sequence_length=64)
     with pytest.raises(ConfigError, match=r"data\.sequence_length=65 exceeds the 64 positions"):
         look(short, sequence_length=65)
+
+
+def test_adapted_experts_are_not_flattened(tmp_path: Path) -> None:
+    mixtral = save(tmp_path, MixtralConfig(**SIZES, intermediate_size=8, num_local_experts=2, num_key_value_heads=1))
+    look(mixtral, adapter=LoraConfig())
+    look(mixtral, Fsdp1Config(param_dtype="float32"), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"adapter=lora with shard=fsdp1 cannot adapt experts \(.*experts.*lora_A"):
+        look(mixtral, Fsdp1Config(param_dtype="float32"), LoraConfig())
 
 
 def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:

@@ -138,12 +138,17 @@ def _first_not_cast(one: TensorIndex, two: TensorIndex, pair: Pair, is_downward:
         first, second = _elements(one, pair.one, start), _elements(two, pair.two, start)
         source, kept = (first, second) if is_downward else (second, first)
         cast = source.to(kept.dtype)
-        differs = (_bits(cast) != _bits(kept)) | (source.float().isfinite() & ~cast.float().isfinite())
+        differs = (_bits(cast) != _bits(kept)) | (_is_finite(source) & ~_is_finite(cast))
         if differs.any():
             differs &= ~(cast.float().isnan() & kept.float().isnan())
             if differs.any():
                 return start + int(differs.nonzero()[0])
     return None
+
+
+def _is_finite(values: torch.Tensor) -> torch.Tensor:
+    """Which values are; torch knows that of float8 only after a cast, which would take it from float64."""
+    return (values.float() if values.element_size() == 1 else values).isfinite()
 
 
 def _elements(index: TensorIndex, entry: TensorEntry, start: int) -> torch.Tensor:

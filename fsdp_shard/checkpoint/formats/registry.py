@@ -14,7 +14,7 @@ from fsdp_shard.checkpoint.entries import count
 from fsdp_shard.checkpoint.fqns import ADAPTER, plain_names
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import num_chunks
-from fsdp_shard.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from fsdp_shard.checkpoint.manifest import MANIFEST, Manifest
 from fsdp_shard.checkpoint.ties import usual_ties
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.memory import collection_paused
@@ -78,8 +78,7 @@ def read_any(path: Path) -> TensorIndex:
     index = dataclasses.replace(index, side=place.side, step=place.step if index.step is None else index.step)
     if place.weights.is_file():
         index = dataclasses.replace(index, file=place.weights)
-    manifest = read_manifest(index.root) if place.weights.is_dir() else None
-    if manifest is not None:
+    if (manifest := index.manifest()) is not None:
         return _with_manifest(index, manifest)
     if not getattr(found, "KEEPS_NAMES", False):
         index = _with_plain_names(index)

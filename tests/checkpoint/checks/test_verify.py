@@ -314,6 +314,23 @@ def test_a_difference_after_the_cast(tmp_path: Path) -> None:
     assert "float32 and bfloat16 differ after the cast" in problem.message
 
 
+def test_a_cast_to_eight_bits(tmp_path: Path) -> None:
+    wide = torch.randn(300, dtype=torch.bfloat16)
+    narrow = wide.to(torch.float8_e4m3fn)
+    one = write_huggingface(tmp_path / "one", {"w": wide})
+    assert verify(one, write_huggingface(tmp_path / "two", {"w": narrow})).is_sound
+    narrow.view(torch.uint8)[7] ^= 4
+    (problem,) = verify(one, write_huggingface(tmp_path / "three", {"w": narrow})).problems
+    assert "differs from [7] on" in problem.message
+
+
+def test_a_cast_that_is_too_narrow(tmp_path: Path) -> None:
+    wide = torch.tensor([1.0, 1e300], dtype=torch.float64)
+    one = write_huggingface(tmp_path / "one", {"w": wide})
+    (problem,) = verify(one, write_huggingface(tmp_path / "two", {"w": wide.float()})).problems
+    assert "differs from [1] on" in problem.message
+
+
 def test_both_manifests_are_checked_when_two_are_compared(tmp_path: Path) -> None:
     root = converted(tmp_path)
     path = root / "shard-00000-of-00002.safetensors"

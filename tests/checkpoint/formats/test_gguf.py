@@ -169,6 +169,14 @@ def test_long_rotary_frequencies_are_those_of_the_file(tmp_path: Path, monkeypat
     found = LlamaConfig.from_pretrained(side_directory(path))
     assert found.rope_parameters["rope_type"] == "yarn"
     assert (found.rope_parameters["factor"], found.rope_parameters["original_max_position_embeddings"]) == (4.0, 16)
+    one = {"llama.rope.scaling.type": ("linear", text), "llama.rope.scaling.factor": (0.0, f32)}
+    found = LlamaConfig.from_pretrained(side_directory(write_gguf(tmp_path / "d.gguf", "llama", kind, values=one)))
+    assert found.rope_parameters["rope_type"] == "default"
+    path = write_gguf(
+        tmp_path / "e.gguf", "llama", kind, values=scaled | {"llama.rope.scaling.attn_factor": (0.5, f32)}
+    )
+    with pytest.raises(ModelError, match=r"not known here \(type yarn, llama\.rope\.scaling\.attn_factor\)"):
+        side_directory(path)
 
 
 def test_neither_a_part_nor_a_neighbour_is_taken_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

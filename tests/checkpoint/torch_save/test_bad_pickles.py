@@ -114,6 +114,13 @@ def end_record(field: int, value: int, width: str) -> Callable[[Path], object]:
     return apply
 
 
+def far_locator(path: Path) -> None:
+    """The zip64 record is said to lie where no file reaches."""
+    data = path.read_bytes()
+    end = data.rindex(b"PK\x05\x06")
+    path.write_bytes(data[:end] + struct.pack("<4sIQI", b"PK\x06\x07", 0, 1 << 63, 1) + data[end:])
+
+
 def overlapping(path: Path) -> None:
     """The second member is said to lie where the first one does."""
     data = bytearray(path.read_bytes())
@@ -225,6 +232,7 @@ CASES: dict[str, Case] = {
         lambda p: p.write_bytes(p.read_bytes().replace(b"byteorder", b"byteOrder", 1)),
         "calls",
     ),
+    "a record beyond all files": (single, far_locator, "leads to no zip64 record"),
     "no pickle": (single, without("data.pkl"), "no data.pkl"),
     "another archive": (single, rezipped(lambda m: (m.clear(), m.update({"x": b"y"}))), "no data.pkl"),
     "big endian": (single, member("byteorder", b"big"), "byte order b'big'"),
