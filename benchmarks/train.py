@@ -41,7 +41,7 @@ PEERS = {
     "trainer_accelerate": "Trainer, accelerate's FSDP2",
     "fabric": "Lightning Fabric",
 }
-PROGRAM_STEPS = 3  # of a whole program: the way to the first is what is asked for
+PROGRAM_STEPS = 2  # of a whole program: the way to the first is what is asked for
 OTHERS = ("bare", "bare, torch's loss", "DDP")
 QUICK = {"sequence_length": 16, "rounds": 1, "steps": 1, "dtypes": ["float32"]}
 
