@@ -68,7 +68,8 @@ def run_ranks(
     anything else, Interrupted after a signal.
     """
     _quieten_torch(log)
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    threads_before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in stop_signals())
     before = {number: signal.getsignal(number) for number in stop_signals()}
     alone = rendezvous is None
@@ -121,6 +122,9 @@ def run_ranks(
             if meeting is not None:
                 meeting.leave()
             os.environ.pop(ATTEMPT, None)
+            os.environ.pop("OMP_NUM_THREADS")
+            if threads_before is not None:
+                os.environ["OMP_NUM_THREADS"] = threads_before
         if error is not None:
             raise error
 

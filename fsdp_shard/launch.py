@@ -18,6 +18,7 @@ from fsdp_shard.memory import collect_as_usual
 from fsdp_shard.settings import setting
 
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
+_computed: list[int] = []  # this process, as often as it has been the only rank of a run
 
 
 @dataclass
@@ -99,6 +100,7 @@ def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] |
         work_together(work, config, begin)
     elif settings.ranks == settings.max_nodes == 1 and not settings.max_restarts:
         begin(config)
+        _computed.append(os.getpid())
         work(config)
     else:
         alone = settings.max_nodes == 1
@@ -127,12 +129,18 @@ def _start_ranks(work: Callable[[C], None], config: C) -> None:
         grace_seconds=settings.grace_seconds,
         timeout_seconds=settings.timeout_seconds,
         prepare=prepare,
-        # A CUDA context does not survive a fork; without one, forked ranks share what is imported already and are
-        # there in a tenth of the time.
-        start_method="fork" if shares_memory(settings) else "spawn",
-        num_threads=max(1, num_cores() // settings.ranks),
+        # A CUDA context does not survive a fork, nor do OpenMP's threads, which a sweep's earlier job of one rank has
+        # left here; without them, forked ranks share what is imported already and are there in a tenth of the time.
+        start_method="fork" if shares_memory(settings) and not _computed else "spawn",
+        num_threads=_num_threads(settings),
         log=config.debug,
     )
+
+
+def _num_threads(settings: LaunchConfig) -> int:
+    """Of a rank: what OMP_NUM_THREADS says, else its part of the cores."""
+    told = re.match(r"[1-9]\d*", os.environ.get("OMP_NUM_THREADS", ""))
+    return int(told[0]) if told else max(1, num_cores() // settings.ranks)
 
 
 def _nothing(config: object) -> None:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ModelError
@@ -80,15 +79,23 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model lies: config and tokenizer in `directory`; the weights there too, or in `elsewhere`."""
+    """Where a model lies: config and tokenizer in `directory`; the weights there too, or in `elsewhere`, and the
+    tokenizer in `own_tokenizer` where an adapter has one.
+    """
 
     directory: Path
     elsewhere: Path | None = None
+    own_tokenizer: Path | None = None
 
     @property
     def weights(self) -> Path:
         """What the tensor index opens."""
         return self.elsewhere or self.directory
+
+    @property
+    def tokenizer(self) -> Path:
+        """The directory of the tokenizer's files."""
+        return self.own_tokenizer or self.directory
 
 
 def resolve(path: str | os.PathLike[str], gguf_file: str | None = None, *, need_weights: bool = True) -> ModelSource:
@@ -176,77 +183,13 @@ def check_task(config: PretrainedConfig, task: str) -> None:
         )
 
 
-_LEARNED_POSITIONS = frozenset({"position_embeddings", "position_embedding", "embed_positions", "wpe"})
-
-
-def num_positions(model: PreTrainedModel) -> int | None:
-    """Tokens that a model has learned positions for; None where it computes them, so that there is no end."""
-    from torch import nn
-
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    rooms = []
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in _LEARNED_POSITIONS and isinstance(module, nn.Embedding):
-            # RoBERTa counts from its padding token on, and OPT and BART leave room in front.
-            padding = module.padding_idx
-            front = int(getattr(module, "offset", 0)) if padding is None else padding + 1
-            if limit in (module.num_embeddings, module.num_embeddings - front):  # or they are those of pictures
-                rooms.append(module.num_embeddings - front)
-    return min(rooms, default=None)
-
-
-def check_packing(config: PretrainedConfig) -> None:
-    """Raise ModelError unless the model that `config` names can keep apart several documents in one window.
-
-    It can when it takes positions and makes its masks by transformers' functions, which see from the positions where a
-    document begins, and every layer is attention: a recurrent or convolutional one runs on.
-    """
-    import inspect
-    import sys
-
-    import transformers
-
-    name = next(iter(config.architectures or ()), config.model_type)
-    cls = getattr(transformers, name, None)
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
-    if cls is None:
-        reason = "its code is not part of transformers"
-    elif "position_ids" not in inspect.signature(cls.forward).parameters:
-        reason = "it takes no position_ids"
-    elif getattr(cls, "_is_stateful", False) or others:
-        reason = f"it has layers that are no attention ({', '.join(others) or 'recurrent ones'})"
-    elif not _masks_by_position(sys.modules[cls.__module__]):
-        reason = "its attention mask does not depend on positions"
-    else:
-        return
-    raise ModelError(
-        f"{name} cannot keep documents that share a window apart, as {reason}; set data.packing=false for this model."
-    )
-
-
-def _masks_by_position(module: ModuleType) -> bool:
-    """Whether all calls in `module` that make a causal mask hand on the positions, and there is one."""
-    import ast
-    import inspect
-
-    makers = {"create_causal_mask", "create_sliding_window_causal_mask", "mask_function"}  # the last: one of the two
-    calls = [
-        {keyword.arg for keyword in node.keywords}
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) in makers
-    ]
-    return bool(calls) and all(names & {"position_ids", None} for names in calls)  # None: **kwargs
-
-
 def load_tokenizer(source: ModelSource, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside the model."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source.directory, trust_remote_code=trust_remote_code
+            source.tokenizer, trust_remote_code=trust_remote_code
         )
     except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
         raise ModelError(

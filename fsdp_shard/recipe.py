@@ -19,7 +19,7 @@ from fsdp_shard.beside import call_beside
 from fsdp_shard.checkpoint.remote_url import refuse_remote
 from fsdp_shard.config.base import RunConfig, command_of, is_used
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
-from fsdp_shard.launch import check_machine, joined_rank, launch
+from fsdp_shard.launch import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.memory import collect_as_usual
 from fsdp_shard.settings import walk, warnings_of
 from fsdp_shard.shell import run_as_program, tell, wants_debug
@@ -116,12 +116,30 @@ def _prepare(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
     jobs = call_beside(composed, meanwhile=find) if _is_plain(arguments) else composed()
     for job in jobs:
         job.config.debug |= "--debug" in arguments
+    if len(jobs) > 1:
+        _refuse_joined(schema, [job.config for job in jobs])
     if joined_rank() == 0:
         for line in dict.fromkeys(line for job in jobs for line in warnings_of(job.config)):
             print(line, file=sys.stderr, flush=True)
     for job in jobs:
         _check(find(), job.config)
     return jobs
+
+
+def _refuse_joined(schema: type[C], configs: Sequence[C]) -> None:
+    """Ranks meet once, and so cannot for one job after the other."""
+    if schema.ranks_are != "started":
+        return
+    if is_joined_rank():
+        raise ConfigError(
+            f"-m asks for {len(configs)} runs one after the other, and ranks that torchrun or srun has started meet "
+            f"for one; start each run by itself, or have the ranks started here (launch.ranks)."
+        )
+    if (nodes := max(config.launch.max_nodes for config in configs)) > 1:
+        raise ConfigError(
+            f"-m asks for {len(configs)} runs one after the other, and {nodes} machines (launch.nodes) meet for one; "
+            f"start each run by itself."
+        )
 
 
 def _is_plain(arguments: Sequence[str]) -> bool:
@@ -132,14 +150,14 @@ def _is_plain(arguments: Sequence[str]) -> bool:
 
 @contextmanager
 def _one_voice() -> Iterator[None]:
-    """Ranks that something else started all find the same wrong; the first of them says it, the others just end."""
+    """Ranks that something else started all find the same wrong, and the first of them says it. The others speak only
+    if they are still there by then: torchrun ends them as soon as the first has ended.
+    """
     try:
         yield
-    except InputError as error:
+    except InputError:
         if joined_rank() > 0:
-            # torchrun ends all ranks as soon as one has ended: that must not be before the first has spoken.
             time.sleep(_SECONDS_TO_SPEAK)
-            sys.exit(error.exit_status)
         raise
 
 

@@ -10,7 +10,8 @@ from fsdp_shard.config import EvaluateConfig
 from fsdp_shard.evaluation.base import check_evaluation
 from fsdp_shard.evaluation.kinds import EVALUATIONS
 from fsdp_shard.inference.dispatch import check_checkpoint, dispatch
-from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
+from fsdp_shard.models import check_causal, load_config, load_tokenizer
+from fsdp_shard.positions import check_packing
 from fsdp_shard.results import write_result
 
 

@@ -14,6 +14,7 @@ from fsdp_shard.compose import Job, compose, write_config
 from fsdp_shard.config import COMMANDS, OPTIONS, ConvertConfig, FinetuneConfig, GenerateConfig, PlanConfig, schema_of
 from fsdp_shard.config.base import _GROUPS, is_used
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.recipe import run_jobs
 from fsdp_shard.reference import groups_of, help_text, markdown, settings_of
 from fsdp_shard.settings import setting
 from fsdp_shard.sharding.ddp import DdpConfig
@@ -235,6 +236,20 @@ def test_a_sweep_is_one_job_for_each_combination_each_in_its_own_directory(tmp_p
 
 def test_the_whole_sweep_is_checked_before_any_of_it_runs() -> None:
     assert "train.steps=0 is out of range" in _refusal("finetune", "-m", "train.steps=1,0")
+
+
+def test_ranks_that_meet_once_have_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(*given: str) -> str:
+        with pytest.raises(ConfigError) as raised:
+            run_jobs(FinetuneConfig, pytest.fail, [*_GIVEN["finetune"], "-m", "train.steps=1,2", *given], "finetune")
+        return str(raised.value)
+
+    assert "asks for 2 runs one after the other, and 3 machines (launch.nodes) meet for one" in refusal(
+        "launch.nodes=3", "launch.rendezvous=a:1"
+    )
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "ranks that torchrun or srun has started meet for one" in refusal()
 
 
 def test_composing_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

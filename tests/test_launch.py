@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard import launch
+from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.elastic import Report, first_cause
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError
 from fsdp_shard.launch import LaunchConfig, check_machine, first_node, joins, slurm_variables
@@ -43,6 +44,26 @@ def test_a_rank_that_others_started_joins_them(
     environment: dict[str, str], settings: LaunchConfig, expected: bool
 ) -> None:
     assert joins(settings, environment) is expected
+
+
+def test_how_ranks_are_started_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked, until this process has computed: its threads would be missing. As many threads as the user says."""
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(launch, "_computed", [])
+    monkeypatch.setattr(launch, "collect_as_usual", lambda: None)
+    monkeypatch.setattr(
+        "fsdp_shard.elastic.run_ranks", lambda *_, **given: asked.append((given["start_method"], given["num_threads"]))
+    )
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    one, two = (
+        FinetuneConfig(run_dir=str(tmp_path), launch=LaunchConfig(ranks=ranks, device="cpu")) for ranks in (1, 2)
+    )
+    for config in (two, one, two):
+        launch.launch(lambda _: None, config)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7,2")
+    launch.launch(lambda _: None, two)
+    share = max(1, launch.num_cores() // 2)
+    assert asked == [("fork", share), ("spawn", share), ("spawn", 7)]
 
 
 def test_slurm_variables_become_those_of_torchrun() -> None:

@@ -18,7 +18,7 @@ _LAYERS = (
     ("redact", "user_cache"),
     ("errors", "results", "memory", "transformers_cache", "beside"),
     ("settings", "sizes", "signals"),
-    ("shards", "gguf_side", "codes"),
+    ("shards", "gguf_side", "codes", "positions"),
     ("blocks", "models", "distributed", "quantised"),
     ("sharding", "checkpoint", "data"),
     ("training", "inference"),

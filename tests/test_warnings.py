@@ -61,4 +61,6 @@ def test_of_ranks_that_others_started_one_says_so(tmp_path: Path, monkeypatch: p
     }.items():
         monkeypatch.setenv(name, value)
     settings = [f"checkpoint={tmp_path}/none", "prompt=x", "dispatch.trust_remote_code=true"]
-    assert "warning" not in run_recipe("generate", tmp_path / "text", *settings).err
+    ended = run_recipe("generate", tmp_path / "text", *settings)
+    assert "warning" not in ended.err
+    assert "error: rank 1: " in ended.err, "as the first had nothing to say"

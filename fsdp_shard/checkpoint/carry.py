@@ -1,13 +1,14 @@
 """The files that belong to a model beside its weights: config, generation config, tokenizer, chat template, licence.
 
 They are copied byte for byte, but for the `dtype` in config.json, which says what was written. Those of a GGUF file are
-the ones that `gguf_side` makes of its metadata.
+the ones that `gguf_side` makes of its metadata; those of an adapter are its base's, but for a tokenizer of its own.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,25 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 # Names only: what else lies in the directory (a run's trainer state, an optimizer, other weights) stays behind.
-_PATTERNS = (
+_MODEL = (
     CONFIG,
     "generation_config.json",
-    "tokenizer*",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "*.py",  # modelling code that config.json may name in auto_map; nothing here runs it
+    "LICENSE*",
+    "NOTICE*",
+)
+_TOKENIZER_SETTINGS = (
+    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template*",
+)
+_TOKENIZER = (
+    *_TOKENIZER_SETTINGS,
+    "tokenizer*",
     "vocab.*",
     "vocab-*.json",  # FSMT
     "target_vocab.json",  # Marian
@@ -45,39 +59,32 @@ _PATTERNS = (
     "spiece.model",
     "sentencepiece*",
     "tekken.json",
-    "chat_template*",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "*.py",  # modelling code that config.json may name in auto_map; nothing here runs it
-    "LICENSE*",
-    "NOTICE*",
 )
 
 
 def side_files(root: Path) -> list[str]:
     """The names of the files to carry along that lie in `root`, checked to stay inside it."""
     names = sorted(entry.name for entry in root.iterdir())
-    wanted = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in _PATTERNS)]
-    found = [name for name in wanted if has_file(root, name)]
+    found = [name for name in names if _is_one(name, (*_MODEL, *_TOKENIZER)) and has_file(root, name)]
     for name in found:
         member(root, name)
     return found
 
 
+def has_tokenizer(root: Path) -> bool:
+    """Whether a tokenizer lies in `root`: not its settings alone."""
+    tokenizer = [name for name in side_files(root) if _is_one(name, _TOKENIZER)]
+    return "tokenizer_config.json" in tokenizer and any(not _is_one(name, _TOKENIZER_SETTINGS) for name in tokenizer)
+
+
 def carried_names(index: TensorIndex) -> list[str]:
     """The names of the files that `carry` puts beside the weights."""
-    if index.format == gguf_side.NAME:
-        return side_files(gguf_side.side_directory(index.root / index.metadata["file"]))
-    return side_files(index.side or index.root)
+    return sorted(_carried(index))
 
 
 def side_bytes(index: TensorIndex) -> int:
     """Bytes of the files to carry along, 0 where they have to be made first."""
-    if index.format == gguf_side.NAME:
-        return 0
-    root = index.side or index.root
-    return sum((root / name).stat().st_size for name in side_files(root))
+    return 0 if index.format == gguf_side.NAME else sum(path.stat().st_size for path in _carried(index).values())
 
 
 def carry(index: TensorIndex, target: Path, dtype: str | None) -> list[str]:
@@ -85,14 +92,28 @@ def carry(index: TensorIndex, target: Path, dtype: str | None) -> list[str]:
 
     `dtype` (torch's name, such as `bfloat16`) is what config.json shall say; None leaves it as it is.
     """
-    root = index.side or index.root
-    if index.format == gguf_side.NAME:
-        root = gguf_side.side_directory(index.root / index.metadata["file"])
-    for name in side_files(root):
-        (target / name).write_bytes((root / name).read_bytes())
+    for name, path in _carried(index).items():
+        (target / name).write_bytes(path.read_bytes())
     if dtype is not None and has_file(target, CONFIG):
         _set_dtype(target / CONFIG, dtype)
     return [str(entry.relative_to(target)) for entry in sorted(target.rglob("*")) if entry.is_file()]
+
+
+def _carried(index: TensorIndex) -> dict[str, Path]:
+    """The files to carry along, by name."""
+    root = index.side or index.root
+    if index.format == gguf_side.NAME:
+        root = gguf_side.side_directory(index.root / index.metadata["file"])
+    found = {name: root / name for name in side_files(root)}
+    if (place := index.own_tokenizer) is None:
+        return found
+    # All of it: a template of the one with the tokens of the other would be neither.
+    own = {name: place / name for name in side_files(place) if _is_one(name, _TOKENIZER)}
+    return {name: path for name, path in found.items() if not _is_one(name, _TOKENIZER)} | own
+
+
+def _is_one(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _set_dtype(path: Path, dtype: str) -> None:

@@ -36,7 +36,8 @@ class TensorIndex:
 
     `aliases` maps a tied name to the name under which it is kept; readers take either. `step` and `world_size` are
     None where the checkpoint does not say. `extras` counts what is no weight, by kind: `optimizer`, `adapter`, `other`.
-    `side` is the directory with config and tokenizer, where it is not `root`; `file` is the one file that was named.
+    `side` is the directory with config and tokenizer, where it is not `root`, and `own_tokenizer` that of an adapter's
+    tokenizer, if it has one; `file` is the one file that was named.
     """
 
     root: Path
@@ -48,6 +49,7 @@ class TensorIndex:
     world_size: int | None = None
     extras: dict[str, Extra] = field(default_factory=dict)
     side: Path | None = None
+    own_tokenizer: Path | None = None
     file: Path | None = None
 
     def __post_init__(self) -> None:

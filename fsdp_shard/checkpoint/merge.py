@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard import gguf_side
+from fsdp_shard.checkpoint.carry import has_tokenizer
 from fsdp_shard.checkpoint.dtypes import CASTABLE, itemsize, to_torch
 from fsdp_shard.checkpoint.entries import Codec, Piece, TensorEntry
 from fsdp_shard.checkpoint.files import has_file, member, read_json
@@ -127,6 +128,7 @@ def _merge(adapter: TensorIndex, base: TensorIndex) -> TensorIndex:
         adapter.step,
         extras=base.extras,
         side=side,
+        own_tokenizer=adapter.root if has_tokenizer(adapter.root) else None,
         parts=(adapter, base),
     )
 

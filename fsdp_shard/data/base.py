@@ -247,6 +247,12 @@ def _check_mixture(config: DataConfig, prefix: str) -> None:
                 )
 
 
+def all_sources(config: DataConfig) -> list[DataConfig]:
+    """Those of `sources_of`, and beside a mixture the settings that data.eval_path is read by."""
+    held_out = [config] if config.mixture and config.eval_path is not None else []
+    return [*sources_of(config).values(), *held_out]
+
+
 def is_stream(config: DataConfig, task: str) -> bool:
     """Whether documents run on from window to window, so that there are no rows."""
     return config.kind == "text" and not config.packing and task in ("causal_lm", "masked_lm")
@@ -290,7 +296,7 @@ def check_tokenizer(config: DataConfig, tokenizer: PreTrainedTokenizerBase, task
     """Raise DataError when the tokenizer lacks what rows of this kind need, such as a chat template."""
     from fsdp_shard.data.kinds.registry import kind_of
 
-    for source in sources_of(config).values():
+    for source in all_sources(config):
         if not is_stream(source, task):
             kind_of(source, task).check_tokenizer(tokenizer)
 

@@ -2,7 +2,7 @@
 
 What is hidden in a sample is a function of the seed, the epoch and the sample: another part each time the text is seen,
 and the same in a run that was resumed. As in BERT (Devlin et al., 2018), of those chosen 80% become the mask token,
-10% another token, 10% stay.
+10% another token, 10% stay. Special tokens, such as those between documents, stay as they are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MaskedWindows:
 
     @property
     def identity(self) -> str:
-        return f"masked:{self.name}:{len(self.tokens)}/{self.sequence_length}:{self.fraction}"
+        return f"masked-2:{self.name}:{len(self.tokens)}/{self.sequence_length}:{self.fraction}"
 
     @property
     def num_predictions(self) -> int:
@@ -85,12 +85,12 @@ class MaskedWindows:
     def _hide(
         self, piece: npt.NDArray[np.int64], epoch: int, window: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """`piece` with tokens hidden, and which were chosen: at least one."""
+        """`piece` with tokens hidden, and which were chosen: at least one, but none of the special ones."""
         seed = np.random.SeedSequence([self.seed, epoch, window, len(piece)])
         raw = np.random.Philox(seed).random_raw((3, len(piece)))
         chance, fate = (raw[:2] >> np.uint64(11)).astype(np.float64) / 2.0**53
-        chosen = chance < self.fraction
-        chosen[np.argmin(chance)] = True
+        chance[np.isin(piece, self.special.all)] = 1.0
+        chosen = chance < max(self.fraction, np.nextafter(chance.min(), 1.0))  # none where all of them are special
         another = (raw[2] % np.uint64(self.special.vocabulary)).astype(np.int64)
         hidden = np.where(fate < _TO_MASK, self.special.mask, np.where(fate < _TO_RANDOM, another, piece))
         return np.where(chosen, hidden, piece), chosen

@@ -2,7 +2,7 @@
 
 Positions start again at each example. transformers sees from that where one begins, and its masks (sdpa, eager, flash)
 then let no token attend to another example: nothing else is given, no mask above all, or it would not look. The same
-goes for sliding windows. Which models can do this is in `models.py`. Knows no torch.
+goes for sliding windows. Which models can do this is in `positions.py`. Knows no torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data.order import sample_indices
+from fsdp_shard.data.order import epoch_order, sample_indices
 from fsdp_shard.data.rows import CausalRows, next_tokens
 from fsdp_shard.data.windows import MASKED, NO_WINDOW, Batch
+
+_ORDER = 1  # changed when the same number shall be another window
 
 
 def best_fit(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
@@ -60,9 +62,12 @@ class PackedDataset:
 
     @classmethod
     def pack(cls, rows: CausalRows) -> Self:
-        """Best fit over all of `rows`."""
+        """Best fit over all of `rows`; the windows in an order that is the same each time, so that some of them, as
+        those that are held out, are like the others: best fit makes those of long rows first.
+        """
         lengths = np.minimum(rows.examples.lengths[rows.kept] - 1, rows.sequence_length)
-        windows = best_fit(lengths, rows.sequence_length)
+        fitted = best_fit(lengths, rows.sequence_length)
+        windows = [fitted[number] for number in epoch_order(_ORDER, len(fitted), 0)]
         starts = np.cumsum([0, *(len(window) for window in windows)])
         return cls(rows, np.asarray([place for window in windows for place in window], np.int64), starts)
 
@@ -75,7 +80,7 @@ class PackedDataset:
 
     @property
     def identity(self) -> str:
-        return f"packed{self.part}:{len(self)}:{self.rows.identity}"
+        return f"packed-{_ORDER}{self.part}:{len(self)}:{self.rows.identity}"
 
     @property
     def num_predictions(self) -> int:

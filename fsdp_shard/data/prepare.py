@@ -18,7 +18,7 @@ from fsdp_shard.data.kinds.registry import kind_of
 from fsdp_shard.data.mixture import Mixture
 from fsdp_shard.data.shape import Shape
 from fsdp_shard.data.shares import whole_shares
-from fsdp_shard.data.sources import open_source
+from fsdp_shard.data.sources import open_source, passed_over
 from fsdp_shard.data.stream_open import open_streams
 from fsdp_shard.data.task import CAUSAL, MASKED_LM, SpecialTokens, Task
 from fsdp_shard.data.tokens import TokenFile, tokenise
@@ -38,12 +38,13 @@ _PATIENCE_SECONDS = 30 * 24 * 3600.0  # a rank that dies is noticed at once, and
 @dataclass(frozen=True)
 class Tokenised:
     """The files of a config: one of each source by its name; `held_out` is None when nothing, or a part of `train`, is
-    held out.
+    held out. `notes` is what people should know of what was given.
     """
 
     train: Mapping[str, File]
     held_out: File | None
     special: SpecialTokens | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def tokenise_all(
     sources = {} if config.streaming else sources_of(config)
     train = {name: _tokenise(source, False, tokenizer, cache_dir, task) for name, source in sources.items()}
     held_out = _tokenise(config, True, tokenizer, cache_dir, task) if config.eval_path is not None else None
-    return Tokenised(train, held_out, special)
+    given = [*(source.path for source in sources.values()), *([config.eval_path] if config.eval_path else [])]
+    return Tokenised(train, held_out, special, tuple(filter(None, map(passed_over, given))))
 
 
 def open_samples(
@@ -83,12 +85,12 @@ def open_samples(
         if tokenised.held_out is None:
             return Samples(stream, None, tuple(notes))
         kept_out, note = Shape(config, task or Task(), tokenised.special, seed).open(tokenised.held_out)
-        return Samples(stream, kept_out, (*notes, f"held out: {note}"))
+        return Samples(stream, kept_out, (*tokenised.notes, *notes, f"held out: {note}"))
     sources = sources_of(config)
     shares = whole_shares({name: source.weight for name, source in mixture_of(config).items()})
     train: dict[str, HeldOut] = {}
     held_out: dict[str, HeldOut] = {}
-    notes = []
+    notes = [*tokenised.notes]
     for name, source in sources.items():
         train[name], note = Shape(source, task or Task(), tokenised.special, seed).open(tokenised.train[name])
         notes.append(f"{_title(name, shares)}: {note}")
@@ -167,7 +169,8 @@ def _tokenise(
     """Running text is one stream of tokens; all else is examples."""
     source, cache = open_source(config, held_out), cache_dir or cache_directory(config)
     if is_stream(config, task):
-        return tokenise(source, tokenizer, cache, source.name, config.workers)
+        # Windows of a masked LM each have a beginning of their own.
+        return tokenise(source, tokenizer, cache, source.name, config.workers, begins=task != MASKED_LM)
     return encode_source(source, kind_of(config, task), tokenizer, cache, source.name, config.workers)
 
 

@@ -145,8 +145,7 @@ class HubSource:
 def _files_of(path: Path, setting: str) -> tuple[Path, ...]:
     known = ", ".join(ENDINGS)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
-        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        files = [file for file in _shown(path) if file.suffix.lower() in ENDINGS]
         if not files:
             raise DataError(f"{setting}={path} is a directory without text: no file in it ends in {known}.")
         return tuple(files)
@@ -155,6 +154,23 @@ def _files_of(path: Path, setting: str) -> tuple[Path, ...]:
     if path.suffix.lower() not in ENDINGS:
         raise DataError(f"{setting}={path} has a format that is not known by its name; expected {known}.")
     return (path,)
+
+
+def passed_over(given: str) -> str:
+    """Which files of a directory are not read, for people; nothing where all are, or it is no directory."""
+    path = Path(given).expanduser()
+    others = [file for file in _shown(path) if file.suffix.lower() not in ENDINGS] if path.is_dir() else []
+    if not others:
+        return ""
+    endings = sorted({file.suffix or "no ending" for file in others})
+    some = ", ".join(endings[:5]) + (", ..." if len(endings) > 5 else "")
+    return f"{given}: {len(others)} of its files are not read, by their names ({some})"
+
+
+def _shown(directory: Path) -> list[Path]:
+    """All files below it, in order, that are not hidden."""
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(directory).parts)]
 
 
 def _may_be_hub_name(given: str) -> bool:

@@ -23,7 +23,7 @@ from fsdp_shard.data.tokens import end_of_text, require_separator, tokenizer_sta
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 def open_streams(
@@ -72,7 +72,7 @@ def _text(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Maker:
         overlap=int(shape.special is None),  # the last token of a window's labels is the first of the next one's
         windows=lambda tokens, first: shape.windows(tokens, "", seed_at(first)),
         tokenizer=tokenizer,
-        begin=beginning(tokenizer),
+        begin=[] if shape.special is not None else beginning(tokenizer),  # each window has those already
         end=require_separator(end_of_text(tokenizer), f"{shape.config.where}.path={shape.config.path}"),
     )
 

@@ -140,7 +140,7 @@ class RowMaker:
                 yield self.samples(arrays, cut, classes)
 
     def order(self, part: HeldOut, shuffled: Shuffled) -> Sequence[int]:
-        """Packed windows come longest first, so they are shuffled."""
+        """Packed windows come in an order that no seed decides about, so they are shuffled."""
         return shuffled.permutation(len(part), purpose=1) if self.packing else range(len(part))
 
 

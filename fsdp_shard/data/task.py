@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fsdp_shard.data.base import DataConfig, sources_of
+from fsdp_shard.data.base import DataConfig, all_sources
 from fsdp_shard.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -39,12 +39,15 @@ class Task:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Tokens that a masked language model's windows are made with; begin and end are empty where it has none."""
+    """Tokens that a masked language model's windows are made with; begin and end are empty where it has none. Those
+    of `all` are never hidden.
+    """
 
     mask: int
     begin: tuple[int, ...]
     end: tuple[int, ...]
     vocabulary: int
+    all: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
@@ -60,12 +63,13 @@ class SpecialTokens:
             () if begin is None else (int(begin),),
             () if end is None else (int(end),),
             len(tokenizer),
+            tuple(sorted(map(int, tokenizer.all_special_ids))),
         )
 
 
 def check_task(task: str, data: DataConfig) -> None:
     """Raise ConfigError for data that the task has no use for."""
-    for source in sources_of(data).values():
+    for source in all_sources(data):
         if source.kind not in _KINDS[task]:
             raise ConfigError(
                 f"{source.where}.kind={source.kind} does not fit model.task={task}, which is trained on data.kind="

@@ -56,23 +56,32 @@ class TokenFile:
 
 
 def tokenise(
-    source: Source, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, what: str, num_workers: int = 1
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_dir: Path,
+    what: str,
+    num_workers: int = 1,
+    *,
+    begins: bool = True,
 ) -> TokenFile:
     """The token file of `source` below `cache_dir`: the one that is there, or a new one. `what` is named in errors.
 
     The end-of-text token is put between documents, and the beginning-of-text token before each one when the tokenizer
-    adds it by itself. Raises DataError when there are fewer than two tokens, or when the cache cannot be written.
+    adds it by itself, unless `begins` is false, as for windows that get one each. Raises DataError when there are fewer
+    than two tokens, or when the cache cannot be written.
     """
     return cached(
-        directory := cache_dir / fingerprint(source, tokenizer),
+        directory := cache_dir / fingerprint(source, tokenizer, begins=begins),
         _read_meta,
-        lambda temporary: _write(temporary, directory, source, tokenizer, what, num_workers),
+        lambda temporary: _write(
+            temporary, directory, source, tokenizer, beginning(tokenizer) if begins else [], what, num_workers
+        ),
     )
 
 
-def fingerprint(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint(source: Source, tokenizer: PreTrainedTokenizerBase, *, begins: bool = True) -> str:
     """Name of the token file of this text under this tokenizer."""
-    parts = [_FORMAT_VERSION, source.fingerprint(), tokenizer_state(tokenizer)]
+    parts = [_FORMAT_VERSION, source.fingerprint(), tokenizer_state(tokenizer), *([] if begins else ["no beginnings"])]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
@@ -96,13 +105,13 @@ def _write(
     directory: Path,
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
+    begin: list[int],
     what: str,
     num_workers: int,
 ) -> None:
     """Write tokens.bin and meta.json into `temporary`, flushed to the disk."""
     from tqdm import tqdm
 
-    begin = beginning(tokenizer)
     end = end_of_text(tokenizer)
     dtype = "<u2" if len(tokenizer) <= 1 << 16 else "<u4"
     num_tokens = num_documents = num_seen = 0

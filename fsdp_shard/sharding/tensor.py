@@ -52,6 +52,11 @@ def check_plan(
             f"{where}: the plan of {name} asks for {', '.join(others)}, which fsdp-shard cannot load and save; it "
             f"knows {', '.join(sorted(styles))}. Use {setting}=1."
         )
+    if not also and (alone := _between_cut_layers(model, plan)):
+        raise ConfigError(
+            f"{where}: {name} has {alone} among layers that are cut, and its plan does not name it: each rank would "
+            f"train it on its own heads alone. Use {setting}=1."
+        )
     config: Any = model.config
     text = config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads"):
@@ -59,6 +64,17 @@ def check_plan(
             raise ConfigError(
                 f"{where} does not divide the {heads} {key} of {name}, and a head cannot be cut; give a divisor of it."
             )
+
+
+def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
+    """A module with parameters, as a norm of queries, that gets what a layer beside it was cut to; or nothing."""
+    cut = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
+    beside = (
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[0] in cut and name not in plan and next(module.parameters(), None) is not None
+    )
+    return next(beside, "")
 
 
 def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.merge import open_weights, refuse_adapter_beside
 from fsdp_shard.checkpoint.names import match_names, untie
 from fsdp_shard.checkpoint.restore import encode_shards, load_shards
 from fsdp_shard.checkpoint.source import locate
-from fsdp_shard.data.base import DataConfig, check_tokenizer, sources_of
+from fsdp_shard.data.base import DataConfig, all_sources, check_tokenizer
 from fsdp_shard.data.task import CLASSIFICATION, MASKED_LM, SEQ2SEQ, SpecialTokens, Task
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.memory import peak_resident_bytes
@@ -26,13 +26,12 @@ from fsdp_shard.models import (
     ModelConfig,
     ModelSource,
     build_on_meta,
-    check_packing,
     check_task,
     load_config,
     load_tokenizer,
-    num_positions,
     rebuild_buffers,
 )
+from fsdp_shard.positions import check_packing, num_positions
 from fsdp_shard.sharding.base import ShardConfig, ShardedModel
 from fsdp_shard.sharding.explain import explain
 from fsdp_shard.sharding.units import plan_units
@@ -104,13 +103,15 @@ def check_model(
     if config.task == CLASSIFICATION:
         _check_classifier(model_config)
     if data.packing:
-        check_packing(model_config)
+        check_packing(model_config, config.attention)
     if config.task == MASKED_LM:
         SpecialTokens.of(load_tokenizer(source, config.trust_remote_code))
-    if any(source.kind != "text" for source in sources_of(data).values()):
+    if any(source.kind != "text" for source in all_sources(data)):
         check_tokenizer(data, load_tokenizer(source, config.trust_remote_code), config.task)
     model = _on_meta(config, source)
     _check_lengths(model, config.task, data)
+    if config.task == SEQ2SEQ:
+        _decoder_start(model)
     shard.check_model(model)
     check_known(model_config, config.kernels)
     _check_adapter(adapter, shard)
@@ -127,10 +128,34 @@ def check_model(
 def data_task(config: ModelConfig, source: ModelSource) -> Task:
     """What the samples must be made for."""
     model = load_config(source, config.trust_remote_code)
-    start = getattr(model, "decoder_start_token_id", None)
-    start = getattr(model, "pad_token_id", None) if start is None else start
+    start = _decoder_start(_on_meta(config, source)) if config.task == SEQ2SEQ else 0
     numbers = dict(getattr(model, "label2id", None) or {})
-    return Task(config.task, start or 0, getattr(model, "num_labels", 0), numbers, _padding(model) or 0)
+    return Task(config.task, start, getattr(model, "num_labels", 0), numbers, _padding(model) or 0)
+
+
+def _decoder_start(model: PreTrainedModel) -> int:
+    """The token that the decoder gets before a target, as the model itself puts it there; ModelError if there is none.
+
+    mBART takes the target's last one, which names its language there: one for a run is to be in its config.
+    """
+    import torch
+
+    name, config = type(model).__name__, model.config
+    told: int | None = getattr(config, "decoder_start_token_id", None)
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    found = {told}
+    try:
+        if shift is not None:
+            found = {int(shift(labels=torch.tensor([[first, first + 1]]))[0, 0]) for first in (5, 7)}
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(f"{name} cannot make the decoder's input of a target: {str(error).splitlines()[0]}") from error
+    start = found.pop() if len(found) == 1 else told
+    if start is None:
+        raise ModelError(
+            f"{name} has no decoder_start_token_id in its config.json, the token that a target begins with; write its "
+            f"number there: for a model of several languages, that of the target's language."
+        )
+    return start
 
 
 def _padding(model: PretrainedConfig) -> int | None:
@@ -257,7 +282,15 @@ def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, conte
         *loaded.tree,
         *([f"{loaded.num_fused} modules have fused kernels ({config.kernels})"] if loaded.num_fused else []),
         *([] if loaded.adapter is None else [loaded.adapter.describe(loaded.model.local_shards())]),
+        *_not_trained(loaded),
     ]
+
+
+def _not_trained(loaded: LoadedModel) -> list[str]:
+    """What the model's config asks of a loss and is not done here."""
+    asks = getattr(loaded.model.module.config, "output_router_logits", False)
+    told = "config.json has output_router_logits: the loss that balances experts is not part of the loss trained here"
+    return [told] if asks else []
 
 
 def _check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:

@@ -18,7 +18,7 @@ from fsdp_shard.data.packing import PackedDataset, best_fit
 from fsdp_shard.data.prepare import prepare
 from fsdp_shard.data.windows import MASKED, NO_WINDOW
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models import check_packing
+from fsdp_shard.positions import check_packing
 from tests.data.conftest import END, byte_tokenizer
 from tests.data.test_base import write
 
@@ -70,6 +70,22 @@ def test_every_token_is_predicted_once_and_documents_are_apart(tmp_path: Path) -
     (empty,) = packed.batch([NO_WINDOW]).labels
     assert (empty == MASKED).all()
     assert END in batch.labels
+
+
+def test_any_windows_are_like_the_others(tmp_path: Path) -> None:
+    """What is held out is the last or the first ones, and best fit makes those of long rows first."""
+    lines = [f"{n:0{1 + n * 31 // 400}d}" for n in range(400)]
+    path = write(tmp_path / "a.txt", "\n".join(lines) + "\n")
+    config = DataConfig(path=path, sample_by="line", packing=True, sequence_length=32)
+    packed = prepare(config, byte_tokenizer(), tmp_path / "cache").train
+    assert isinstance(packed, PackedDataset)
+    rows = np.diff(packed.starts)
+    half = len(rows) // 2
+    assert rows.max() > 1.5 * rows.min()
+    assert 0.8 < rows[:half].mean() / rows[half:].mean() < 1.25
+    again = prepare(config, byte_tokenizer(), tmp_path / "cache").train
+    assert isinstance(again, PackedDataset)
+    assert packed.places.tolist() == again.places.tolist()
 
 
 SMALL = {
@@ -153,3 +169,19 @@ def test_logits_are_those_of_each_document_alone(tmp_path: Path, family: str, at
 def test_models_that_cannot_are_refused_by_name(config: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         check_packing(config)
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "gptj", "gpt_bigcode", "persimmon", "gemma4_text"])
+def test_flash_attention_has_to_be_told_of_positions(family: str) -> None:
+    config = AutoConfig.for_model(family)
+    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    check_packing(config, "sdpa")
+    with pytest.raises(ModelError, match=r"flash attention is not told of positions there; set model\.attention=sdpa"):
+        check_packing(config, "flash_attention_2")
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gptj"])
+def test_flash_attention_is_told_of_positions(family: str) -> None:
+    config = AutoConfig.for_model(family)
+    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    check_packing(config, "flash_attention_2")

@@ -39,6 +39,17 @@ def test_the_last_windows_are_held_out(tmp_path: Path, tokenizer: Any, fraction:
     assert "the last" in windows.notes[1]
 
 
+def test_what_is_not_read_of_a_directory_is_told(tmp_path: Path, tokenizer: Any) -> None:
+    for name in ("a/a.txt", "a/b.TXT", "a/c.jsonl.gz", "a/deep/d.pdf", "a/LICENSE", "a/.git/e.gz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, TEXT)
+    config = DataConfig(path=f"{tmp_path}/a", sequence_length=8, eval_path=f"{tmp_path}/a/a.txt")
+    notes = prepare(config, tokenizer, tmp_path / "cache").notes
+    assert notes[0] == f"{tmp_path}/a: 3 of its files are not read, by their names (.gz, .pdf, no ending)"
+    assert notes[1].startswith("train: 2 documents")
+    assert len(notes) == 3
+
+
 def test_one_window_cannot_be_divided(tmp_path: Path, tokenizer: Any) -> None:
     config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=100, eval_fraction=0.5)
     with pytest.raises(DataError, match="a single window"):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.processors import RobertaProcessing
 from transformers import BertConfig, GPT2Config, T5Config
 
-from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data.base import DataConfig, check_data
 from fsdp_shard.data.masked import MaskedWindows
 from fsdp_shard.data.prepare import Samples, open_samples, tokenise_all
 from fsdp_shard.data.task import SpecialTokens, Task, check_task
@@ -53,6 +55,9 @@ def test_texts_with_classes(tmp_path: Path) -> None:
     assert batch.labels.tolist() == [1, 2, MASKED]
     assert batch.input_ids[:, :4].tolist() == [[*b"ghij"], [*b"de", 7, 7], [*b"abc", 7]], "nothing counts of the last"
     assert batch.num_predictions == 2
+    text = DataConfig(path=write(tmp_path / "a.txt", "abc"), sequence_length=4)
+    with pytest.raises(DataError, match=r"is plain text, but model\.task=sequence_classification needs rows"):
+        check_data(text, "sequence_classification")
     with pytest.raises(DataError, match="has a class 'bad', but the model has 2 classes"):
         opened(config, tmp_path / "cache", Task("sequence_classification", num_labels=2))
 
@@ -97,6 +102,38 @@ def test_hiding_is_a_function_of_seed_epoch_and_sample() -> None:
     assert one.labels.tolist() != two.labels.tolist(), "another epoch hides others"
 
 
+def test_special_tokens_are_never_hidden() -> None:
+    tokens = np.where(np.arange(400) % 7 == 3, 302, np.arange(400) % 250)
+    special = replace(SPECIAL, all=(300, 301, 302))
+    data = MaskedWindows(tokens, 32, "n", special, 0.9, seed=3)
+    batch = data.batch(range(len(data)))
+    assert not np.isin(batch.labels, special.all).any()
+    assert (batch.labels != MASKED).sum() > 0.8 * (400 - 57)
+    assert MaskedWindows(np.full(9, 302), 32, "n", special, 0.15, seed=3).batch([0]).num_predictions == 0
+
+
+def test_windows_of_a_masked_model_begin_once(tmp_path: Path) -> None:
+    """RoBERTa's tokenizer begins each text with what each window has as well."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(
+        {"bos_token": "<s>", "cls_token": "<s>", "sep_token": "<|end|>", "mask_token": "<mask>"}
+    )
+    begin, end, mask = (tokenizer.convert_tokens_to_ids(token) for token in ("<s>", "<|end|>", "<mask>"))
+    tokenizer.backend_tokenizer.post_processor = RobertaProcessing(("<|end|>", end), ("<s>", begin))
+    assert tokenizer("a")["input_ids"] == [begin, *b"a", end]
+    path = write(tmp_path / "a.jsonl", '{"text": "abc"}\n{"text": "de"}\n')
+    task = Task("masked_lm")
+    samples = opened(DataConfig(path=path, sequence_length=10), tmp_path / "cache", task, tokenizer)
+    stream = DataConfig(path=path, sequence_length=8, streaming=True)
+    batch = samples.train.batch([0])
+    whole = np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[batch.others["attention_mask"] == 1]
+    assert whole.tolist() == [begin, *b"abc", end, *b"de", end]
+    assert samples.train.special.all == tuple(sorted((begin, end, mask)))  # type: ignore[attr-defined]
+    streamed = open_samples(stream, tokenise_all(stream, tokenizer, None, "masked_lm"), task, 3, lambda: tokenizer)
+    batch = streamed.train.batch([0])
+    assert np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[0].tolist().count(begin) == 1
+
+
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
     config = DataConfig(path=write(tmp_path / "a.txt", "abc" * 40), sequence_length=8)
     with pytest.raises(DataError, match="needs a mask token"):
@@ -110,13 +147,18 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
         ("masked_lm", {"kind": "chat"}, "data.kind=chat does not fit"),
         ("masked_lm", {"packing": True}, "data.packing=true is for model.task=causal_lm"),
         ("causal_lm", {"mask_fraction": 0.3}, "mask_fraction=0.3 is for model.task=masked_lm"),
+        (
+            "seq2seq",
+            {"mixture": {"a": {"path": "x", "kind": "pairs"}}, "path": "", "eval_path": "y"},
+            "data.kind=text does not fit model.task=seq2seq",
+        ),
         ("causal_lm", {"target_length": 3}, "target_length=3 is for model.task=seq2seq"),
         ("seq2seq", {"kind": "pairs", "label_column": "x"}, "label_column=x is for"),
     ],
 )
 def test_data_that_does_not_fit_the_task(task: str, values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_task(task, DataConfig(path="x", **values))
+        check_task(task, DataConfig(**{"path": "x", **values}))
 
 
 def test_an_evaluation_refuses_what_it_has_no_use_for(tmp_path: Path) -> None:

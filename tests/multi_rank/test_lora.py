@@ -24,6 +24,7 @@ from fsdp_shard.data.base import DataConfig
 from fsdp_shard.data.prepare import prepare
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.models import load_tokenizer
 from fsdp_shard.shards import LocalShard
 from fsdp_shard.training.lora import fill_new
 from tests.runs import Ended, run_recipe
@@ -174,6 +175,23 @@ def test_an_adapter_is_merged_wherever_weights_are_read(
     with open_checkpoint(tmp_path / "ranks") as index:
         for name, param in wanted.items():
             torch.testing.assert_close(index.read(name), param.detach().bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+def test_a_tokenizer_that_lies_beside_an_adapter_is_taken(
+    runs: dict[str, Ended], tmp_path: Path, tiny_model: Path
+) -> None:
+    """As trl saves one with tokens and a chat template of its own."""
+    adapter = shutil.copytree(runs["fsdp2"].checkpoint, tmp_path / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert locate(adapter).tokenizer == locate(tiny_model).directory
+    tokenizer.chat_template = "its own"
+    tokenizer.save_pretrained(adapter)
+    assert load_tokenizer(locate(adapter)).chat_template == "its own"
+    convert(adapter, tmp_path / "merged")
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == "its own"
+    assert (tmp_path / "merged" / "config.json").is_file()
+    (adapter / "tokenizer.json").unlink()
+    assert locate(adapter).tokenizer == locate(tiny_model).directory, "settings without a tokenizer are none"
 
 
 def test_generate_and_evaluate_take_a_run_with_an_adapter(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaForCausalLM, MixtralConfig
+from transformers import GPT2Config, LlamaForCausalLM, MixtralConfig, PhiConfig
 
 from fsdp_shard.checkpoint.checks.verify import verify
 from fsdp_shard.checkpoint.index import open_checkpoint
@@ -171,6 +171,10 @@ def test_what_cannot_be_divided_is_named() -> None:
         (
             MixtralConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=8, vocab_size=9),
             "the plan of MixtralForCausalLM asks for moe_tp_experts, packed_colwise",
+        ),
+        (
+            PhiConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9, qk_layernorm=True),
+            "PhiForCausalLM has model.layers.0.self_attn.q_layernorm among layers that are cut",
         ),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -18,10 +18,13 @@ from transformers import (
     BertConfig,
     GPT2Config,
     LlamaConfig,
+    MBartConfig,
     MixtralConfig,
     OPTConfig,
     PretrainedConfig,
     RobertaConfig,
+    T5GemmaConfig,
+    T5GemmaModuleConfig,
 )
 
 from fsdp_shard import settings
@@ -30,7 +33,8 @@ from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data.base import DataConfig
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.launch import LaunchConfig
-from fsdp_shard.models import ModelConfig, num_positions, resolve
+from fsdp_shard.models import ModelConfig, resolve
+from fsdp_shard.positions import num_positions
 from fsdp_shard.sharding.base import ShardConfig
 from fsdp_shard.sharding.ddp import DdpConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
@@ -141,6 +145,25 @@ def test_adapted_experts_are_not_flattened(tmp_path: Path) -> None:
     look(mixtral, Fsdp1Config(param_dtype="float32"), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match=r"adapter=lora with shard=fsdp1 cannot adapt experts \(.*experts.*lora_A"):
         look(mixtral, Fsdp1Config(param_dtype="float32"), LoraConfig())
+
+
+def test_targets_begin_as_the_model_says(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"d_model": 16, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "vocab_size": 300}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    part = T5GemmaModuleConfig(**SIZES, intermediate_size=8, num_key_value_heads=1, head_dim=4, bos_token_id=5)
+    made = {
+        "bart": BartConfig(**sizes, decoder_start_token_id=7),
+        "mbart": MBartConfig(**sizes, decoder_start_token_id=9),
+        "t5gemma": T5GemmaConfig(encoder=part, decoder=part, vocab_size=300),
+    }
+    starts = {}
+    for name, config in made.items():
+        model = replace(save(tmp_path / name, config, AutoModelForSeq2SeqLM), task="seq2seq", attention="eager")
+        starts[name] = data_task(model, resolve(model.path)).decoder_start
+    assert starts == {"bart": 7, "mbart": 9, "t5gemma": 5}
+    model = replace(save(tmp_path / "open", MBartConfig(**sizes), AutoModelForSeq2SeqLM), task="seq2seq")
+    with pytest.raises(ModelError, match="MBartForConditionalGeneration has no decoder_start_token_id"):
+        look(model)
 
 
 def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:

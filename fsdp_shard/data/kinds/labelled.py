@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.data.kinds.base import Example, require_row, text_in, with_special_ids
-from fsdp_shard.data.readers import Row
+from fsdp_shard.data.kinds.base import Example, text_in, with_special_ids
+from fsdp_shard.data.readers import Row, require_column
 from fsdp_shard.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,8 +26,13 @@ class LabelledKind:
         return (self.text, self.label)
 
     def check_row(self, row: Row) -> bool:
-        require_row(row, self.text, "data.text_column", "text")
-        require_row(row, self.label, "data.label_column", "text")
+        if row.is_text:
+            raise DataError(
+                f"{row.where} is plain text, but model.task=sequence_classification needs rows with a text and a "
+                f"class; give .jsonl, .csv, .parquet or a hub data set."
+            )
+        require_column(self.text, list(row.values), row.where, "data.text_column")
+        require_column(self.label, list(row.values), row.where, "data.label_column")
         return bool(text_in(row, self.text, "data.text_column").strip()) and self._label(row) is not None
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
