@@ -79,7 +79,8 @@ def utilisation(
     ):
         return None
     peak = peak_flops(torch.cuda.get_device_name(context.device))
-    each = flops_per_token(module.config, num_matmul_params(module.config, loaded.num_params), sequence_length)
+    config = loaded.config
+    each = flops_per_token(config, num_matmul_params(config, loaded.num_params), sequence_length)
     if peak is None or each is None:
         return None
     return lambda tokens_per_second: tokens_per_second * each / (peak * context.world_size)

@@ -70,7 +70,7 @@ class LoadFigures:
 class LoadedModel:
     """A sharded model with weights, the tied names that are not stored, what loading it cost, and how it is divided.
 
-    `num_fused` modules have the kernels of `model.kernels`.
+    `num_fused` modules have the kernels of `model.kernels`. `config` is that of the model within the wrapper.
     """
 
     model: ShardedModel
@@ -81,6 +81,7 @@ class LoadedModel:
     tree: list[str] = field(default_factory=list)
     adapter: Adapter | None = None
     num_fused: int = 0
+    config: PretrainedConfig | None = None
 
 
 def model_source(config: ModelConfig, step_directory: Path | None) -> ModelSource:
@@ -224,7 +225,7 @@ def load_sharded(
     shard_bytes = sum(part.data.numel() * part.data.element_size() for part in shards.values())
     figures = _figures(shard_bytes, largest, context)
     num_params = sum(block.num_params for block in blocks)
-    return LoadedModel(sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused)
+    return LoadedModel(sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused, model.config)
 
 
 def side_files(source: ModelSource, dtype: str, adapter: Adapter | None = None) -> dict[str, bytes]:
@@ -288,7 +289,7 @@ def describe(loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, conte
 
 def _not_trained(loaded: LoadedModel) -> list[str]:
     """What the model's config asks of a loss and is not done here."""
-    asks = getattr(loaded.model.module.config, "output_router_logits", False)
+    asks = getattr(loaded.config, "output_router_logits", False)
     told = "config.json has output_router_logits: the loss that balances experts is not part of the loss trained here"
     return [told] if asks else []
 

@@ -256,3 +256,20 @@ def test_what_cannot_be_divided_is_named() -> None:
         replace(two, replicas=2).check_ranks(6, on_gpu=False)
     with pytest.raises(ConfigError, match=r"shard\.expert_parallel=2 cannot be planned for"):
         plan_memory(MixtralConfig(), planned(shard=two))
+
+
+def test_a_loss_that_is_not_trained_is_told(root: Path, texts: Path, tmp_path: Path) -> None:
+    """Of a model in a wrapper that hides its config, too."""
+    asks = AutoModelForCausalLM.from_config(config("mixtral", output_router_logits=True))
+    asks.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    given = [
+        f"data.path={texts}/train.txt",
+        f"data.cache_dir={tmp_path}/c",
+        "train.steps=1",
+        "shard=ddp",
+        "launch.ranks=2",
+    ]
+    for model, count in ((root / "mixtral", 0), (tmp_path / "model", 1)):
+        ended = run(tmp_path / str(count), SETTINGS, f"model.path={model}", *given)
+        assert ended.err.count("config.json has output_router_logits") == count
