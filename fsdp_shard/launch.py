@@ -18,7 +18,7 @@ from fsdp_shard.memory import collect_as_usual
 from fsdp_shard.settings import setting
 
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
-_computed: list[int] = []  # this process, as often as it has been the only rank of a run
+_computed: list[str] = []  # the runs of which this process has been the only rank
 
 
 @dataclass
@@ -100,7 +100,7 @@ def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] |
         work_together(work, config, begin)
     elif settings.ranks == settings.max_nodes == 1 and not settings.max_restarts:
         begin(config)
-        _computed.append(os.getpid())
+        _computed.append(config.run_dir)
         work(config)
     else:
         alone = settings.max_nodes == 1

@@ -67,7 +67,7 @@ def tell(error: BaseException, debug: bool) -> None:
     """Write what went wrong to standard error; one of several ranks that something else started says which it is."""
     if debug:
         sys.stderr.write(redact(_traceback(error)))
-    # What all have been given wrong is told by the first, of which this is said at once; else it is of one rank alone.
+    # What is wrong for all of them is told by the first, and needs no number.
     is_shared = isinstance(error, InputError) and joined_rank() == 0
     where = f"rank {joined_rank()}: " if is_joined_rank() and not is_shared else ""
     hint = " Give debug=true or --debug to see how it came to that." if _is_unexpected(error) and not debug else ""

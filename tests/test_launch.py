@@ -192,10 +192,12 @@ def work(here):
 if __name__ == "__main__":
     settings = dict(ranks=2, nodes=(1, 1), rendezvous=None, max_restarts=0, grace_seconds=60, timeout_seconds=60,
                     start_method="fork", num_threads=1, log=False)
+    os.environ["OMP_NUM_THREADS"] = "3"  # is for what comes after, not for these ranks
     try:
         run_ranks(work, sys.argv[1], **(settings | dict({settings})))
     except FsdpShardError as error:
         print(f"{{type(error).__name__}}: {{error}}")
+    assert os.environ["OMP_NUM_THREADS"] == "3"
 """
 
 

@@ -52,6 +52,7 @@ def check_plan(
             f"{where}: the plan of {name} asks for {', '.join(others)}, which fsdp-shard cannot load and save; it "
             f"knows {', '.join(sorted(styles))}. Use {setting}=1."
         )
+    # A matter of gradients, so of no concern to who only runs the model.
     if not also and (alone := _between_cut_layers(model, plan)):
         raise ConfigError(
             f"{where}: {name} has {alone} among layers that are cut, and its plan does not name it: each rank would "

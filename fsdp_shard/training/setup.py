@@ -149,7 +149,8 @@ def _decoder_start(model: PreTrainedModel) -> int:
         if shift is not None:
             found = {int(shift(labels=torch.tensor([[first, first + 1]]))[0, 0]) for first in (5, 7)}
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"{name} cannot make the decoder's input of a target: {str(error).splitlines()[0]}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{name} cannot make the decoder's input of a target: {reason}") from error
     start = found.pop() if len(found) == 1 else told
     if start is None:
         raise ModelError(

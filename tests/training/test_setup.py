@@ -161,9 +161,14 @@ def test_targets_begin_as_the_model_says(tmp_path: Path) -> None:
         model = replace(save(tmp_path / name, config, AutoModelForSeq2SeqLM), task="seq2seq", attention="eager")
         starts[name] = data_task(model, resolve(model.path)).decoder_start
     assert starts == {"bart": 7, "mbart": 9, "t5gemma": 5}
-    model = replace(save(tmp_path / "open", MBartConfig(**sizes), AutoModelForSeq2SeqLM), task="seq2seq")
-    with pytest.raises(ModelError, match="MBartForConditionalGeneration has no decoder_start_token_id"):
-        look(model)
+    part.bos_token_id = None
+    for name, config, words in (
+        ("open", MBartConfig(**sizes), "MBartForConditionalGeneration has no decoder_start_token_id"),
+        ("none", T5GemmaConfig(encoder=part, decoder=part, vocab_size=300), "bos_token_id has to be defined"),
+    ):
+        model = save(tmp_path / name, config, AutoModelForSeq2SeqLM)
+        with pytest.raises(ModelError, match=words):
+            look(replace(model, task="seq2seq", attention="eager"))
 
 
 def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:
