@@ -2,17 +2,19 @@
 
     python benchmarks/save.py --work /big/disk/bench
 
-Wants a machine with nothing else to do: two cores for two ranks, and room for some 10 GB. A round runs every side once;
-every figure is the median over `--repeats` rounds. What is left to be written is written before a clock starts. Targets
-are those of the issue that asked.
+Wants a machine with nothing else to do: two cores for two ranks, and room for some 10 GB. A round has every side once,
+in an order of its own; every figure is the median over `--repeats` rounds, and what a save adds to a run over
+`--windows` of them, as steps differ from each other by as much. What is left to be written is written before a clock
+starts. Targets are those of the issue that asked.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
+import math
+import mmap
 import multiprocessing
 import os
 import random
@@ -38,6 +40,7 @@ from fsdp_shard.blocks import tied_names
 from fsdp_shard.checkpoint.base import CheckpointConfig
 from fsdp_shard.checkpoint.index import tensor_bytes
 from fsdp_shard.distributed import DistributedContext, distributed
+from fsdp_shard.memory import keep_freed_memory
 from fsdp_shard.models import rebuild_buffers
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from fsdp_shard.training.saving import open_saver
@@ -49,25 +52,25 @@ SIZES = {
     "135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
     "quick": {"hidden_size": 72, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 1024},
 }
-GROUPS = ("runs", "processor", "saves")
-SAVE_AT = 1  # of the steps of a run
+GROUPS = ("windows", "processor", "saves")
+STEPS = 2  # of a window: a save behind the training takes less
 
 
 class Training:
-    """One rank of a run that saves once, by whatever side."""
+    """One rank of a run that saves, by whatever side."""
 
-    def __init__(self, context: DistributedContext, work: Path, size: str, steps: int) -> None:
-        self.context, self.work, self.steps = context, work, steps
+    def __init__(self, context: DistributedContext, work: Path, size: str) -> None:
+        self.context, self.work = context, work
         config = LlamaConfig(**SIZES[size], num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         rebuild_buffers(model, context.device)
-        self.model = Fsdp2Config(param_dtype="float32").shard(model, context)
+        self.model = Fsdp2Config(param_dtype="float32", reshard_after_forward=False).shard(model, context)
         for shard in self.model.local_shards().values():
             shard.data.normal_(std=0.02)
         self.optimizer = torch.optim.AdamW(self.model.module.parameters(), lr=1e-4, fused=True)
         self.loaded = LoadedModel(self.model, 0, 0, tied_names(model), LoadFigures(0, 0, 0, 0), [])
-        self.batch = torch.randint(0, config.vocab_size, (1, 32))
+        self.batch = torch.randint(0, config.vocab_size, (1, 8))
         self.group = dist.new_group(backend="gloo")
         self.kept: dict[str, torch.Tensor] = {}
         self.step()
@@ -79,23 +82,16 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def run(self, save: Callable[[], Callable[[], None]]) -> tuple[float, float]:
-        """Seconds of a run, and those of them that a save adds.
-
-        `save` is called after a step, and what it returns at the end. Added is what the run takes beyond as many steps
-        as long as its own median step: runs differ from each other by more than a save.
-        """
+    def window(self, save: Callable[[], Callable[[], None]]) -> float:
+        """Seconds of what comes between two steps of a run: a save, STEPS steps, and what `save` returns, its end."""
         self.fresh()
-        marks, finish = [time.perf_counter()], _nothing
-        for number in range(self.steps):
+        start = time.perf_counter()
+        finish = save()
+        for _ in range(STEPS):
             self.step()
-            if number == SAVE_AT:
-                finish = save()
-            marks.append(time.perf_counter())
         finish()
         dist.barrier()
-        seconds = time.perf_counter() - marks[0]
-        return seconds, seconds - self.steps * statistics.median(b - a for a, b in itertools.pairwise(marks))
+        return time.perf_counter() - start
 
     def timed(self, work: Callable[[], None]) -> float:
         self.fresh()
@@ -110,7 +106,6 @@ class Training:
         Where training keeps all cores busy, a run is longer by them; they vary less than its steps do.
         """
         self.fresh()
-        gc.freeze()  # as in a run: what there was before it is not looked through again
         start = time.process_time()
         save()()
         return time.process_time() - start
@@ -140,7 +135,8 @@ class Training:
     savers: dict[str, Any] = {}  # noqa: RUF012 -- one instance a process
 
     def copy_fresh(self) -> Callable[[], None]:
-        self.copies = [tensor.clone() for tensor in self.own]
+        """As `clone` does where memory that was freed is not kept, as it is here and in our runs."""
+        self.copies = [_fresh(tensor).copy_(tensor) for tensor in self.own]
         return self.forget_copies
 
     def forget_copies(self) -> None:
@@ -205,6 +201,14 @@ class _Quiet:
 def _nothing() -> None: ...
 
 
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a copy that the system has to give first; what is little comes from what malloc has."""
+    if tensor.nbytes < mmap.PAGESIZE:
+        return torch.empty_like(tensor)
+    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
+
+
 def _sharded(state: dict[str, Any]) -> Iterator[Any]:
     return (value for value in state.values() if hasattr(value, "to_local"))
 
@@ -247,17 +251,19 @@ def _status(key: str) -> float:
 
 
 def measure(
-    context: DistributedContext, work: Path, size: str, steps: int, repeats: int, groups: Sequence[str]
-) -> dict[str, float]:
-    """Medians over the rounds, by side; `run: SIDE` is what it adds to a run, `seconds: SIDE` all of the run, and
-    `processor: SIDE` what it takes of processors by itself.
+    context: DistributedContext, work: Path, size: str, repeats: int, windows: int, groups: Sequence[str]
+) -> dict[str, list[float]]:
+    """What was measured in each round, by side; `window: SIDE` is that with a save, and `processor: SIDE` what it takes
+    of processors by itself.
     """
-    training = Training(context, work, size, steps)
+    training = Training(context, work, size)
     stall = Stall(training)
     behind = {"asynchronous": True, "layout": "sharded"}
     training.savers[json.dumps(behind)] = training._open(CheckpointConfig(**behind))  # type: ignore[arg-type]  # values of several types
     stall.watch(training)
-    runs: dict[str, Callable[[], Callable[[], None]]] = {
+    gc.collect()
+    gc.freeze()  # as in our runs: what there was before is not looked through again
+    sides: dict[str, Callable[[], Callable[[], None]]] = {
         "nothing": lambda: _nothing,
         "copy into fresh memory": training.copy_fresh,
         "copy into reused memory": training.copy_reused,
@@ -278,40 +284,49 @@ def measure(
     }
     found: dict[str, list[float]] = {}
 
-    def note(name: str, seconds: float) -> None:
-        found.setdefault(name, []).append(context.all_reduce([seconds], "max")[0])
+    def note(name: str, value: float) -> None:
+        found.setdefault(name, []).append(context.all_reduce([value], "max")[0])
 
-    for repeat in range(repeats + 1):
-        if repeat == 1:
-            found.clear()  # the first round allocates what is used again
-        for name in random.Random(repeat).sample(list(runs), len(runs)):
-            if "processor" in groups:
-                note(f"processor: {name}", training.processor(runs[name]))
-            if "runs" in groups:
-                seconds, added = training.run(stall.of(runs[name]))
-                note(f"seconds: {name}", seconds)
-                note(f"run: {name}", added)
-                note(f"stall: {name}", stall.seconds)
-        if "saves" in groups:
-            for name, write in saves.items():
-                note(f"save: {name}", training.timed(write))  # type: ignore[arg-type]  # what it returns is not used
-            for layout in ("sharded", "gathered"):
-                training.fresh()
-                note(f"memory: {layout}", extra_memory(saves[layout]))
+    def in_turns(count: int, names: Sequence[str], work: Callable[[str], dict[str, float]]) -> None:
+        for number in range(count + 1):
+            for name in random.Random(number).sample(names, len(names)):
+                for what, value in work(name).items():
+                    if number:  # the round before allocates what is used again
+                        note(what, value)
+
+    def window(name: str) -> dict[str, float]:
+        return {f"window: {name}": training.window(stall.of(sides[name])), f"stall: {name}": stall.seconds}
+
+    def processor(name: str) -> dict[str, float]:
+        return {f"processor: {name}": training.processor(sides[name])}
+
+    def save(name: str) -> dict[str, float]:
+        return {f"save: {name}": training.timed(saves[name])}  # type: ignore[arg-type]  # what it returns is not used
+
+    if "windows" in groups:
+        in_turns(windows, ["nothing", *sides], window)
+    if "processor" in groups:
+        in_turns(repeats, list(sides), processor)
+    if "saves" in groups:
+        in_turns(repeats, list(saves), save)
+        for layout in repeats * ["sharded", "gathered"]:
+            training.fresh()
+            note(f"memory: {layout}", extra_memory(saves[layout]))
     training.fresh()
-    return {name: statistics.median(values) for name, values in found.items()} | {
-        "bytes": float(sum(tensor.numel() * tensor.element_size() for tensor in training.own)),
-    }
+    return found | {"bytes": [float(sum(tensor.nbytes for tensor in training.own))]}
 
 
-def rows(found: dict[str, float]) -> Iterator[Row]:
+def rows(measured: dict[str, list[float]]) -> Iterator[Row]:
     """What was asked for."""
+    found = {name: statistics.median(values) for name, values in measured.items()}
     yield Row("bytes of the state, a rank", found["bytes"] / MB, "MB")
     for name, value in found.items():
-        if name.startswith(("run: ", "stall: ", "save: ", "processor: ")) and not name.endswith("nothing"):
+        if name.startswith(("stall: ", "save: ", "processor: ")) and not name.endswith("nothing"):
             yield Row(name, value, "s")
-    if "seconds: nothing" in found:
-        yield from _rows_of_runs(found)
+    if "window: nothing" in found:
+        yield from _rows_of_windows(measured)
+        behind = max(found["stall: ours, asynchronous"], 1e-6)
+        yield Row("stall of dcp.async_save / of ours", found["stall: dcp.async_save"] / behind, "x", 3, True)
     if "processor: nothing" in found:
         behind = found["processor: ours, asynchronous"]
         for memory in ("fresh memory", "reused memory"):
@@ -320,13 +335,30 @@ def rows(found: dict[str, float]) -> Iterator[Row]:
         yield from _rows_of_saves(found)
 
 
-def _rows_of_runs(found: dict[str, float]) -> Iterator[Row]:
-    yield Row("a run without a save", found["seconds: nothing"], "s")
-    behind, copy = found["run: ours, asynchronous"], found["run: copy into fresh memory"]
-    yield Row("async lengthens the run / a copy of the state does", behind / copy, "x", 1.2)
-    yield Row("the same against a copy into memory that is there", behind / found["run: copy into reused memory"])
-    yield Row("async lengthens the run / sync does", behind / found["run: ours, synchronous"], "x", 0.5)
-    yield Row("stall of dcp.async_save / of ours", found["stall: dcp.async_save"] / _stall(found), "x", 3, True)
+def _rows_of_windows(measured: dict[str, list[float]]) -> Iterator[Row]:
+    """A save lengthens a run by what the median window with it takes more than the median one without."""
+    windows = {name.removeprefix("window: "): values for name, values in measured.items() if "window: " in name}
+    base = statistics.median(windows["nothing"])
+    yield Row(f"{STEPS} steps without a save", base, "s")
+    longer = {side: statistics.median(values) - base for side, values in windows.items()}
+    for side, values in windows.items():
+        if side != "nothing":
+            yield Row(
+                f"lengthens the run: {side} ({_standard_error(values, windows['nothing']):.2f} either way)",
+                longer[side],
+                "s",
+            )
+    behind = longer["ours, asynchronous"]
+    yield Row(
+        "async lengthens the run / a copy into fresh memory does", behind / longer["copy into fresh memory"], "x", 1.2
+    )
+    yield Row("the same against a copy into memory that is there", behind / longer["copy into reused memory"])
+    yield Row("async lengthens the run / sync does", behind / longer["ours, synchronous"], "x", 0.5)
+
+
+def _standard_error(*samples: Sequence[float]) -> float:
+    """Of the difference of their medians, if they vary as a normal distribution does."""
+    return math.sqrt(sum(math.pi / 2 * statistics.pvariance(values) / len(values) for values in samples))
 
 
 def _rows_of_saves(found: dict[str, float]) -> Iterator[Row]:
@@ -339,17 +371,14 @@ def _rows_of_saves(found: dict[str, float]) -> Iterator[Row]:
         yield Row(f"{peer} / ours gathered, weights", found[f"save: {peer}, weights"] / ours, "x", 2.5, True)
 
 
-def _stall(found: dict[str, float]) -> float:
-    return max(found["stall: ours, asynchronous"], 1e-6)
-
-
 def _rank(rank: int, options: argparse.Namespace, rendezvous: str, out: Path) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    keep_freed_memory()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.ranks), LOCAL_RANK=str(rank))
     with distributed("cpu", rendezvous=rendezvous) as context:
-        size, steps = ("quick", 3) if options.quick else ("135M", options.steps)
-        found = measure(context, options.work.resolve() / "save", size, steps, options.repeats, options.only)
+        size, work = "quick" if options.quick else "135M", options.work.resolve() / "save"
+        found = measure(context, work, size, options.repeats, options.windows, options.only)
     if rank == 0:
         out.write_text(json.dumps(found))
 
@@ -358,8 +387,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="directory that is written to, on the disk to measure")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10, help="steps of a run, of which the second is saved")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of which the median counts (default 5)")
+    parser.add_argument("--windows", type=int, default=25, help="rounds for what a save adds to a run (default 25)")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds for all else (default 5)")
     parser.add_argument("--only", nargs="*", default=GROUPS, choices=GROUPS, help="what is measured")
     parser.add_argument("--quick", action="store_true", help="a model of a few MB, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the table there too")

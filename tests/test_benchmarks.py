@@ -42,7 +42,17 @@ def test_conversions_are_measured(tmp_path: Path) -> None:
 
 def test_saves_are_measured(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
-    command = [sys.executable, "benchmarks/save.py", "--work", str(tmp_path), "--quick", "--repeats", "1"]
+    command = [
+        sys.executable,
+        "benchmarks/save.py",
+        "--work",
+        str(tmp_path),
+        "--quick",
+        "--repeats",
+        "1",
+        "--windows",
+        "2",
+    ]
     result = subprocess.run([*command, "--json", str(table)], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     rows = json.loads(table.read_text())

@@ -1,4 +1,4 @@
-"""Writing what is in memory past the page cache, in whole blocks: the disk fetches it, and no core copies it.
+"""Writing and reading files past the page cache, in whole blocks: the disk moves them, and no core copies them.
 
 That is what a save behind the training wants, whose cores have better things to do. Whoever waits for the disk is done
 sooner through the page cache, where more is under way at once. Knows files, no tensors.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_shard.checkpoint.atomic import naming, start_writeback
-from fsdp_shard.checkpoint.files import copy_bytes, large_pages, pwrite_all
+from fsdp_shard.checkpoint.files import Handles, copy_bytes, large_pages, pwrite_all
 
 _BLOCK_BYTES = 4096  # offsets and addresses are multiples of it: the largest block of common disks and file systems
 _STAGE_BYTES = 4 << 20
@@ -70,7 +70,7 @@ class DirectFile:
     def __init__(self, path: Path, *, past_cache: bool) -> None:
         self._path = path
         self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._direct = _open_direct(path) if past_cache else None
+        self._direct = _open_direct(path, os.O_WRONLY) if past_cache else None
 
     def write(self, offset: int, content: memoryview) -> None:
         """Whole blocks of what a Stage holds are written directly, what is before and after them through the cache."""
@@ -110,11 +110,53 @@ class DirectFile:
             self._direct = None
 
 
-def _open_direct(path: Path) -> int | None:
+class BlockReader:
+    """Reads files of `directory`, at most `max_bytes` at a time; as others do where it cannot, or shall not, do so past
+    the cache.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int, *, past_cache: bool) -> None:
+        self._directory, self._past_cache = directory, past_cache
+        self._memory = large_pages(max_bytes + 2 * _BLOCK_BYTES)
+        self._handles = Handles(self._open)
+
+    def read(self, name: str, offset: int, num_bytes: int) -> memoryview:
+        """Good until the next call. An OSError names the file, also where that ends too early."""
+        path, first = self._directory / name, offset % _BLOCK_BYTES
+        with naming(path):
+            try:
+                found = self._read_blocks(name, offset - first, first + num_bytes)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._past_cache:  # as in `DirectFile`
+                    raise
+                self.close()
+                self._past_cache = False
+                found = self._read_blocks(name, offset - first, first + num_bytes)
+            if found < first + num_bytes:
+                raise OSError(errno.EIO, f"ends {first + num_bytes - found} bytes before what was written there")
+        return self._memory[first : first + num_bytes]
+
+    def _read_blocks(self, name: str, offset: int, num_bytes: int) -> int:
+        blocks, found = self._memory[: num_bytes + -num_bytes % _BLOCK_BYTES], 0
+        with self._handles.use(name) as handle:
+            while found < num_bytes and (count := os.preadv(handle, [blocks[found:]], offset + found)):
+                found += count
+        return found
+
+    def _open(self, name: str) -> int:
+        path = self._directory / name
+        direct = _open_direct(path, os.O_RDONLY) if self._past_cache else None
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC) if direct is None else direct
+
+    def close(self) -> None:
+        self._handles.close()
+
+
+def _open_direct(path: Path, mode: int) -> int | None:
     """None where the system or the file system has no such thing."""
     if (flag := getattr(os, "O_DIRECT", None)) is None:
         return None
     try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag)
+        return os.open(path, mode | os.O_CLOEXEC | flag)
     except OSError:
         return None

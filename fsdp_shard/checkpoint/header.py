@@ -137,10 +137,10 @@ def build_header(
     """
     position, document, relative = 0, {"__metadata__": dict(metadata)} if metadata else {}, {}
     for spec in specs:
-        offsets = [position, position + spec.num_bytes]
-        entry: Any = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+        end = position + spec.num_bytes
+        entry: Any = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, end]}
         document[spec.name], relative[spec.name] = entry, position
-        position += spec.num_bytes
+        position = end
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * ((phase // 8 * 8 - 8 - len(text)) % (PAGE_BYTES if position >= PAGED_BYTES else 8))
     start = 8 + len(text)

@@ -62,7 +62,7 @@ class RangeHasher:
     """Hashes the flat byte range [start, stop) of a tensor of `num_bytes` as it is written, in pieces of any size.
 
     `digests` collects the chunks that begin in the range. The last may end in another rank's: then `rest` are the bytes
-    that are still needed for it, to be read through the index once all ranks have written, and given to `finish`.
+    that are still needed for it, to be read once all ranks have written, and given to `finish` piece by piece.
     """
 
     def __init__(self, num_bytes: int, start: int, stop: int) -> None:
@@ -85,11 +85,10 @@ class RangeHasher:
         assert self._position + len(view) <= self._stop
         self._hash(view)
 
-    def finish(self, rest: memoryview) -> None:
-        """What `rest` asks for, after all of the range."""
-        assert self._position == self._stop
-        assert len(rest) == len(self.rest)
-        self._hash(rest)
+    def finish(self, piece: memoryview) -> None:
+        """The next bytes of what `rest` asks for, after all of the range."""
+        assert self._stop <= self._position <= self.rest.stop - len(piece)
+        self._hash(piece)
 
     def _hash(self, view: memoryview) -> None:
         while len(view):

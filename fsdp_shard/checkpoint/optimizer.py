@@ -8,7 +8,6 @@ Knows no wrapper and no file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import CheckpointError
@@ -26,13 +25,16 @@ def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
 
     An optimizer whose state lies elsewhere than its parameters says so itself, by a method `state_shards`.
     """
+    import torch
+
     own: Callable[[], dict[str, LocalShard]] | None = getattr(optimizer, "state_shards", None)
     if own is not None:
         return own()
     found = {}
-    for name, shard in shards.items():
-        for slot, value in _slots(optimizer, shard):
-            found[f"{name}.{slot}"] = _state_shard(shard, value)
+    with torch.no_grad():
+        for name, shard in shards.items():
+            for slot, value in _slots(optimizer, shard):
+                found[f"{name}.{slot}"] = _state_shard(shard, value)
     return found
 
 
@@ -94,6 +96,6 @@ def _slots(optimizer: Optimizer, shard: LocalShard) -> Iterator[tuple[str, torch
 
 def _state_shard(shard: LocalShard, value: torch.Tensor) -> LocalShard:
     if value.ndim == 0 and shard.shape:
-        holds_first = shard.writes and shard.start == 0 and len(shard.data) > 0
+        holds_first = shard.writes and shard.start == 0 and shard.data.numel() > 0
         return LocalShard(value, value.view(-1), 0, (), writes=holds_first)
-    return replace(shard, tensor=value, data=shard.view_of(value))
+    return LocalShard(value, shard.view_of(value), shard.start, shard.shape, shard.writes, shard.box)

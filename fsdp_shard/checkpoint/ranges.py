@@ -5,19 +5,18 @@ Local throughout: who waits for whom is `state`'s business. Knows shards and fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from fsdp_shard.checkpoint import atomic, boxes
-from fsdp_shard.checkpoint.direct import DirectFile, Observe, Stage, ignore
-from fsdp_shard.checkpoint.files import page_aligned
+from fsdp_shard.checkpoint.direct import BlockReader, DirectFile, Observe, Stage, ignore
 from fsdp_shard.checkpoint.index import open_checkpoint, tensor_bytes
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, RangeHasher, chunk_digest, digest_chunks, num_chunks
+from fsdp_shard.checkpoint.layout import Extent
 from fsdp_shard.checkpoint.manifest import FileRecord
 from fsdp_shard.checkpoint.points import reach
 from fsdp_shard.checkpoint.store import OPTIMIZER
@@ -25,16 +24,14 @@ from fsdp_shard.checkpoint.transfer import create_file
 from fsdp_shard.checkpoint.writes import WritePlan, spec_of
 from fsdp_shard.shards import LocalShard
 
-if TYPE_CHECKING:
-    import torch
-
 _PIECE_BYTES = 4 << 20  # read and hashed at once: little enough for the cores' last cache
 
 Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
 Hashers = dict[str, RangeHasher | None]  # tensor -> that of this rank's range; None where its part is no range
 Records = dict[str, FileRecord]  # file -> size and digest
-# A shard, and which of its elements -> those, flat; as long as the block runs, nobody changes them.
-Reading = Callable[[LocalShard, slice], AbstractContextManager["torch.Tensor"]]
+Heads = dict[str, Extent]  # tensor -> where a rank's range of it lies, if that begins within a chunk
+# A shard, and which of its bytes -> those; as long as the block runs, nobody changes them.
+Reading = Callable[[LocalShard, slice], AbstractContextManager[memoryview]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,17 @@ class RankPlans:
         return sum(file.num_bytes for file in files) + sum(map(len, self.small_files.values()))
 
 
+def plan_heads(plan: WritePlan, shards: Mapping[str, LocalShard]) -> Heads:
+    """This rank's ranges of which another rank needs the first bytes, since their chunk begins in its own."""
+    heads: Heads = {}
+    for name, (file, offset) in plan.places.items():
+        shard = shards[name]
+        start = shard.start * shard.data.element_size()
+        if shard.box is None and start % CHUNK_BYTES:
+            heads[name] = Extent(start, start + shard.data.nbytes, file, offset)
+    return heads
+
+
 def create_files(directory: Path, plans: RankPlans) -> None:
     for file in plans.weights.creates:
         create_file(directory, file)
@@ -62,9 +70,10 @@ def create_files(directory: Path, plans: RankPlans) -> None:
     reach("created")
 
 
-def as_it_is(shard: LocalShard, part: slice) -> AbstractContextManager[torch.Tensor]:
+def as_it_is(shard: LocalShard, part: slice) -> AbstractContextManager[memoryview]:
     """The `Reading` of shards that nobody changes."""
-    return nullcontext(shard.data[part])
+    size = shard.data.element_size()
+    return nullcontext(tensor_bytes(shard.data[part.start // size : part.stop // size].cpu()))
 
 
 def write_ranges(
@@ -98,7 +107,7 @@ def write_ranges(
             whole = xxhash.xxh3_128(plan.header)
             for name, (_, offset) in plans.optimizer.places.items():
                 shard = optimizer[name]
-                writer.write(f"{OPTIMIZER}/{plan.name}", offset, shard, slice(0, len(shard.data)), whole.update)
+                writer.write(f"{OPTIMIZER}/{plan.name}", offset, shard, slice(0, shard.data.nbytes), whole.update)
             records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=whole.hexdigest())
         small_files = {**plans.weights.small_files, **plans.small_files}
         for name, content in small_files.items():
@@ -112,22 +121,40 @@ def write_ranges(
     return hashers, records
 
 
-def hash_shared_chunks(directory: Path, shards: Mapping[str, LocalShard], hashers: Hashers) -> Digests:
-    """The digests of all chunks that begin in this rank's part; what another rank has of them is read from the disk."""
+def hash_shared_chunks(
+    directory: Path, shards: Mapping[str, LocalShard], hashers: Hashers, heads: Sequence[Heads], is_behind: bool
+) -> Digests:
+    """The digests of all chunks that begin in this rank's part; what another rank has of them is read from the disk,
+    where `heads`, of all ranks, say.
+    """
     digests: Digests = {}
-    memory = page_aligned(CHUNK_BYTES)
-    with open_checkpoint(directory) as index:
+    reader = BlockReader(directory, CHUNK_BYTES, past_cache=is_behind)
+    try:
         for name, hasher in hashers.items():
-            if hasher is None:
+            if hasher is not None:
+                for piece in _pieces(hasher.rest, [theirs[name] for theirs in heads if name in theirs]):
+                    hasher.finish(reader.read(piece.file, piece.offset, piece.stop - piece.start))
+                digests[name] = hasher.digests
+    finally:
+        reader.close()
+    if boxed := [name for name, hasher in hashers.items() if hasher is None]:
+        with open_checkpoint(directory) as index:
+            for name in boxed:
                 mine = _begins_in_box(name, shards[name])
                 digests[name] = dict(zip(mine, digest_chunks(index, name, mine), strict=True))
-                continue
-            if rest := hasher.rest:
-                index.read_into(name, rest.start // shards[name].data.element_size(), memory[: len(rest)])
-                hasher.finish(memory[: len(rest)])
-            digests[name] = hasher.digests
     reach("hashed")
     return digests
+
+
+def _pieces(rest: range, heads: Iterable[Extent]) -> Iterator[Extent]:
+    """The parts of `heads` that make up `rest`, in order."""
+    position = rest.start
+    for head in sorted(heads, key=lambda head: head.start):
+        if head.start <= position < min(head.stop, rest.stop):
+            stop = min(head.stop, rest.stop)
+            yield Extent(position, stop, head.file, head.offset + position - head.start)
+            position = stop
+    assert position == rest.stop, "a rank writes what follows"
 
 
 def _begins_in_box(name: str, shard: LocalShard) -> list[int]:
@@ -145,7 +172,7 @@ def _hasher(name: str, shard: LocalShard) -> RangeHasher | None:
         return None
     size = shard.data.element_size()
     total = spec_of(name, shard).num_bytes
-    return RangeHasher(total, shard.start * size, (shard.start + len(shard.data)) * size)
+    return RangeHasher(total, shard.start * size, shard.start * size + shard.data.nbytes)
 
 
 class _Writer:
@@ -156,19 +183,15 @@ class _Writer:
         self._files: dict[str, DirectFile] = {}
 
     def write(self, name: str, offset: int, shard: LocalShard, part: slice, observe: Observe) -> None:
-        """Elements of a shard from byte `offset` on, some MiB at a time; `observe` sees their bytes, in order."""
-        file, size = self._open(name), shard.data.element_size()
-        for first in range(part.start, part.stop, _PIECE_BYTES // size):
-            last = min(first + _PIECE_BYTES // size, part.stop)
-            with self._reading(shard, slice(first, last)) as data:
-                self._put(file, offset + (first - part.start) * size, tensor_bytes(data.cpu()), observe)
-
-    def _put(self, file: DirectFile, offset: int, content: memoryview, observe: Observe) -> None:
-        if self._stage is not None:
-            self._stage.put(file, offset, content, observe)
-            return
-        observe(content)
-        file.write(offset, content)
+        """Bytes of a shard from byte `offset` of the file on, some MiB at a time; `observe` sees them, in order."""
+        file = self._open(name)
+        for first in range(part.start, part.stop, _PIECE_BYTES):
+            with self._reading(shard, slice(first, min(first + _PIECE_BYTES, part.stop))) as content:
+                if self._stage is not None:
+                    self._stage.put(file, offset + first - part.start, content, observe)
+                else:
+                    observe(content)
+                    file.write(offset + first - part.start, content)
 
     def flush(self) -> None:
         """Have nothing that was written in the stage alone."""

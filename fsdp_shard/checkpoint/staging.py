@@ -42,15 +42,15 @@ class Copy:
             self._transfer.synchronize()
 
     @contextmanager
-    def reading(self, shard: LocalShard, elements: slice) -> Iterator[torch.Tensor]:
-        """Some elements of a staged shard, which a save reads once each; while it does, they cannot change."""
-        if (part := self._parts.get(id(shard.data))) is None:
-            yield shard.data[elements]
+    def reading(self, shard: LocalShard, part: slice) -> Iterator[memoryview]:
+        """Some bytes of a staged shard, which a save reads once each; while it does, they cannot change."""
+        if (staged := self._parts.get(id(shard.data))) is None:
+            yield tensor_bytes(shard.data)[part]
             return
-        with part.lock:
-            assert part.num_unread or part.is_copied, "they may have changed since"
-            yield (part.host if part.is_copied else part.source)[elements]
-            part.num_unread -= elements.stop - elements.start
+        with staged.lock:
+            assert staged.num_unread or staged.is_copied, "they may have changed since"
+            yield tensor_bytes(staged.host if staged.is_copied else staged.source)[part]
+            staged.num_unread -= part.stop - part.start
 
     def settle(self) -> None:
         """Let nothing that follows change what is still to be read; on a GPU the stream waits, not this thread."""
@@ -69,12 +69,12 @@ class Copy:
 
 
 class _Part:
-    """A shard in host memory, `source`, and where it is copied to if it has to be."""
+    """A shard in host memory, `source`, where it is copied to if it has to be, and how many bytes are to be read."""
 
     def __init__(self, host: torch.Tensor, source: torch.Tensor) -> None:
         self.host, self.source = host, source
         self.lock = threading.Lock()
-        self.num_unread = len(source)
+        self.num_unread = source.nbytes
         self.is_copied = False
 
 
@@ -94,21 +94,23 @@ class Staging:
         parts = (state.weights, state.optimizer)
         shards = [shard for part in parts for shard in part.values()]
         is_pinned = any(shard.data.device.type == "cuda" for shard in shards)
-        memory = self._get_memory(sum(map(_num_bytes, shards)), is_pinned)
+        memory = self._get_memory(sum(_aligned(shard.data.nbytes) for shard in shards if shard.writes), is_pinned)
         at = 0
         at_once: list[Job] = []
         later: list[Job] = []
         staged: list[dict[str, LocalShard]] = [{}, {}]
         for part, copies in zip(parts, staged, strict=True):
             for name, shard in part.items():
-                count = len(shard.data) if shard.writes else 0
-                host = memory[at : at + count * shard.data.element_size()].view(shard.data.dtype)
-                at += _num_bytes(shard)
+                data, size = shard.data, shard.data.nbytes if shard.writes else 0
+                host = memory[at : at + size].view(data.dtype)
+                at += _aligned(size)
                 is_buffer = part is state.weights and not isinstance(shard.tensor, nn.Parameter)
-                stays = count and not is_buffer and shard.data.device.type == "cpu"
-                copies[name] = replace(shard, tensor=host, data=shard.data if stays else host)
-                if count:
-                    (at_once if is_buffer else later).append((host, shard.data))
+                stays = size and not is_buffer and data.device.type == "cpu"
+                copies[name] = LocalShard(
+                    host, data if stays else host, shard.start, shard.shape, shard.writes, shard.box
+                )
+                if size:
+                    (at_once if is_buffer else later).append((host, data))
         for host, source in at_once:
             host.copy_(source)
         copy = Copy(later)
@@ -124,9 +126,8 @@ class Staging:
         return self._memory
 
 
-def _num_bytes(shard: LocalShard) -> int:
-    size = len(shard.data) * shard.data.element_size() if shard.writes else 0
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _copy(part: _Part) -> None:

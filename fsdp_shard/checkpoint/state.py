@@ -28,6 +28,7 @@ from fsdp_shard.checkpoint.ranges import (
     as_it_is,
     create_files,
     hash_shared_chunks,
+    plan_heads,
     write_ranges,
 )
 from fsdp_shard.checkpoint.store import Store
@@ -78,13 +79,15 @@ def save_step(
     keeps_states = any(context.all_gather_object(bool(state.optimizer)))  # one rank may have nothing of it
     states = _plan_optimizer(state, target) if keeps_states else WritePlan([], {})
     plans = RankPlans(LAYOUTS[layout](state.weights, target), states, _small_files(state, target))
-    num_bytes = sum(context.all_gather_object(plans.num_bytes))
+    planned = context.all_gather_object((plans.num_bytes, plan_heads(plans.weights, state.weights)))
+    num_bytes, heads = sum(size for size, _ in planned), [theirs for _, theirs in planned]
     directory = Path(context.broadcast_object(context.together(lambda: _begin(context, store, step, num_bytes))))
     parts = (state.weights, state.optimizer, state.reading, state.is_behind)
     try:
         context.together(lambda: create_files(directory, plans))
         hashers, records = context.together(lambda: write_ranges(directory, plans, *parts))
-        digests = context.together(lambda: hash_shared_chunks(directory, state.weights, hashers))
+        shared = (state.weights, hashers, heads, state.is_behind)
+        digests = context.together(lambda: hash_shared_chunks(directory, *shared))
         everyone = context.gather_object((digests, records))
         context.together(lambda: _commit(context, store, directory, step, state, layout, everyone))
     except FsdpShardError:  # on all ranks: none writes any more

@@ -43,13 +43,14 @@ class WritePlan:
     scatters: bool = False
 
     def runs(self, name: str, shard: LocalShard) -> Iterator[tuple[int, slice]]:
-        """(absolute byte offset, elements of `shard.data` that go there), in order."""
+        """(absolute byte offset, bytes of `shard.data` that go there), in order."""
         offset = self.places[name][1]
         if shard.box is None or not self.scatters:
-            yield offset, slice(0, len(shard.data))
+            yield offset, slice(0, shard.data.nbytes)
             return
+        size = shard.data.element_size()
         for at, inside, count in boxes.runs(shard.shape, *shard.box, 0, math.prod(shard.shape)):
-            yield offset + (at - shard.start) * shard.data.element_size(), slice(inside, inside + count)
+            yield offset + (at - shard.start) * size, slice(inside * size, (inside + count) * size)
 
 
 def spec_of(name: str, shard: LocalShard) -> TensorSpec:
@@ -65,7 +66,7 @@ def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> Wr
     for spec in specs:
         file, offset = starts[spec.name]
         shard = shards[spec.name]
-        if shard.writes and len(shard.data):
+        if shard.writes and shard.data.numel():
             places[spec.name] = file, offset + shard.start * dtypes.itemsize(spec.dtype)
     if target.rank != 0:
         return WritePlan([], places, scatters=True)
@@ -75,7 +76,7 @@ def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> Wr
 def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
     """One file per rank, created and written by that rank; a rank that writes nothing has a file with a header only."""
     pieces = [
-        (spec_of(name, shard), shard.start, len(shard.data) if shard.writes else 0) for name, shard in shards.items()
+        (spec_of(name, shard), shard.start, shard.data.numel() if shard.writes else 0) for name, shard in shards.items()
     ]
     file = plan_sharded(
         pieces,

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ConfigError
@@ -170,11 +171,22 @@ class Fsdp2Model:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def local_shards(self) -> dict[str, LocalShard]:
+        from torch.distributed.tensor import DTensor
+
         from fsdp_shard.sharding.activations import clean_fqn
         from fsdp_shard.sharding.buffers import buffer_shards
+        from fsdp_shard.sharding.tensor import is_divided, local_box, part_of
 
         self._reshard()
-        params = {clean_fqn(name): self._shard_of(param) for name, param in self.module.named_parameters()}
+        mesh = self._context.mesh
+        is_first_replica = mesh.get_local_rank("replicate") == 0
+        is_first_divided = mesh.ndim <= 2 or mesh.get_local_rank("tensor") == 0
+        box = cache(local_box)  # blocks have the same parameters, and it takes torch longer than all the rest
+        params = {}
+        for name, param in self.module.named_parameters():
+            assert isinstance(param, DTensor)
+            writes = is_first_replica and (is_first_divided or is_divided(param))
+            params[clean_fqn(name)] = part_of(param, writes=writes, box=box)
         return params | buffer_shards(self.module, self._context)
 
     def _reshard(self) -> None:
@@ -184,18 +196,6 @@ class Fsdp2Model:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def _shard_of(self, param: nn.Parameter) -> LocalShard:
-        from torch.distributed.tensor import DTensor
-
-        from fsdp_shard.sharding.tensor import is_divided, part_of
-
-        assert isinstance(param, DTensor)
-        mesh = self._context.mesh
-        writes = mesh.get_local_rank("replicate") == 0
-        if mesh.ndim > 2 and not is_divided(param):
-            writes = writes and mesh.get_local_rank("tensor") == 0
-        return part_of(param, writes=writes)
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:

@@ -7,7 +7,7 @@ by rows over the sharding ranks: one box of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from fsdp_shard.shards import LocalShard, row_major_range
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
     from torch.optim import Optimizer
 
 # Styles that cut a parameter along one dimension, or leave it whole on each rank with the same gradient.
@@ -90,16 +90,31 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
         model.get_submodule(owner)._parameters[name] = model.get_parameter(kept)
 
 
-def part_of(param: nn.Parameter, *, writes: bool) -> LocalShard:
+Shape = tuple[int, ...]
+
+
+def local_box(shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Shape, Shape]:
+    """(shape, offset) of this rank's part of a tensor of `shape`."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def part_of(
+    param: nn.Parameter,
+    *,
+    writes: bool,
+    box: Callable[[Shape, DeviceMesh, tuple[Placement, ...]], tuple[Shape, Shape]] = local_box,
+) -> LocalShard:
     """What this rank holds of a parameter: all of it, some rows, or where columns were cut, a box."""
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape = tuple(param.shape)
     if not isinstance(param, DTensor):
         return LocalShard(param, param.detach().view(-1), 0, shape, writes)
-    local, offset = compute_local_shape_and_global_offset(shape, param.device_mesh, param.placements)
-    data = param.to_local().detach().view(-1)
+    local, offset = box(shape, param.device_mesh, param.placements)
+    with torch.no_grad():  # a tenth of the time
+        data = param.to_local().detach().view(-1)
     if tuple(local[1:]) == shape[1:]:
         start, _ = row_major_range(shape, range(offset[0], offset[0] + local[0]))
         return LocalShard(param, data, start, shape, writes)

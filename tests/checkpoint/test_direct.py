@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from fsdp_shard.checkpoint import direct
-from fsdp_shard.checkpoint.direct import DirectFile, Stage
+from fsdp_shard.checkpoint.direct import BlockReader, DirectFile, Stage
 from fsdp_shard.checkpoint.files import large_pages, page_aligned
 
 SIZE = 10 << 20
@@ -86,7 +87,7 @@ def test_what_belongs_elsewhere_begins_anew(tmp_path: Path) -> None:
 
 def test_whole_blocks_pass_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "probe").touch()
-    if (probe := direct._open_direct(tmp_path / "probe")) is None:
+    if (probe := direct._open_direct(tmp_path / "probe", os.O_WRONLY)) is None:
         pytest.skip("this file system has no direct writing")
     os.close(probe)
     written = {True: 0, False: 0}
@@ -110,6 +111,44 @@ def test_memory_that_cannot_be_written_directly_is_written_all_the_same(tmp_path
     file.write(0, content)
     file.close()
     assert (tmp_path / "file").read_bytes() == bytes(content)
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
+def test_ranges_of_files_are_read(past_cache: bool, tmp_path: Path) -> None:
+    content = {name: np.random.default_rng(number).bytes(3 << 20) + b"end" for number, name in enumerate("ab")}
+    for name, expected in content.items():
+        (tmp_path / name).write_bytes(expected)
+    reader, end = BlockReader(tmp_path, 1 << 20, past_cache=past_cache), (3 << 20) + 3
+    for start, stop in [(0, 1), (4095, 4097), (4096, 8192), (777, 777 + (1 << 20)), (end - 5, end), (end, end)]:
+        for name, expected in content.items():
+            assert reader.read(name, start, stop - start) == expected[start:stop]
+    with pytest.raises(OSError, match="ends 4 bytes before") as raised:
+        reader.read("b", end - 1, 5)
+    assert raised.value.filename == str(tmp_path / "b")
+    reader.close()
+
+
+def test_blocks_are_read_past_the_cache_where_they_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(content := np.random.default_rng(0).bytes(1 << 20))
+    if (probe := direct._open_direct(tmp_path / "file", os.O_RDONLY)) is None:
+        pytest.skip("this file system has no direct reading")
+    os.close(probe)
+    calls, preadv, refuses = [], os.preadv, False
+
+    def note(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
+        if refuses and calls[-1]:
+            raise OSError(errno.EINVAL, "blocks are larger here")
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", note)
+    reader = BlockReader(tmp_path, 1 << 20, past_cache=True)
+    assert reader.read("file", 5, 70_000) == content[5:70_005]
+    refuses = True
+    for _ in range(2):
+        assert reader.read("file", 5, 70_000) == content[5:70_005]
+    assert calls == [True, True, False, False], "asked once"
+    reader.close()
 
 
 def test_what_is_written_lies_in_large_pages() -> None:

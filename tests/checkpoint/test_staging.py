@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -14,9 +15,24 @@ def shard(tensor: torch.Tensor, *, writes: bool = True) -> LocalShard:
     return LocalShard(tensor, tensor.detach().view(-1), 0, tuple(tensor.shape), writes)
 
 
+def reading(
+    copy: Copy, shard: LocalShard, start: int = 0, stop: int | None = None
+) -> AbstractContextManager[memoryview]:
+    size, end = shard.data.element_size(), shard.data.numel() if stop is None else stop
+    return copy.reading(shard, slice(start * size, end * size))
+
+
+def values(content: memoryview, dtype: torch.dtype = torch.float32) -> list[float]:
+    return [float(value) for value in torch.frombuffer(content, dtype=dtype)]
+
+
 def read(copy: Copy, shard: LocalShard, start: int = 0, stop: int | None = None) -> list[float]:
-    with copy.reading(shard, slice(start, len(shard.data) if stop is None else stop)) as data:
-        return [float(value) for value in data]
+    with reading(copy, shard, start, stop) as content:
+        return values(content, shard.data.dtype)
+
+
+def address(content: memoryview) -> int:
+    return torch.frombuffer(content, dtype=torch.uint8).data_ptr()
 
 
 def change(tensor: torch.Tensor) -> None:
@@ -51,8 +67,8 @@ def test_what_is_written_in_time_is_never_copied() -> None:
     state = RunState({"early": shard(early), "late": shard(late), "unread": shard(unread)}, {})
     staging = Staging()
     staged, copy = staging.stage(state)
-    with copy.reading(staged.weights["early"], slice(0, 2)) as data:
-        assert data.data_ptr() == early.data_ptr(), "it is read where it lies"
+    with reading(copy, staged.weights["early"], 0, 2) as content:
+        assert address(content) == early.data_ptr(), "it is read where it lies"
     assert read(copy, staged.weights["early"], 2) == [2, 3]
     assert read(copy, staged.weights["late"], 0, 1) == [10]
     memory = staging._get_memory(0, pinned=False)
@@ -62,25 +78,25 @@ def test_what_is_written_in_time_is_never_copied() -> None:
         change(tensor)
     assert set(memory[:16].tolist()) == {255}, "it was all written"
     assert read(copy, staged.weights["late"], 1) == [11, 12, 13]
-    with copy.reading(staged.weights["unread"], slice(0, 4)) as data:
-        assert data.tolist() == [20, 21, 22, 23]
-        first = data.data_ptr()
+    with reading(copy, staged.weights["unread"]) as content:
+        assert values(content) == [20, 21, 22, 23]
+        first = address(content)
     copy.end()
     again, copy = staging.stage(state)
     copy.settle()
-    with copy.reading(again.weights["unread"], slice(0, 4)) as data:
-        assert data.data_ptr() == first, "the memory is used again"
+    with reading(copy, again.weights["unread"]) as content:
+        assert address(content) == first, "the memory is used again"
 
 
 def test_weights_do_not_change_while_they_are_read() -> None:
     weight = nn.Parameter(torch.ones(8))
     staged, copy = Staging().stage(RunState({"weight": shard(weight)}, {}))
     changed = threading.Thread(target=lambda: (copy.settle(), change(weight)))
-    with copy.reading(staged.weights["weight"], slice(0, 4)) as data:
+    with reading(copy, staged.weights["weight"], 0, 4) as content:
         changed.start()
         changed.join(0.2)
         assert changed.is_alive()
-        assert data.tolist() == [1, 1, 1, 1]
+        assert values(content) == [1, 1, 1, 1]
     changed.join(10)
     assert read(copy, staged.weights["weight"], 4) == [1, 1, 1, 1]
 
