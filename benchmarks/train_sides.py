@@ -59,8 +59,8 @@ def ours(model: str, dtype: str, data: WindowDataset, run_dir: str, context: Dis
     optimizer = build_optimizer(AdamWConfig(lr=LR), loaded.model, context)
     batch = context.world_size
     config = TrainConfig(steps=1 << 30, global_batch_size=batch, schedule="constant", log_every=1 << 30)
-    with StopSignal() as stop, RunLog(run_dir, config, context, 0) as log:
-        state = TrainerState(0, data.identity)
+    state = TrainerState(0, data.identity)
+    with StopSignal() as stop, RunLog(run_dir, config, context, state) as log:
         for report in train(loaded.model, optimizer, data, config, context, state=state, peak_lr=LR, stop=stop):
             log.step(report)
             yield report.loss

@@ -107,12 +107,16 @@ def main(config: FinetuneConfig) -> None:
         mfu = utilisation(loaded, shard.param_dtype, config.data.sequence_length, context)
         shown = public_settings(config)
         with (
-            RunLog(config.run_dir, settings, context, state.step, resumed, shown, mfu) as log,
+            RunLog(config.run_dir, settings, context, state, resumed, shown, mfu) as log,
             open_saver(config.run_dir, config.checkpoint, context, loaded, optimizer, beside, log) as saver,
         ):
             log.note([*describe(loaded, config.model, shard, context), *data.notes])
-            if held_out and state.step == 0:
-                log.evaluation(0, evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context), state)
+            if held_out and (state.step == 0 or state.owes_evaluation):
+                evaluation = evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context)
+                if state.owes_evaluation:
+                    state.evaluated(evaluation.loss, settings.min_delta)
+                    saver.note_best(state)
+                log.evaluation(state.step, evaluation, state)
             for report in train(
                 loaded.model,
                 optimizer,
@@ -128,7 +132,8 @@ def main(config: FinetuneConfig) -> None:
                 log.step(report)
                 saver.poll()
                 is_cut_short = bool(report.stop_signal) and report.step < settings.steps
-                if held_out and is_due(report.step, settings.eval_every, settings.steps) and not is_cut_short:
+                state.owes_evaluation = bool(held_out) and is_due(report.step, settings.eval_every, settings.steps)
+                if held_out and state.owes_evaluation and not is_cut_short:
                     evaluation = evaluate_loss(loaded.model, held_out, settings.micro_batch_size, context)
                     state.evaluated(evaluation.loss, settings.min_delta)
                     log.evaluation(report.step, evaluation, state)

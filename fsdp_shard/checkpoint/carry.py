@@ -31,11 +31,13 @@ _MODEL = (
     "LICENSE*",
     "NOTICE*",
 )
+_TEMPLATES = "additional_chat_templates"  # a directory: of models that have several, those that are not the usual one
 _TOKENIZER_SETTINGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    f"{_TEMPLATES}/*.jinja",
 )
 _TOKENIZER = (
     *_TOKENIZER_SETTINGS,
@@ -62,10 +64,18 @@ _TOKENIZER = (
 )
 
 
+def names_in(root: Path) -> list[str]:
+    """What lies in `root`; in place of a directory of chat templates, what lies in that."""
+    found = [entry.name for entry in root.iterdir()]
+    if (root / _TEMPLATES).is_dir():
+        found.remove(_TEMPLATES)
+        found += [f"{_TEMPLATES}/{entry.name}" for entry in (root / _TEMPLATES).iterdir()]
+    return sorted(found)
+
+
 def side_files(root: Path) -> list[str]:
     """The names of the files to carry along that lie in `root`, checked to stay inside it."""
-    names = sorted(entry.name for entry in root.iterdir())
-    found = [name for name in names if _is_one(name, (*_MODEL, *_TOKENIZER)) and has_file(root, name)]
+    found = [name for name in names_in(root) if _is_one(name, (*_MODEL, *_TOKENIZER)) and has_file(root, name)]
     for name in found:
         member(root, name)
     return found
@@ -93,6 +103,7 @@ def carry(index: TensorIndex, target: Path, dtype: str | None) -> list[str]:
     `dtype` (torch's name, such as `bfloat16`) is what config.json shall say; None leaves it as it is.
     """
     for name, path in _carried(index).items():
+        (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(path.read_bytes())
     if dtype is not None and has_file(target, CONFIG):
         _set_dtype(target / CONFIG, dtype)

@@ -20,7 +20,7 @@ from typing import Any
 
 from fsdp_shard.checkpoint import atomic, integrity
 from fsdp_shard.checkpoint.base import DEFAULT_SHARD_SIZE, ConvertConfig
-from fsdp_shard.checkpoint.carry import carried_names, carry, side_bytes
+from fsdp_shard.checkpoint.carry import carried_names, carry, names_in, side_bytes
 from fsdp_shard.checkpoint.dtypes import CASTABLE, TensorSpec, from_torch_name, torch_name
 from fsdp_shard.checkpoint.entries import Span
 from fsdp_shard.checkpoint.formats.registry import recognise, writer
@@ -269,7 +269,7 @@ def _foreign(target: Path, carried: Collection[str]) -> list[str]:
         files = (entry.name for entry in target.iterdir() if entry.suffix in _WEIGHTS and not entry.is_dir())
         known = {name for name in files if not name.startswith(_STATES)}
     known |= {MANIFEST, INDEX_FILE, DCP_METADATA, "pytorch_model.bin.index.json", *carried}
-    return extras + sorted(entry.name for entry in target.iterdir() if entry.name not in known)
+    return extras + [name for name in names_in(target) if name not in known]
 
 
 @contextmanager

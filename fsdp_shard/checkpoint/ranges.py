@@ -111,6 +111,7 @@ def write_ranges(
             records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=whole.hexdigest())
         small_files = {**plans.weights.small_files, **plans.small_files}
         for name, content in small_files.items():
+            (directory / name).parent.mkdir(exist_ok=True)
             atomic.write_file(directory / name, content)
             records[name] = FileRecord(len(content), digest=chunk_digest(content).hex())
         writer.flush()

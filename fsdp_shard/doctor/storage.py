@@ -51,7 +51,7 @@ def disk(run_dir: str) -> Iterator[Finding]:
         seconds = _write(Path(scratch) / "trial.partial")
         os.rename(Path(scratch) / "trial.partial", Path(scratch) / "trial")
         fsync_directory(Path(scratch))
-        handle = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
+        handle = os.open(Path(scratch) / "trial", os.O_RDWR)  # as the lock of a run is
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -110,7 +110,9 @@ def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) 
 
 def check_optimizer(step_directory: Path | None) -> None:
     """Raise CheckpointError where a run that is not finished would go on from a step without optimizer state."""
-    if step_directory is not None and not has_optimizer(check_files(step_directory)):
+    if step_directory is None or has_optimizer(check_files(step_directory)):
+        return
+    if _has_updated(step_directory):
         raise CheckpointError(
             f"{step_directory} cannot be resumed from: it has no {OPTIMIZER}/, as it was saved with "
             f"checkpoint.optimizer=false or is older than checkpoint.keep_optimizer_last. To train from its weights "
@@ -124,8 +126,11 @@ def restore_optimizer(
     """Fill the optimizer's state from a step directory of any layout, wrapper and number of ranks; a collective.
 
     Every state that this optimizer keeps must be there and no other, or CheckpointError on all ranks. Only of a
-    parameter that never had a gradient, such as a part of the model that sees pictures, there is none.
+    parameter that never had a gradient, such as a part of the model that sees pictures, there is none, and none at all
+    where every step so far was skipped.
     """
+    if not context.decide(lambda: _has_updated(step_directory)):
+        return
     shards = loaded.model.local_shards()
     with context.together(lambda: open_checkpoint(step_directory / OPTIMIZER)) as index:
         create_state(optimizer, [shards[name].tensor for name in used_parameters(index, shards)])
@@ -143,6 +148,12 @@ def verify_resumed(step_directory: Path | None, config: CheckpointConfig, contex
     context.together(lambda: check_optimizer(step_directory))
     if step_directory is not None and config.verify_on_resume:
         context.together(lambda: check_content(step_directory, context.rank, context.world_size))
+
+
+def _has_updated(step_directory: Path) -> bool:
+    """Whether any step changed the weights: before that an optimizer has no state."""
+    state = read_trainer(step_directory)
+    return state.num_skipped < state.step
 
 
 def _refuse_nameless(store: Store, latest: int | None) -> None:

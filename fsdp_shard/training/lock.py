@@ -1,11 +1,14 @@
 """A lock on a run directory, so that two runs never write into one. Knows nothing of what is in it.
 
-Rank 0 holds an advisory lock (flock) on the directory itself for as long as it lives: the system gives it back when the
-process ends, however it ends, so a lock is never stale. What RUN_DIR/.lock says is for people only.
+Rank 0 holds an advisory lock (flock) on RUN_DIR/.lock for as long as it lives: the system gives it back when the
+process ends, however it ends, so a lock is never stale. On a file, and not on the directory, since NFS has the machines
+agree on locks of files that are open for writing. What the file says is for people. Where the file system has no locks,
+runs are not kept out (`doctor` tells).
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
 
 LOCK = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -39,16 +43,25 @@ def run_lock(run_dir: str, context: DistributedContext) -> Iterator[None]:
 def holder(run_dir: Path) -> str | None:
     """Who is in `run_dir`, for people; None when nobody is. Changes nothing."""
     try:
-        handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        handle = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return _holder(run_dir)
+        return None if _lock(handle, fcntl.LOCK_SH) else _holder(run_dir)
     finally:
         os.close(handle)
-    return None
+
+
+def _lock(handle: int, kind: int) -> bool:
+    """Lock an open file at once, unless another process has; True also where the file system has no locks."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 def check_free(run_dir: str, *, may_join: bool) -> bool:
@@ -70,15 +83,27 @@ def _in_use(run_dir: Path, other: str) -> ConfigError:
 
 def _take(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
-    handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise _in_use(run_dir, _holder(run_dir)) from None
+    while not _is_there(handle := _open(run_dir), run_dir):
+        os.close(handle)  # whoever had it has ended just now, and removed it
+    os.ftruncate(handle, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    (run_dir / LOCK).write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}))
+    os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
     return handle
+
+
+def _open(run_dir: Path) -> int:
+    handle = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not _lock(handle, fcntl.LOCK_EX):
+        os.close(handle)
+        raise _in_use(run_dir, _holder(run_dir))
+    return handle
+
+
+def _is_there(handle: int, run_dir: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(run_dir / LOCK))
+    except FileNotFoundError:
+        return False
 
 
 def _holder(run_dir: Path) -> str:

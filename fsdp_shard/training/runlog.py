@@ -39,7 +39,7 @@ def stopped(report: StepReport, run_dir: str, resume: str) -> Interrupted:
 
 
 class RunLog:
-    """The log of a run in `run_dir` that starts after `first_step` = 0, or goes on after that of `checkpoint`.
+    """The log of a run in `run_dir` that goes on from `state`, which is that of `checkpoint` if there is one.
 
     `public_settings` go to the trackers; `utilisation` tells the MFU from tokens a second, where it is known.
     """
@@ -49,13 +49,14 @@ class RunLog:
         run_dir: str,
         config: TrainConfig,
         context: DistributedContext,
-        first_step: int,
+        state: TrainerState,
         checkpoint: Path | None = None,
         public_settings: Mapping[str, Any] | None = None,
         utilisation: Callable[[float], float] | None = None,
     ) -> None:
         self._run_dir, self._config, self._is_main = Path(run_dir), config, context.is_main
-        self._first_step, self._utilisation = first_step, utilisation
+        self._first_step, self._utilisation = state.step, utilisation
+        self._owes_evaluation = state.owes_evaluation
         names = config.trackers if context.is_main else []
         self._trackers = Trackers(names, config.tracker_project, self._run_dir, public_settings or {}, self.note)
         self._exit = ExitStack()
@@ -72,8 +73,9 @@ class RunLog:
         if self._is_main:
             (self._run_dir / RESULT).unlink(missing_ok=True)  # of a run that was finished, and now is longer
             resumed = self._first_step or None
+            evaluated = resumed - self._owes_evaluation if resumed else None
             self._metrics = self._exit.enter_context(MetricsLog(self._run_dir / METRICS, resumed))
-            self._evaluations = self._exit.enter_context(MetricsLog(self._run_dir / EVALUATIONS, resumed))
+            self._evaluations = self._exit.enter_context(MetricsLog(self._run_dir / EVALUATIONS, evaluated))
         return self
 
     def __exit__(

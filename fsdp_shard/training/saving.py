@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fsdp_shard.checkpoint.base import CheckpointConfig
 from fsdp_shard.checkpoint.checks.step import check_content, check_files, drop_cache
@@ -47,12 +47,19 @@ class SaveLog(Protocol):
     def saved(self, checkpoint: Path) -> None: ...
 
 
+class Saved(NamedTuple):
+    """A committed step, and what kept older ones from being deleted, or the best one from being marked."""
+
+    directory: Path
+    undeleted: StorageError | None
+
+
 class Flight:
     """A save in the background: `work`, which reads the state through `copy`, in a thread."""
 
-    def __init__(self, step: int, copy: Copy, work: Callable[[], Path]) -> None:
+    def __init__(self, step: int, copy: Copy, work: Callable[[], Saved]) -> None:
         self.step, self.copy, self._work = step, copy, work
-        self._path: Path | None = None
+        self._saved: Saved | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"save-step-{step}", daemon=True)
         self._thread.start()
@@ -68,19 +75,19 @@ class Flight:
     def join(self, timeout_seconds: float | None = None) -> None:
         self._thread.join(timeout_seconds)
 
-    def result(self) -> Path:
-        """The step's directory, or the error that the save ended with; waits for it."""
+    def result(self) -> Saved:
+        """What was saved, or the error that the save ended with; waits for it."""
         self.join()
         if self._error is not None:
             raise self._error
-        assert self._path is not None
-        return self._path
+        assert self._saved is not None
+        return self._saved
 
     def _run(self) -> None:
         try:
             self.copy.wait()
             reach("staged")
-            self._path = self._work()
+            self._saved = self._work()
         except BaseException as error:  # told to the main thread, whatever it is
             self._error = error
         finally:
@@ -136,6 +143,16 @@ class Saver:
         self._log.note(f"saving step {step} in the background")
         self._flight = Flight(step, copy, lambda: self._write(step, staged, is_best))
 
+    def note_best(self, state: TrainerState) -> None:
+        """Point to the step that the run goes on from, if an evaluation that it still owed finds it the best."""
+        if state.is_best:
+            self._context.together(lambda: self._point_best(state.step))
+
+    def _point_best(self, step: int) -> None:
+        for store in (self._store, self._remote) if self._context.is_main else ():
+            if store is not None and step in store.steps():  # it may be another run's
+                store.set_best(step)
+
     def poll(self) -> None:
         """Learn what the save in flight has come to, if it has ended on all ranks; to be called after each step."""
         if self._flight is not None and self._context.all_reduce([float(self._flight.is_done)], "min")[0]:
@@ -153,10 +170,10 @@ class Saver:
         if self._failed is not None:
             raise self._failed
 
-    def _conclude(self, step: int, result: Callable[[], Path]) -> None:
+    def _conclude(self, step: int, result: Callable[[], Saved]) -> None:
         """Act on what a save came to, as all ranks agree that it did."""
         try:
-            directory = self._context.together(lambda: self._in_our_words(step, result))
+            saved = self._context.together(lambda: self._in_our_words(step, result))
         except StorageError as error:
             self._num_failures += 1
             what = "uploaded, and is in the run directory only" if isinstance(error, RemoteError) else "saved"
@@ -167,11 +184,13 @@ class Saver:
             self._log.note(f"{self._failed} Training goes on ({count}).")
         else:
             self._num_failures, self._failed = 0, None
-            self._log.saved(directory)
+            self._log.saved(saved.directory)
             if self._remote is not None:
                 self._log.note(f"uploaded {self._remote.address(step)}")
+            if saved.undeleted is not None:
+                self._log.note(f"Step {step} is saved, but older ones could not be tidied up. {saved.undeleted}")
 
-    def _in_our_words(self, step: int, result: Callable[[], Path]) -> Path:
+    def _in_our_words(self, step: int, result: Callable[[], Saved]) -> Saved:
         try:
             return result()
         except RuntimeError as error:  # torch's, for a rank that is lost or late
@@ -190,7 +209,7 @@ class Saver:
             return RunState(adapter.stored(shards), {}, optimizer, trainer, self._side_files, adapter.FILE)
         return RunState(shards, self._loaded.aliases, optimizer, trainer, self._side_files)
 
-    def _write(self, step: int, state: RunState, is_best: bool) -> Path:
+    def _write(self, step: int, state: RunState, is_best: bool) -> Saved:
         """Commit the step, delete what `checkpoint.keep_*` no longer keep, then do both on the remote store.
 
         In this order, as what a store elsewhere refuses is none of this machine's business. No logging, as this may be
@@ -202,11 +221,19 @@ class Saver:
         directory = save_step(self._saving, self._store, step, state, layout=layout, max_shard_bytes=size)
         if self._config.verify:
             self._read_back(step, directory)
-        self._saving.together(lambda: self._tidy(step, is_best))
+        undeleted = self._try_together(lambda: self._tidy(step, is_best))
         if self._remote is not None:
             upload_step(self._saving, self._remote, step, directory)
-            self._saving.together(lambda: self._tidy_remote(step, is_best))
-        return directory
+            undeleted = self._try_together(lambda: self._tidy_remote(step, is_best)) or undeleted
+        return Saved(directory, undeleted)
+
+    def _try_together(self, work: Callable[[], None]) -> StorageError | None:
+        """What kept any rank from doing something that no checkpoint hangs on."""
+        try:
+            self._saving.together(work)
+        except StorageError as error:
+            return error
+        return None
 
     def _read_back(self, step: int, directory: Path) -> None:
         """Have all ranks together compare what is on the disk with the manifest."""
@@ -264,7 +291,7 @@ class Saver:
         is_shared = error is None or isinstance(error, FsdpShardError)
         self._flight.join(None if is_shared else _GRACE_SECONDS)
         if self._flight.is_done and not self._flight.failed:
-            self._log.saved(self._flight.result())
+            self._log.saved(self._flight.result().directory)
 
 
 def open_saver(

@@ -237,8 +237,7 @@ def side_files(source: ModelSource, dtype: str, adapter: Adapter | None = None) 
         return adapter.side_files()
     with TemporaryDirectory() as directory, open_weights(source.weights) as index:
         index.side = index.side or source.directory
-        carry(index, Path(directory), dtype)
-        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
+        return {name: (Path(directory) / name).read_bytes() for name in carry(index, Path(directory), dtype)}
 
 
 def build_optimizer(config: OptimConfig, model: ShardedModel, context: DistributedContext) -> Optimizer:

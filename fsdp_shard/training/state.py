@@ -24,7 +24,7 @@ class TrainerState:
     step `best_step`; `reference_loss` is the one to fall below, and `num_stale` evaluations in a row since have not.
     `place` is where streamed data is at, or None; its form is `data`'s. Of the steps, `num_skipped` changed no weights,
     the last `num_skipped_in_row` of them one after the other. `source_tokens` are the predictions of each source of a
-    mixture, by its name.
+    mixture, by its name. `owes_evaluation`: one was due after this step, but a signal asked for the run to stop.
     """
 
     seed: int
@@ -40,6 +40,7 @@ class TrainerState:
     num_skipped_in_row: int = 0
     place: dict[str, Any] | None = None
     source_tokens: dict[str, int] = field(default_factory=dict)
+    owes_evaluation: bool = False
 
     def advance(
         self,
@@ -64,6 +65,7 @@ class TrainerState:
         It counts as stale unless it is more than `min_delta` below the last one that did not: many small falls that
         add up to that are progress.
         """
+        self.owes_evaluation = False
         if self.reference_loss is None or loss < self.reference_loss - min_delta:
             self.reference_loss, self.num_stale = loss, 0
         else:
@@ -126,17 +128,18 @@ def _check_entry(name: str, value: Any, what: str) -> None:
             _check_entry(f"source_tokens.{source}", num, what)
         return
     kinds, words = _KINDS.get(name, ((int,), "a whole number of at least 0"))
-    is_right = isinstance(value, kinds) and not isinstance(value, bool)
+    is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     if not is_right or (isinstance(value, int) and value < 0):
         raise CheckpointError(f"{what}: {name} is {value!r}; expected {words}.")
 
 
 # What is left out where there is nothing to say, and what that is.
-_OPTIONAL: dict[str, Callable[[], Any]] = {"place": lambda: None, "source_tokens": dict}
+_OPTIONAL: dict[str, Callable[[], Any]] = {"place": lambda: None, "source_tokens": dict, "owes_evaluation": bool}
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str,), "text"),
     "place": ((dict, type(None)), "an object or nothing"),
     "source_tokens": ((dict,), "an object"),
+    "owes_evaluation": ((bool,), "true or false"),
     "best_loss": ((float, int, type(None)), "a number or null"),
     "best_step": ((int, type(None)), "a whole number of at least 0 or null"),
     "reference_loss": ((float, int, type(None)), "a number or null"),

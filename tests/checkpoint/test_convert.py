@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_shard.checkpoint import atomic, transfer
 from fsdp_shard.checkpoint import convert as convert_module
@@ -20,6 +21,8 @@ from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.checkpoint.store import Manifest, Store, read_manifest
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.models import ModelSource
+from fsdp_shard.training.setup import side_files
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
 from tests.checkpoint.test_index import uneven
 from tests.tiny import llama
@@ -278,6 +281,22 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path, model_dir: Pat
 def test_wrong_settings(tmp_path: Path, model_dir: Path, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         convert(model_dir, tmp_path / "target", **settings)  # type: ignore[arg-type]
+
+
+def test_all_chat_templates_go_along(tiny_model: Path, tmp_path: Path) -> None:
+    templates = {"default": "{{ messages }}", "rag": "{{ documents }}"}
+    source = shutil.copytree(tiny_model, tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(source)
+    convert(source, tmp_path / "ranks", format="sharded", ranks=2)
+    convert(tmp_path / "ranks", tmp_path / "target")
+    assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == templates
+    assert "additional_chat_templates/rag.jinja" in side_files(ModelSource(tmp_path / "ranks"), "float32")
+    convert(tmp_path / "ranks", tmp_path / "target", overwrite=True)
+    (tmp_path / "target" / "additional_chat_templates" / "mine.jinja").touch()
+    with pytest.raises(CheckpointError, match=r"holds additional_chat_templates/mine\.jinja"):
+        convert(tiny_model, tmp_path / "target", overwrite=True)
 
 
 def test_gguf_becomes_a_model_that_transformers_opens(tmp_path: Path) -> None:

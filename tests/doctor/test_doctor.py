@@ -11,7 +11,7 @@ import pytest
 from fsdp_shard.checkpoint.base import CheckpointConfig
 from fsdp_shard.doctor.run import num_at_once
 from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.lock import holder
+from fsdp_shard.training.lock import LOCK, holder
 from tests.runs import Ended, run_recipe
 
 
@@ -56,7 +56,7 @@ def test_a_run_that_would_work(settings: list[str], tmp_path: Path) -> None:
 def test_every_problem_is_told_and_the_status_is_one(settings: list[str], tmp_path: Path) -> None:
     taken = tmp_path / "run"
     taken.mkdir()
-    handle = os.open(taken, os.O_RDONLY)
+    handle = os.open(taken / LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_EX)
     try:
         ended = run_recipe(
@@ -140,8 +140,10 @@ def test_how_many_checkpoints_there_are_at_a_time(
 def test_asking_who_is_in_a_directory_takes_no_lock(tmp_path: Path) -> None:
     assert holder(tmp_path / "none") is None
     assert holder(tmp_path) is None
-    handle = os.open(tmp_path, os.O_RDONLY)
+    assert list(tmp_path.iterdir()) == []
+    handle = os.open(tmp_path / LOCK, os.O_RDWR | os.O_CREAT)
+    assert holder(tmp_path) is None
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert holder(tmp_path) is not None
     os.close(handle)
-    assert list(tmp_path.iterdir()) == []
+    assert (tmp_path / LOCK).read_bytes() == b""

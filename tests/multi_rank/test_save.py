@@ -111,11 +111,14 @@ def test_optimizer_state_moves_between_wrappers_and_ranks(
             assert bool(whole.any()), "a moment that is all zero proves nothing"
 
 
+TEMPLATE = "additional_chat_templates/rag.jinja"
+
+
 def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -> list[str]:
     """A save that cannot be written on rank 1: what each rank is told, and what is there afterwards."""
     config = WRAPPERS["fsdp2"](param_dtype="float32")
     model = sharded(config, context)
-    beside = side_files(ModelSource(model_dir), "float32")
+    beside = side_files(ModelSource(model_dir), "float32") | {TEMPLATE: b"{{ messages }}"}
     state = RunState(model.local_shards(), tied_names(llama()), side_files=beside)
     store = Store(root)
     save_step(context, store, 1, state, layout="sharded")
@@ -142,7 +145,11 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_harms_nothing(tiny_model
     assert "Rank 1" in told[0][0]
     assert "No space left on device" in told[0][0]
     assert told[0][1:] == ["step 1"]
-    assert verify(Store(tmp_path).path(1)).is_sound
+    step = Store(tmp_path).path(1)
+    assert verify(step).is_sound
+    assert (step / TEMPLATE).read_bytes() == b"{{ messages }}"
+    (step / TEMPLATE).write_bytes(b"{{ message }}")
+    assert not verify(step).is_sound, "it is one of the files of the step"
 
 
 def test_a_missing_optimizer_state_is_named(tiny_model: Path, tmp_path: Path) -> None:

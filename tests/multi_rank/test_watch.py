@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.recipe import load_recipe
@@ -88,6 +91,36 @@ def test_a_signal_in_the_last_step_costs_no_evaluation(
     assert "perplexity_before" not in other.result, "it was not measured before training"
 
 
+def test_an_evaluation_that_a_signal_came_before_is_made_by_the_next_run(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = load_recipe(RECIPES / "finetune.py").work
+    steps = main.__globals__["train"]
+
+    def signalled(*arguments: Any, **more: Any) -> Iterator[StepReport]:
+        for report in steps(*arguments, **more):
+            yield replace(report, stop_signal=signal.SIGTERM) if report.step == 2 else report
+
+    # It gets worse from step 3 on, so step 2 is the best one, and two evaluations later the run stops early.
+    arguments = [*settings, "train.steps=9", "train.eval_every=1", "train.patience=2", "optim.lr=1e-2", "seed=1"]
+    worse = ["train.schedule=constant", "checkpoint.save_best=true"]
+    whole = run_recipe("finetune", tmp_path / "whole", *arguments, *worse)
+    with monkeypatch.context() as patch:
+        patch.setitem(main.__globals__, "train", signalled)
+        stopped = run_recipe("finetune", tmp_path / "again", *arguments, *worse)
+    assert stopped.status == 128 + signal.SIGTERM, stopped.err
+    assert "held out after step 2" not in stopped.err, "whoever stops a run does not wait for it"
+    for _ in range(2):
+        ended = run_recipe("finetune", tmp_path / "again", *arguments, *worse)
+        assert ended.status == 0, ended.err
+    kept = ("steps", "best_loss", "best_step", "perplexity", "final_loss")
+    assert [ended.result[name] for name in kept] == [whole.result[name] for name in kept]
+    for name in ("evaluations.jsonl", "checkpoints/best", "metrics.jsonl"):
+        found, expected = ((tmp_path / run / name).read_text() for run in ("again", "whole"))
+        assert found.count("\n") == expected.count("\n")
+    assert (tmp_path / "again/checkpoints/best").read_text() == (tmp_path / "whole/checkpoints/best").read_text()
+
+
 def test_a_last_step_is_kept_when_a_later_run_does_better(settings: list[str], tmp_path: Path) -> None:
     for steps in (1, 2, 4):
         ended = run_recipe(
@@ -113,6 +146,24 @@ def test_a_loss_that_is_not_finite(settings: list[str], tmp_path: Path) -> None:
     assert "after 2 steps in a row that were skipped" in ended.err
     assert [(row["grad_norm"] is None, row["skipped"]) for row in ended.metrics] == [(False, 0), (True, 1), (True, 2)]
     assert not (ended.run_dir / "result.json").exists()
+
+
+def test_a_run_goes_on_from_a_step_before_which_all_were_skipped(
+    settings: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its optimizer has no state yet, and so the step has none."""
+    shutil.copytree(tiny_model, tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, tmp_path / "broken" / "model.safetensors")
+    without = ["data.eval_path=null", "train.eval_windows=null", f"model.path={tmp_path}/broken"]
+    skips = ["train.non_finite=skip", "train.max_skips=9", "checkpoint.every=1", "launch.ranks=2"]
+    for steps in (2, 4):
+        ended = run_recipe("finetune", tmp_path / "run", *settings, *without, *skips, f"train.steps={steps}")
+        assert ended.status == 0, ended.err
+        assert ended.result["skipped_steps"] == steps
+    assert len(ended.metrics) == 4
+    assert "step 2 changed no weights" not in ended.err, "it went on from there"
 
 
 def test_what_else_is_written(settings: list[str], tmp_path: Path) -> None:

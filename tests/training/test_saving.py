@@ -252,7 +252,10 @@ def slimming(context: DistributedContext, run_dir: Path) -> None:
     run.step()
     run.saver.save(run.state)
     run.saver.wait()
-    assert "Input/output error" in run.told[-1]
+    assert run.told[-2:] == [
+        "saved step-00000003",
+        "Step 3 is saved, but older ones could not be tidied up. Rank 0: optimizer: Input/output error (EIO).",
+    ]
     assert (run.store.path(2) / "optimizer").is_dir()
 
     def damage(point: str) -> None:

@@ -60,6 +60,7 @@ def test_small_falls_add_up() -> None:
         ({"best_loss": "low"}, "best_loss is 'low'"),
         ({"extra": 1}, r"unknown \['extra'\]"),
         ({"source_tokens": [1]}, r"source_tokens is \[1\]; expected an object"),
+        ({"owes_evaluation": 1}, "owes_evaluation is 1; expected true or false"),
         ({"source_tokens": {"web": -1}}, r"source_tokens\.web is -1"),
     ],
 )
