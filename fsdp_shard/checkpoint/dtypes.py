@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import CheckpointError
@@ -54,6 +55,7 @@ def torch_name(dtype: str) -> str:
     return _DTYPES[dtype][1]
 
 
+@cache
 def from_torch_name(name: str) -> str:
     """`bfloat16` or `torch.bfloat16` -> `BF16`."""
     try:
@@ -91,7 +93,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_elements * itemsize(self.dtype)
+        return math.prod(self.shape) * _DTYPES[self.dtype][0]
 
 
 def row_elements(shape: Sequence[int]) -> int:

@@ -106,7 +106,10 @@ def large_pages(num_bytes: int) -> memoryview:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """By numpy, which lets other threads run meanwhile and starts none of its own, as torch would."""
+    """By numpy, which lets other threads run meanwhile and starts none of its own, as torch would; a little at once."""
+    if len(source) < _LARGE_BYTES:
+        target[:] = source
+        return
     import numpy as np
 
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

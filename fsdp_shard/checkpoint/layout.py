@@ -140,7 +140,8 @@ def _plan_file(
     ordered = sorted(specs, key=lambda spec: -itemsize(spec.dtype))
     phase = phases.get(ordered[0].name, 0) if ordered else 0
     header, offsets = build_header(ordered, metadata, phase)
-    return FilePlan(name, ((0, header),), offsets, len(header) + sum(spec.num_bytes for spec in ordered))
+    end = offsets[ordered[-1].name] + ordered[-1].num_bytes if ordered else len(header)
+    return FilePlan(name, ((0, header),), offsets, end)
 
 
 def plan_sharded(

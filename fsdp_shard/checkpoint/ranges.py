@@ -65,6 +65,8 @@ def create_files(directory: Path, plans: RankPlans) -> None:
         create_file(directory, file)
     if plans.optimizer.creates:
         (directory / OPTIMIZER).mkdir(exist_ok=True)
+    for folder in sorted({Path(name).parent for name in plans.small_files} - {Path()}):
+        (directory / folder).mkdir()
     for file in plans.optimizer.creates:
         create_file(directory / OPTIMIZER, file)
     reach("created")
@@ -111,7 +113,6 @@ def write_ranges(
             records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=whole.hexdigest())
         small_files = {**plans.weights.small_files, **plans.small_files}
         for name, content in small_files.items():
-            (directory / name).parent.mkdir(exist_ok=True)
             atomic.write_file(directory / name, content)
             records[name] = FileRecord(len(content), digest=chunk_digest(content).hex())
         writer.flush()
@@ -132,10 +133,12 @@ def hash_shared_chunks(
     reader = BlockReader(directory, CHUNK_BYTES, past_cache=is_behind)
     try:
         for name, hasher in hashers.items():
-            if hasher is not None:
-                for piece in _pieces(hasher.rest, [theirs[name] for theirs in heads if name in theirs]):
+            if hasher is None:
+                continue
+            if rest := hasher.rest:
+                for piece in _pieces(rest, [theirs[name] for theirs in heads if name in theirs]):
                     hasher.finish(reader.read(piece.file, piece.offset, piece.stop - piece.start))
-                digests[name] = hasher.digests
+            digests[name] = hasher.digests
     finally:
         reader.close()
     if boxed := [name for name, hasher in hashers.items() if hasher is None]:

@@ -10,8 +10,7 @@ pinned memory by a stream of their own. Knows no file and no wrapper.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,16 +40,10 @@ class Copy:
         if self._transfer is not None:
             self._transfer.synchronize()
 
-    @contextmanager
-    def reading(self, shard: LocalShard, part: slice) -> Iterator[memoryview]:
+    def reading(self, shard: LocalShard, part: slice) -> AbstractContextManager[memoryview]:
         """Some bytes of a staged shard, which a save reads once each; while it does, they cannot change."""
-        if (staged := self._parts.get(id(shard.data))) is None:
-            yield tensor_bytes(shard.data)[part]
-            return
-        with staged.lock:
-            assert staged.num_unread or staged.is_copied, "they may have changed since"
-            yield tensor_bytes(staged.host if staged.is_copied else staged.source)[part]
-            staged.num_unread -= part.stop - part.start
+        staged = self._parts.get(id(shard.data))
+        return nullcontext(tensor_bytes(shard.data)[part]) if staged is None else _Reading(staged, part)
 
     def settle(self) -> None:
         """Let nothing that follows change what is still to be read; on a GPU the stream waits, not this thread."""
@@ -76,6 +69,23 @@ class _Part:
         self.lock = threading.Lock()
         self.num_unread = source.nbytes
         self.is_copied = False
+
+
+class _Reading:
+    """A block in which some bytes of a part are read. A class, as a generator takes longer than what is done in it."""
+
+    def __init__(self, staged: _Part, part: slice) -> None:
+        self._staged, self._part = staged, part
+
+    def __enter__(self) -> memoryview:
+        staged = self._staged
+        assert staged.num_unread or staged.is_copied, "they may have changed since"
+        staged.lock.acquire()
+        return tensor_bytes(staged.host if staged.is_copied else staged.source)[self._part]
+
+    def __exit__(self, *_: object) -> None:
+        self._staged.num_unread -= self._part.stop - self._part.start
+        self._staged.lock.release()
 
 
 class Staging:
