@@ -65,17 +65,22 @@ def test_the_best_step_is_kept_and_the_run_stops_early(settings: list[str], tmp_
     assert len(longer.metrics) == result["steps"] + 1, "it goes on counting where it was"
 
 
-def test_a_signal_in_the_last_step_costs_no_evaluation(
-    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def signal_in_step(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Have a SIGTERM come in this step of each run of the finetune recipe in this process."""
     main = load_recipe(RECIPES / "finetune.py").work
     steps = main.__globals__["train"]
 
     def signalled(*arguments: Any, **more: Any) -> Iterator[StepReport]:
         for report in steps(*arguments, **more):
-            yield replace(report, stop_signal=signal.SIGTERM) if report.step == 4 else report
+            yield replace(report, stop_signal=signal.SIGTERM) if report.step == step else report
 
-    monkeypatch.setitem(main.__globals__, "train", signalled)
+    patch.setitem(main.__globals__, "train", signalled)
+
+
+def test_a_signal_in_the_last_step_costs_no_evaluation(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal_in_step(4, monkeypatch)
     keep = ["checkpoint.keep_last=1", "checkpoint.keep_every=2"]
     ended = run_recipe(
         "finetune", tmp_path / "run", *settings, "train.steps=4", "train.eval_every=1", "optim.lr=1e-2", *keep
@@ -94,24 +99,17 @@ def test_a_signal_in_the_last_step_costs_no_evaluation(
 def test_an_evaluation_that_a_signal_came_before_is_made_by_the_next_run(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main = load_recipe(RECIPES / "finetune.py").work
-    steps = main.__globals__["train"]
-
-    def signalled(*arguments: Any, **more: Any) -> Iterator[StepReport]:
-        for report in steps(*arguments, **more):
-            yield replace(report, stop_signal=signal.SIGTERM) if report.step == 2 else report
-
-    # It gets worse from step 3 on, so step 2 is the best one, and two evaluations later the run stops early.
-    arguments = [*settings, "train.steps=9", "train.eval_every=1", "train.patience=2", "optim.lr=1e-2", "seed=1"]
-    worse = ["train.schedule=constant", "checkpoint.save_best=true"]
-    whole = run_recipe("finetune", tmp_path / "whole", *arguments, *worse)
+    watch = ["train.eval_every=1", "train.patience=2", "checkpoint.save_best=true"]
+    arguments = [*settings, *watch, "train.steps=9", "optim.lr=1e-1", "seed=1"]
+    whole = run_recipe("finetune", tmp_path / "whole", *arguments)
+    assert (whole.result["best_step"], whole.result["steps"]) == (2, 4), "so much depends on the evaluation of step 2"
     with monkeypatch.context() as patch:
-        patch.setitem(main.__globals__, "train", signalled)
-        stopped = run_recipe("finetune", tmp_path / "again", *arguments, *worse)
+        signal_in_step(2, patch)
+        stopped = run_recipe("finetune", tmp_path / "again", *arguments)
     assert stopped.status == 128 + signal.SIGTERM, stopped.err
     assert "held out after step 2" not in stopped.err, "whoever stops a run does not wait for it"
     for _ in range(2):
-        ended = run_recipe("finetune", tmp_path / "again", *arguments, *worse)
+        ended = run_recipe("finetune", tmp_path / "again", *arguments)
         assert ended.status == 0, ended.err
     kept = ("steps", "best_loss", "best_step", "perplexity", "final_loss")
     assert [ended.result[name] for name in kept] == [whole.result[name] for name in kept]
