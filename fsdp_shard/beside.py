@@ -20,8 +20,8 @@ T = TypeVar("T")
 def call_beside(function: Callable[[], T], meanwhile: Callable[[], object]) -> T:
     """What `function()` returns or raises, computed in a process of its own while `meanwhile()` runs here.
 
-    `meanwhile` is cut short as soon as the function has raised, and not called where processes cannot be forked: it is
-    to be what would be done later anyhow. To be called in the main thread, and before there are others. What cannot be
+    `meanwhile` ends with the first import after the function has raised, and is not called where processes cannot be
+    forked: it is to be what would be done later anyhow. To be called before there are other threads. What cannot be
     sent from there, or comes from nowhere as a process was killed, is computed here.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
@@ -73,24 +73,29 @@ class _Failed(BaseException):
     """What is done meanwhile is not needed any more. Imports catch any Exception here and there, and so not this."""
 
 
-def _until_failed(meanwhile: Callable[[], object], pid: int) -> None:
-    """Call `meanwhile()` to its end, or until the process has failed."""
-    heard = False
+class _Cut:
+    """A finder of modules that finds none, and cuts the imports short when the process has failed.
 
-    def look(*_: object) -> None:
-        nonlocal heard
-        ended = None if heard else os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    An import may fail wherever one is made, also within C++. What a handler of SIGCHLD raises comes anywhere, and where
+    that is in a C++ function that may not throw, the program aborts.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         # One that was killed has found nothing wrong: Ctrl-C is for both, and what is raised here must not replace it.
         if ended is not None and ended.si_code == os.CLD_EXITED and ended.si_status:
-            heard = True
             raise _Failed
 
-    before = signal.signal(signal.SIGCHLD, look)
+
+def _until_failed(meanwhile: Callable[[], object], pid: int) -> None:
+    """Call `meanwhile()` to its end, or to the first import after the process has failed."""
+    cut: Any = _Cut(pid)
+    sys.meta_path.insert(0, cut)
     try:
         with suppress(_Failed):
-            look()  # it may have failed before anyone listened
             meanwhile()
-            heard = True
     finally:
-        heard = True
-        signal.signal(signal.SIGCHLD, before)
+        sys.meta_path.remove(cut)
