@@ -43,7 +43,7 @@ from fsdp_shard.distributed import DistributedContext, distributed
 from fsdp_shard.memory import keep_freed_memory
 from fsdp_shard.models import rebuild_buffers
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
-from fsdp_shard.training.saving import open_saver
+from fsdp_shard.training.saving import Saver, open_saver
 from fsdp_shard.training.setup import LoadedModel, LoadFigures
 from fsdp_shard.training.state import TrainerState
 
@@ -73,6 +73,7 @@ class Training:
         self.batch = torch.randint(0, config.vocab_size, (1, 8))
         self.group = dist.new_group(backend="gloo")
         self.kept: dict[str, torch.Tensor] = {}
+        self.savers: dict[str, Saver] = {}
         self.step()
         self.own = [shard.data for shard in self.model.local_shards().values()]
         self.own += [value.to_local() for state in self.optimizer.state.values() for value in _sharded(state)]
@@ -121,18 +122,17 @@ class Training:
     # What may be called for a save. Each returns what ends it.
 
     def ours(self, **settings: Any) -> Callable[[], None]:
-        config = CheckpointConfig(**settings)
-        saver = self.savers.setdefault(json.dumps(settings), None) or self._open(config)
-        self.savers[json.dumps(settings)] = saver
+        saver = self.saver(**settings)
         saver.save(TrainerState(0, "none", step=1))
         return saver.finish
 
-    def _open(self, config: CheckpointConfig) -> Any:
-        return open_saver(
-            str(self.work), config, self.context, self.loaded, self.optimizer, {"config.json": b"{}"}, _Quiet()
-        )
-
-    savers: dict[str, Any] = {}  # noqa: RUF012 -- one instance a process
+    def saver(self, **settings: Any) -> Saver:
+        if (key := json.dumps(settings)) not in self.savers:
+            config, beside = CheckpointConfig(**settings), {"config.json": b"{}"}
+            self.savers[key] = open_saver(
+                str(self.work), config, self.context, self.loaded, self.optimizer, beside, _Quiet()
+            )
+        return self.savers[key]
 
     def copy_fresh(self) -> Callable[[], None]:
         """As `clone` does where memory that was freed is not kept, as it is here and in our runs."""
@@ -258,8 +258,8 @@ def measure(
     """
     training = Training(context, work, size)
     stall = Stall(training)
-    behind = {"asynchronous": True, "layout": "sharded"}
-    training.savers[json.dumps(behind)] = training._open(CheckpointConfig(**behind))  # type: ignore[arg-type]  # values of several types
+    behind: dict[str, Any] = {"asynchronous": True, "layout": "sharded"}
+    training.saver(**behind)
     stall.watch(training)
     gc.collect()
     gc.freeze()  # as in our runs: what there was before is not looked through again

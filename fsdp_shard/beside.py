@@ -84,7 +84,10 @@ class _Cut:
         self._pid = pid
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        try:
+            ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # whoever started this program had it ignore SIGCHLD, so the system keeps no account
+            return
         # One that was killed has found nothing wrong: Ctrl-C is for both, and what is raised here must not replace it.
         if ended is not None and ended.si_code == os.CLD_EXITED and ended.si_status:
             raise _Failed

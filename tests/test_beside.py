@@ -63,6 +63,24 @@ def test_what_does_not_come_is_computed_here(function: Callable[[int], object]) 
     assert call_beside(lambda: function(parent), meanwhile=lambda: None) == "here"
 
 
+def test_a_parent_that_is_told_of_no_ends_gets_results_and_errors() -> None:
+    def imports() -> None:
+        time.sleep(0.3)  # the other has ended by then
+        with suppress(ImportError):
+            import_module("fsdp_shard.none_of_this_name")
+
+    def fail() -> None:
+        raise ConfigError("no such setting")
+
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert call_beside(lambda: 1, meanwhile=imports) == 1
+        with pytest.raises(ConfigError, match="no such setting"):
+            call_beside(fail, meanwhile=imports)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_a_signal_to_both_is_heard_here() -> None:
     parent = os.getpid()
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp_shard.blocks import tied_names
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.sharding.shares import Shape
 from fsdp_shard.shards import LocalShard, row_major_range
 
 if TYPE_CHECKING:
@@ -88,9 +89,6 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     for alias, kept in ties.items():  # each parameter was replaced, under its first name only
         owner, _, name = alias.rpartition(".")
         model.get_submodule(owner)._parameters[name] = model.get_parameter(kept)
-
-
-Shape = tuple[int, ...]
 
 
 def local_box(shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Shape, Shape]:
