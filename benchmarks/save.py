@@ -3,9 +3,10 @@
     python benchmarks/save.py --work /big/disk/bench
 
 Wants a machine with nothing else to do: two cores for two ranks, and room for some 10 GB. A round has every side once,
-in an order of its own; every figure is the median over `--repeats` rounds, and what a save adds to a run over
-`--windows` of them, as steps differ from each other by as much. What is left to be written is written before a clock
-starts. Targets are those of the issue that asked.
+in an order of its own; every figure is the median over `--repeats` rounds. What a save adds to a run is that over
+`--windows` of them, as steps differ from each other by as much, each beside the steps without one right before and
+right after it, as machines are faster in some minutes than in others. What is left to be written is written before a
+clock starts. Targets are those of the issue that asked.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ SIZES = {
     "quick": {"hidden_size": 72, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 1024},
 }
 GROUPS = ("windows", "processor", "saves")
+FRESH, REUSED = "copy into fresh memory", "copy into reused memory"
+BEHIND, BEFORE = "ours, asynchronous", "ours, synchronous"
+SIDES = (FRESH, REUSED, BEHIND, BEFORE, "dcp.async_save", "dcp.save")
 STEPS = 2  # of a window: a save behind the training takes less
 
 
@@ -251,10 +255,16 @@ def _status(key: str) -> float:
 
 
 def measure(
-    context: DistributedContext, work: Path, size: str, repeats: int, windows: int, groups: Sequence[str]
+    context: DistributedContext,
+    work: Path,
+    size: str,
+    repeats: int,
+    windows: int,
+    groups: Sequence[str],
+    only: list[str],
 ) -> dict[str, list[float]]:
-    """What was measured in each round, by side; `window: SIDE` is that with a save, and `processor: SIDE` what it takes
-    of processors by itself.
+    """What was measured in each round, by side; `longer: SIDE` is by how much a window is longer than those around it
+    without a save, and `processor: SIDE` what a save takes of processors by itself.
     """
     training = Training(context, work, size)
     stall = Stall(training)
@@ -264,14 +274,14 @@ def measure(
     gc.collect()
     gc.freeze()  # as in our runs: what there was before is not looked through again
     sides: dict[str, Callable[[], Callable[[], None]]] = {
-        "nothing": lambda: _nothing,
-        "copy into fresh memory": training.copy_fresh,
-        "copy into reused memory": training.copy_reused,
-        "ours, asynchronous": lambda: training.ours(**behind),
-        "ours, synchronous": lambda: training.ours(asynchronous=False),
+        FRESH: training.copy_fresh,
+        REUSED: training.copy_reused,
+        BEHIND: lambda: training.ours(**behind),
+        BEFORE: lambda: training.ours(asynchronous=False),
         "dcp.async_save": training.dcp_async,
         "dcp.save": training.dcp_sync,
     }
+    assert tuple(sides) == SIDES
     weights = [shard.data for shard in training.model.local_shards().values()]
     saves: dict[str, Callable[[], object]] = {
         "write and fsync": lambda: training.write(training.own),
@@ -294,8 +304,14 @@ def measure(
                     if number:  # the round before allocates what is used again
                         note(what, value)
 
+    without = 0.0  # seconds of the last window without a save
+
     def window(name: str) -> dict[str, float]:
-        return {f"window: {name}": training.window(stall.of(sides[name])), f"stall: {name}": stall.seconds}
+        nonlocal without
+        with_save, waited, before = training.window(stall.of(sides[name])), stall.seconds, without
+        without = training.window(lambda: _nothing)
+        longer = with_save - (before + without) / 2
+        return {f"longer: {name}": longer, f"stall: {name}": waited, "window: nothing": without}
 
     def processor(name: str) -> dict[str, float]:
         return {f"processor: {name}": training.processor(sides[name])}
@@ -304,9 +320,9 @@ def measure(
         return {f"save: {name}": training.timed(saves[name])}  # type: ignore[arg-type]  # what it returns is not used
 
     if "windows" in groups:
-        in_turns(windows, ["nothing", *sides], window)
+        in_turns(windows, only, window)
     if "processor" in groups:
-        in_turns(repeats, list(sides), processor)
+        in_turns(repeats, only, processor)
     if "saves" in groups:
         in_turns(repeats, list(saves), save)
         for layout in repeats * ["sharded", "gathered"]:
@@ -316,49 +332,40 @@ def measure(
     return found | {"bytes": [float(sum(tensor.nbytes for tensor in training.own))]}
 
 
+# What is asked of a save behind the training: (words, measured, that it is a multiple of, limit).
+RATIOS = (
+    ("async lengthens the run / a copy into fresh memory does", f"longer: {BEHIND}", f"longer: {FRESH}", 1.2),
+    ("the same against a copy into memory that is there", f"longer: {BEHIND}", f"longer: {REUSED}", None),
+    ("async lengthens the run / sync does", f"longer: {BEHIND}", f"longer: {BEFORE}", 0.5),
+    ("processors: async / a copy into fresh memory", f"processor: {BEHIND}", f"processor: {FRESH}", None),
+    ("processors: async / a copy into memory that is there", f"processor: {BEHIND}", f"processor: {REUSED}", None),
+)
+
+
 def rows(measured: dict[str, list[float]]) -> Iterator[Row]:
     """What was asked for."""
     found = {name: statistics.median(values) for name, values in measured.items()}
     yield Row("bytes of the state, a rank", found["bytes"] / MB, "MB")
     for name, value in found.items():
-        if name.startswith(("stall: ", "save: ", "processor: ")) and not name.endswith("nothing"):
+        if name.startswith(("stall: ", "save: ", "processor: ")):
             yield Row(name, value, "s")
-    if "window: nothing" in found:
-        yield from _rows_of_windows(measured)
-        behind = max(found["stall: ours, asynchronous"], 1e-6)
-        yield Row("stall of dcp.async_save / of ours", found["stall: dcp.async_save"] / behind, "x", 3, True)
-    if "processor: nothing" in found:
-        behind = found["processor: ours, asynchronous"]
-        for memory in ("fresh memory", "reused memory"):
-            yield Row(f"processors: async / a copy into {memory}", behind / found[f"processor: copy into {memory}"])
+        if name == "window: nothing":
+            yield Row(f"{STEPS} steps without a save", value, "s")
+        if name.startswith("longer: "):
+            error = _standard_error(measured[name])
+            yield Row(f"lengthens the run: {name.removeprefix('longer: ')} ({error:.2f} either way)", value, "s")
+    for what, over, under, limit in RATIOS:
+        if over in found and under in found:
+            yield Row(what, found[over] / found[under], "x", limit)
+    if (peer := "stall: dcp.async_save") in found and (behind := f"stall: {BEHIND}") in found:
+        yield Row("stall of dcp.async_save / of ours", found[peer] / max(found[behind], 1e-6), "x", 3, True)
     if "save: sharded" in found:
         yield from _rows_of_saves(found)
 
 
-def _rows_of_windows(measured: dict[str, list[float]]) -> Iterator[Row]:
-    """A save lengthens a run by what the median window with it takes more than the median one without."""
-    windows = {name.removeprefix("window: "): values for name, values in measured.items() if "window: " in name}
-    base = statistics.median(windows["nothing"])
-    yield Row(f"{STEPS} steps without a save", base, "s")
-    longer = {side: statistics.median(values) - base for side, values in windows.items()}
-    for side, values in windows.items():
-        if side != "nothing":
-            yield Row(
-                f"lengthens the run: {side} ({_standard_error(values, windows['nothing']):.2f} either way)",
-                longer[side],
-                "s",
-            )
-    behind = longer["ours, asynchronous"]
-    yield Row(
-        "async lengthens the run / a copy into fresh memory does", behind / longer["copy into fresh memory"], "x", 1.2
-    )
-    yield Row("the same against a copy into memory that is there", behind / longer["copy into reused memory"])
-    yield Row("async lengthens the run / sync does", behind / longer["ours, synchronous"], "x", 0.5)
-
-
-def _standard_error(*samples: Sequence[float]) -> float:
-    """Of the difference of their medians, if they vary as a normal distribution does."""
-    return math.sqrt(sum(math.pi / 2 * statistics.pvariance(values) / len(values) for values in samples))
+def _standard_error(values: Sequence[float]) -> float:
+    """Of their median, if they vary as a normal distribution does."""
+    return math.sqrt(math.pi / 2 * statistics.pvariance(values) / len(values))
 
 
 def _rows_of_saves(found: dict[str, float]) -> Iterator[Row]:
@@ -378,7 +385,7 @@ def _rank(rank: int, options: argparse.Namespace, rendezvous: str, out: Path) ->
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.ranks), LOCAL_RANK=str(rank))
     with distributed("cpu", rendezvous=rendezvous) as context:
         size, work = "quick" if options.quick else "135M", options.work.resolve() / "save"
-        found = measure(context, work, size, options.repeats, options.windows, options.only)
+        found = measure(context, work, size, options.repeats, options.windows, options.only, options.sides)
     if rank == 0:
         out.write_text(json.dumps(found))
 
@@ -390,6 +397,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=25, help="rounds for what a save adds to a run (default 25)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds for all else (default 5)")
     parser.add_argument("--only", nargs="*", default=GROUPS, choices=GROUPS, help="what is measured")
+    parser.add_argument(
+        "--sides", nargs="*", default=SIDES, choices=SIDES, help="which of them lengthen a run and take processors"
+    )
     parser.add_argument("--quick", action="store_true", help="a model of a few MB, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the table there too")
     options = parser.parse_args()

@@ -14,6 +14,7 @@ import xxhash
 
 from fsdp_shard.checkpoint import atomic, boxes
 from fsdp_shard.checkpoint.direct import BlockReader, DirectFile, Observe, Stage, ignore
+from fsdp_shard.checkpoint.idle import at_idle, at_once
 from fsdp_shard.checkpoint.index import open_checkpoint, tensor_bytes
 from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, RangeHasher, chunk_digest, digest_chunks, num_chunks
 from fsdp_shard.checkpoint.layout import Extent
@@ -88,7 +89,7 @@ def write_ranges(
 ) -> tuple[Hashers, Records]:
     """Put all that is this rank's in its place and on the disk; each element is read once, through `reading`.
 
-    A save that `is_behind` the training leaves the cores to it.
+    A save that `is_behind` the training leaves the cores to it (`idle`).
 
     Returns what has hashed the weights, by name, and the records of the files it made.
     """
@@ -97,19 +98,14 @@ def write_ranges(
         file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex())
         for file in plans.weights.creates
     }
+    do = at_idle if is_behind else at_once
     with _Writer(directory, reading, is_behind) as writer:
-        for name, (file, _) in plans.weights.places.items():
-            # The rows of a box lie in chunks of several ranks: those are hashed when they are on the disk.
-            observe = hasher.update if (hasher := hashers[name]) is not None else ignore
-            for offset, part in plans.weights.runs(name, weights[name]):
-                writer.write(file, offset, weights[name], part, observe)
+        do(_write_weights(writer, plans.weights, weights, hashers))
         writer.flush()
         reach("weights-written")
-        for plan in plans.optimizer.creates:  # this rank's only one, so it is written front to back
+        for plan in plans.optimizer.creates:  # this rank's only one
             whole = xxhash.xxh3_128(plan.header)
-            for name, (_, offset) in plans.optimizer.places.items():
-                shard = optimizer[name]
-                writer.write(f"{OPTIMIZER}/{plan.name}", offset, shard, slice(0, shard.data.nbytes), whole.update)
+            do(_write_optimizer(writer, plan.name, plans.optimizer, optimizer, whole.update))
             records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=whole.hexdigest())
         small_files = {**plans.weights.small_files, **plans.small_files}
         for name, content in small_files.items():
@@ -123,24 +119,38 @@ def write_ranges(
     return hashers, records
 
 
+def _write_weights(
+    writer: _Writer, plan: WritePlan, shards: Mapping[str, LocalShard], hashers: Hashers
+) -> Iterator[None]:
+    for name, (file, _) in plan.places.items():
+        # The rows of a box lie in chunks of several ranks: those are hashed when they are on the disk.
+        observe = hasher.update if (hasher := hashers[name]) is not None else ignore
+        for offset, part in plan.runs(name, shards[name]):
+            yield from writer.write(file, offset, shards[name], part, observe)
+
+
+def _write_optimizer(
+    writer: _Writer, file: str, plan: WritePlan, shards: Mapping[str, LocalShard], observe: Observe
+) -> Iterator[None]:
+    """Front to back, as the digest is of the whole file."""
+    for name, (_, offset) in plan.places.items():
+        shard = shards[name]
+        yield from writer.write(f"{OPTIMIZER}/{file}", offset, shard, slice(0, shard.data.nbytes), observe)
+
+
 def hash_shared_chunks(
     directory: Path, shards: Mapping[str, LocalShard], hashers: Hashers, heads: Sequence[Heads], is_behind: bool
 ) -> Digests:
     """The digests of all chunks that begin in this rank's part; what another rank has of them is read from the disk,
     where `heads`, of all ranks, say.
     """
-    digests: Digests = {}
+    ranges = {name: hasher for name, hasher in hashers.items() if hasher is not None}
     reader = BlockReader(directory, CHUNK_BYTES, past_cache=is_behind)
     try:
-        for name, hasher in hashers.items():
-            if hasher is None:
-                continue
-            if rest := hasher.rest:
-                for piece in _pieces(rest, [theirs[name] for theirs in heads if name in theirs]):
-                    hasher.finish(reader.read(piece.file, piece.offset, piece.stop - piece.start))
-            digests[name] = hasher.digests
+        (at_idle if is_behind else at_once)(_finish_hashes(reader, ranges, heads))
     finally:
         reader.close()
+    digests = {name: hasher.digests for name, hasher in ranges.items()}
     if boxed := [name for name, hasher in hashers.items() if hasher is None]:
         with open_checkpoint(directory) as index:
             for name in boxed:
@@ -148,6 +158,14 @@ def hash_shared_chunks(
                 digests[name] = dict(zip(mine, digest_chunks(index, name, mine), strict=True))
     reach("hashed")
     return digests
+
+
+def _finish_hashes(reader: BlockReader, hashers: Mapping[str, RangeHasher], heads: Sequence[Heads]) -> Iterator[None]:
+    for name, hasher in hashers.items():
+        if rest := hasher.rest:
+            for piece in _pieces(rest, [theirs[name] for theirs in heads if name in theirs]):
+                hasher.finish(reader.read(piece.file, piece.offset, piece.stop - piece.start))
+                yield
 
 
 def _pieces(rest: range, heads: Iterable[Extent]) -> Iterator[Extent]:
@@ -186,7 +204,7 @@ class _Writer:
         self._directory, self._reading, self._stage = directory, reading, Stage() if past_cache else None
         self._files: dict[str, DirectFile] = {}
 
-    def write(self, name: str, offset: int, shard: LocalShard, part: slice, observe: Observe) -> None:
+    def write(self, name: str, offset: int, shard: LocalShard, part: slice, observe: Observe) -> Iterator[None]:
         """Bytes of a shard from byte `offset` of the file on, some MiB at a time; `observe` sees them, in order."""
         file = self._open(name)
         for first in range(part.start, part.stop, _PIECE_BYTES):
@@ -196,6 +214,7 @@ class _Writer:
                 else:
                     observe(content)
                     file.write(offset + first - part.start, content)
+            yield
 
     def flush(self) -> None:
         """Have nothing that was written in the stage alone."""

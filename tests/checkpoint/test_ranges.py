@@ -1,14 +1,27 @@
-"""What one rank writes and reads of a step: here, where the rest of a chunk lies that begins in its part."""
+"""What one rank writes and reads of a step: where the rest of a chunk lies that begins in its part, and by whom."""
 
 from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import torch
 
-from fsdp_shard.checkpoint.integrity import CHUNK_BYTES
+from fsdp_shard.checkpoint import idle
+from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, file_digest
 from fsdp_shard.checkpoint.layout import Extent
-from fsdp_shard.checkpoint.ranges import _pieces, plan_heads
-from fsdp_shard.checkpoint.writes import WritePlan
+from fsdp_shard.checkpoint.ranges import (
+    RankPlans,
+    _pieces,
+    as_it_is,
+    create_files,
+    hash_shared_chunks,
+    plan_heads,
+    write_ranges,
+)
+from fsdp_shard.checkpoint.writes import Target, WritePlan, plan_sharded_writes
 from fsdp_shard.shards import LocalShard
 
 HEADS = [Extent(300, 900, "third", 70), Extent(100, 120, "first", 10), Extent(120, 300, "second", 5)]
@@ -47,3 +60,38 @@ def test_ranges_that_begin_with_a_chunk_are_nobodys_rest() -> None:
     places = {name: ("file", 100 * number) for number, name in enumerate(shards)}
     start = 2 * (elements + 3)
     assert plan_heads(WritePlan([], places), shards) == {"cut": Extent(start, start + 16, "file", 200)}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has threads that run at idle")
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_a_save_behind_the_training_reads_writes_and_hashes_at_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_behind: bool
+) -> None:
+    monkeypatch.setattr(idle, "_PATIENCE_SECONDS", 60.0)  # as tests keep all cores busy
+    data = torch.arange(3 * CHUNK_BYTES // 8, dtype=torch.float32)  # one and a half chunks
+    parts = [data[:1000], data[1000:]]
+    starts = [0, 1000]
+    policies = []
+
+    def reading(shard: LocalShard, part: slice) -> AbstractContextManager[memoryview]:
+        policies.append(os.sched_getscheduler(0))
+        return as_it_is(shard, part)
+
+    everyone = []
+    for rank, (part, start) in enumerate(zip(parts, starts, strict=True)):
+        weights = {"w": LocalShard(part, part, start, (len(data),), writes=True)}
+        target = Target(rank, 2, 1, "save", None, {})
+        plans = RankPlans(plan_sharded_writes(weights, target), plan_sharded_writes(weights, target), {})
+        create_files(tmp_path, plans)
+        hashers, records = write_ranges(tmp_path, plans, weights, weights, reading, is_behind)
+        everyone.append((weights, hashers, plan_heads(plans.weights, weights), records))
+    assert {policy == os.SCHED_IDLE for policy in policies} == {is_behind}
+    found: dict[int, bytes] = {}
+    for weights, hashers, _, _ in everyone:
+        found |= hash_shared_chunks(tmp_path, weights, hashers, [heads for _, _, heads, _ in everyone], is_behind)["w"]
+    whole = data.numpy().tobytes()
+    expected = [chunk_digest(whole[at : at + CHUNK_BYTES]) for at in range(0, len(whole), CHUNK_BYTES)]
+    assert [found[number] for number in sorted(found)] == expected
+    for _, _, _, records in everyone:
+        for name, record in records.items():
+            assert record.digest in (None, file_digest(tmp_path / name))
