@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # What a snapshot of a hub repository needs for us: no other framework's weights, no pickles where safetensors exist.
-_HUB_FILES = (
-    *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"),
-    *("*.spm", "*.codes", "*.tiktoken", "*.tokenizer"),
-)
+_HUB_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.spm", "*.codes", "*.tiktoken", "*.tokenizer")
+_HUB_WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin", "*.bin.index.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", ".metadata", "global_step*")
 
@@ -98,14 +96,21 @@ class ModelSource:
         return self.own_tokenizer or self.directory
 
 
-def resolve(path: str | os.PathLike[str], gguf_file: str | None = None, *, need_weights: bool = True) -> ModelSource:
+def resolve(
+    path: str | os.PathLike[str],
+    gguf_file: str | None = None,
+    *,
+    need_weights: bool = True,
+    fetch_weights: bool = True,
+) -> ModelSource:
     """Find the model that `path` means: a directory, a file of weights beside its config, a GGUF file, or a hub id.
 
-    Raises ModelError when there is none, it has no config, or (with `need_weights`) it has no weights.
+    Without `fetch_weights`, of a hub id only config and tokenizer are downloaded (or a GGUF file, which says all in
+    one). Raises ModelError when there is none, it has no config, or (with `need_weights`) it has no weights.
     """
     place = Path(path).expanduser()
     if not place.exists():
-        place = _download(str(path), gguf_file)
+        place = _download(str(path), gguf_file, fetch_weights)
     if place.is_file() and place.suffix != ".gguf" and (place.parent / "config.json").exists():
         _check_config(place.parent)
         return ModelSource(place.parent, place)
@@ -264,7 +269,7 @@ def _with_owner(module: nn.Module, owner: PreTrainedModel | None) -> Iterator[tu
         yield from _with_owner(child, owner)
 
 
-def _download(name: str, gguf_file: str | None) -> Path:
+def _download(name: str, gguf_file: str | None, fetch_weights: bool) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith(".gguf"):
         raise ModelError(
             f"model path {name} does not exist; expected a model directory, a .gguf file or a hub id org/name."
@@ -272,10 +277,11 @@ def _download(name: str, gguf_file: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*_HUB_FILES, *([gguf_file] if gguf_file else [])]
+    fetch_weights = fetch_weights and gguf_file is None
+    patterns = [*_HUB_FILES, *(_HUB_WEIGHTS if fetch_weights else ()), *([gguf_file] if gguf_file else [])]
     try:
         snapshot = Path(snapshot_download(name, allow_patterns=patterns))
-        if gguf_file is None and not any(_weight_files(snapshot)):
+        if fetch_weights and not any(_weight_files(snapshot)):
             snapshot = Path(snapshot_download(name, allow_patterns=[*patterns, *_PICKLES]))
         return snapshot
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -16,7 +16,7 @@ def check(config: PlanConfig) -> None:
     """What can be found wrong before torch is loaded."""
     config.adapter.check_installed()
     config.optim.check_installed()
-    locate(config.model.path, config.model.gguf_file)
+    locate(config.model.path, config.model.gguf_file, fetch_weights=False)
 
 
 @recipe(PlanConfig, check=check, loads=("torch", "transformers.modeling_utils"))
@@ -26,7 +26,7 @@ def main(config: PlanConfig) -> None:
     from fsdp_shard.planning.memory import PlannedRun, plan_memory
     from fsdp_shard.planning.report import figures, report
 
-    source = locate(config.model.path, config.model.gguf_file)
+    source = locate(config.model.path, config.model.gguf_file, fetch_weights=False)
     length, num_ranks = config.data.sequence_length, config.launch.num_ranks
     saving = config.checkpoint.asynchronous
     run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)

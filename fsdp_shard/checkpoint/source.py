@@ -14,16 +14,22 @@ from fsdp_shard.checkpoint.remote_url import here
 from fsdp_shard.models import ModelSource
 
 
-def locate(path: str | os.PathLike[str], gguf_file: str | None = None, *, need_weights: bool = False) -> ModelSource:
+def locate(
+    path: str | os.PathLike[str],
+    gguf_file: str | None = None,
+    *,
+    need_weights: bool = False,
+    fetch_weights: bool = True,
+) -> ModelSource:
     """Where config, tokenizer and weights of `path` lie: a run (its latest step), a checkpoint, a model, a hub id.
 
-    Of an adapter, config and tokenizer are its base model's, unless a tokenizer lies beside it. Raises ModelError when
-    there is no config, or (with `need_weights`) there are no weights; CheckpointError where several checkpoints lie
-    there.
+    Without `fetch_weights`, those of a hub id are not downloaded. Of an adapter, config and tokenizer are its base
+    model's, unless a tokenizer lies beside it. Raises ModelError when there is no config, or (with `need_weights`)
+    there are no weights; CheckpointError where several checkpoints lie there.
     """
     place = here(path)
     if not place.exists() or gguf_file is not None:
-        return models.resolve(path, gguf_file, need_weights=need_weights)
+        return models.resolve(path, gguf_file, need_weights=need_weights, fetch_weights=fetch_weights)
     found = registry.locate(place)
     if peft.recognise(found.weights):
         own = found.weights if has_tokenizer(found.weights) else None

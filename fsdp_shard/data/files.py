@@ -6,13 +6,18 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdp_shard.errors import DataError
 
 T = TypeVar("T")
+
+_WRITING = ".writing-"
+_LEFT_SECONDS = 24 * 3600  # no run goes so long without writing
 
 
 def cached(directory: Path, read: Callable[[Path], T | None], write: Callable[[Path], None]) -> T:
@@ -24,7 +29,8 @@ def cached(directory: Path, read: Callable[[Path], T | None], write: Callable[[P
         return known
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory.parent))
+        _remove_leftovers(directory.parent)
+        temporary = Path(tempfile.mkdtemp(prefix=_WRITING, dir=directory.parent))
     except OSError as error:
         raise DataError(
             f"The token cache {directory.parent} cannot be written ({error}); set data.cache_dir."
@@ -45,6 +51,15 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
         json.dump(values, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _remove_leftovers(cache: Path) -> None:
+    """Delete what a run was writing that was killed, by its age: other machines may share the cache, but no lock."""
+    for entry in cache.glob(f"{_WRITING}*"):
+        with suppress(OSError):  # it may be done by now, or somebody else's
+            changed = max(path.lstat().st_mtime for path in (entry, *entry.rglob("*")))
+            if time.time() - changed > _LEFT_SECONDS and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def _put_in_place(temporary: Path, directory: Path, read: Callable[[Path], Any]) -> None:
