@@ -1,9 +1,9 @@
-"""Work for which cores are used that would have nothing to do: training, which waits for its other ranks and for memory
-now and then, goes on as if there were none. Knows nothing of what is done.
+"""Work that takes of the cores only what nobody else wants: training leaves some, as ranks wait for each other. Knows
+nothing of what is done.
 
-Linux has such threads (SCHED_IDLE, see sched(7)); elsewhere the work is done as any other. Where others keep all cores
-busy, such a thread gets next to nothing, and whoever waits for what it holds (a lock, the interpreter's among them)
-waits for long. So it is watched: once it does not get on, the thread that asked for the work does what is left.
+Linux has threads for it (SCHED_IDLE, see sched(7)); elsewhere the work is done as any other. Where others keep all
+cores busy, such a thread gets next to nothing, and whoever waits for what it holds (a lock, the interpreter's among
+them) waits for long. So it is watched: once it does not get on, the thread that asked for the work does what is left.
 """
 
 from __future__ import annotations
