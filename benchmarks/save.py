@@ -55,8 +55,8 @@ SIZES = {
 }
 GROUPS = ("windows", "processor", "saves")
 FRESH, REUSED = "copy into fresh memory", "copy into reused memory"
-BEHIND, BEFORE = "ours, asynchronous", "ours, synchronous"
-SIDES = (FRESH, REUSED, BEHIND, BEFORE, "dcp.async_save", "dcp.save")
+ASYNC, SYNC = "ours, asynchronous", "ours, synchronous"
+SIDES = (FRESH, REUSED, ASYNC, SYNC, "dcp.async_save", "dcp.save")
 STEPS = 2  # of a window: a save behind the training takes less
 
 
@@ -261,10 +261,10 @@ def measure(
     repeats: int,
     windows: int,
     groups: Sequence[str],
-    only: list[str],
+    chosen: Sequence[str],
 ) -> dict[str, list[float]]:
-    """What was measured in each round, by side; `longer: SIDE` is by how much a window is longer than those around it
-    without a save, and `processor: SIDE` what a save takes of processors by itself.
+    """What was measured in each round, by side, of those `chosen`; `longer: SIDE` is by how much a window is longer than
+    those around it without a save, and `processor: SIDE` what a save takes of processors by itself.
     """
     training = Training(context, work, size)
     stall = Stall(training)
@@ -276,8 +276,8 @@ def measure(
     sides: dict[str, Callable[[], Callable[[], None]]] = {
         FRESH: training.copy_fresh,
         REUSED: training.copy_reused,
-        BEHIND: lambda: training.ours(**behind),
-        BEFORE: lambda: training.ours(asynchronous=False),
+        ASYNC: lambda: training.ours(**behind),
+        SYNC: lambda: training.ours(asynchronous=False),
         "dcp.async_save": training.dcp_async,
         "dcp.save": training.dcp_sync,
     }
@@ -320,9 +320,9 @@ def measure(
         return {f"save: {name}": training.timed(saves[name])}  # type: ignore[arg-type]  # what it returns is not used
 
     if "windows" in groups:
-        in_turns(windows, only, window)
+        in_turns(windows, chosen, window)
     if "processor" in groups:
-        in_turns(repeats, only, processor)
+        in_turns(repeats, chosen, processor)
     if "saves" in groups:
         in_turns(repeats, list(saves), save)
         for layout in repeats * ["sharded", "gathered"]:
@@ -334,11 +334,11 @@ def measure(
 
 # What is asked of a save behind the training: (words, measured, that it is a multiple of, limit).
 RATIOS = (
-    ("async lengthens the run / a copy into fresh memory does", f"longer: {BEHIND}", f"longer: {FRESH}", 1.2),
-    ("the same against a copy into memory that is there", f"longer: {BEHIND}", f"longer: {REUSED}", None),
-    ("async lengthens the run / sync does", f"longer: {BEHIND}", f"longer: {BEFORE}", 0.5),
-    ("processors: async / a copy into fresh memory", f"processor: {BEHIND}", f"processor: {FRESH}", None),
-    ("processors: async / a copy into memory that is there", f"processor: {BEHIND}", f"processor: {REUSED}", None),
+    ("async lengthens the run / a copy into fresh memory does", f"longer: {ASYNC}", f"longer: {FRESH}", 1.2),
+    ("the same against a copy into memory that is there", f"longer: {ASYNC}", f"longer: {REUSED}", None),
+    ("async lengthens the run / sync does", f"longer: {ASYNC}", f"longer: {SYNC}", 0.5),
+    ("processors: async / a copy into fresh memory", f"processor: {ASYNC}", f"processor: {FRESH}", None),
+    ("processors: async / a copy into memory that is there", f"processor: {ASYNC}", f"processor: {REUSED}", None),
 )
 
 
@@ -357,7 +357,7 @@ def rows(measured: dict[str, list[float]]) -> Iterator[Row]:
     for what, over, under, limit in RATIOS:
         if over in found and under in found:
             yield Row(what, found[over] / found[under], "x", limit)
-    if (peer := "stall: dcp.async_save") in found and (behind := f"stall: {BEHIND}") in found:
+    if (peer := "stall: dcp.async_save") in found and (behind := f"stall: {ASYNC}") in found:
         yield Row("stall of dcp.async_save / of ours", found[peer] / max(found[behind], 1e-6), "x", 3, True)
     if "save: sharded" in found:
         yield from _rows_of_saves(found)

@@ -1,4 +1,4 @@
-"""Plan the memory of a run on each rank from its configs alone: nothing is downloaded but the model's config."""
+"""Plan the memory of a run on each rank from its configs alone: of a hub id, no weights are downloaded."""
 
 from __future__ import annotations
 

@@ -144,18 +144,16 @@ def hash_shared_chunks(
     """The digests of all chunks that begin in this rank's part; what another rank has of them is read from the disk,
     where `heads`, of all ranks, say.
     """
+    do = at_idle if is_behind else at_once
     ranges = {name: hasher for name, hasher in hashers.items() if hasher is not None}
     reader = BlockReader(directory, CHUNK_BYTES, past_cache=is_behind)
     try:
-        (at_idle if is_behind else at_once)(_finish_hashes(reader, ranges, heads))
+        do(_finish_hashes(reader, ranges, heads))
     finally:
         reader.close()
     digests = {name: hasher.digests for name, hasher in ranges.items()}
     if boxed := [name for name, hasher in hashers.items() if hasher is None]:
-        with open_checkpoint(directory) as index:
-            for name in boxed:
-                mine = _begins_in_box(name, shards[name])
-                digests[name] = dict(zip(mine, digest_chunks(index, name, mine), strict=True))
+        do(_hash_boxes(directory, {name: shards[name] for name in boxed}, digests))
     reach("hashed")
     return digests
 
@@ -165,6 +163,15 @@ def _finish_hashes(reader: BlockReader, hashers: Mapping[str, RangeHasher], head
         if rest := hasher.rest:
             for piece in _pieces(rest, [theirs[name] for theirs in heads if name in theirs]):
                 hasher.finish(reader.read(piece.file, piece.offset, piece.stop - piece.start))
+                yield
+
+
+def _hash_boxes(directory: Path, shards: Mapping[str, LocalShard], digests: Digests) -> Iterator[None]:
+    with open_checkpoint(directory) as index:
+        for name, shard in shards.items():
+            mine, found = _begins_in_box(name, shard), digests.setdefault(name, {})
+            for number, digest in zip(mine, digest_chunks(index, name, mine), strict=True):
+                found[number] = digest
                 yield
 
 

@@ -33,7 +33,9 @@ def locate(
     found = registry.locate(place)
     if peft.recognise(found.weights):
         own = found.weights if has_tokenizer(found.weights) else None
-        return ModelSource(locate(peft.base_of(found.weights)).directory, found.weights, own)
+        return ModelSource(
+            locate(peft.base_of(found.weights), fetch_weights=fetch_weights).directory, found.weights, own
+        )
     if found.side is not None:
         return ModelSource(models.resolve(found.side, need_weights=False).directory, found.weights)
     return models.resolve(found.weights, need_weights=need_weights)

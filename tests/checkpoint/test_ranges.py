@@ -85,10 +85,23 @@ def test_a_save_behind_the_training_reads_writes_and_hashes_at_idle(
         create_files(tmp_path, plans)
         hashers, records = write_ranges(tmp_path, plans, weights, weights, reading, is_behind)
         everyone.append((weights, hashers, plan_heads(plans.weights, weights), records))
+
+    hasher = everyone[0][1]["w"]
+    assert hasher is not None
+    finish = hasher.finish
+
+    def finish_watched(piece: memoryview) -> None:
+        policies.append(os.sched_getscheduler(0))
+        finish(piece)
+
+    monkeypatch.setattr(hasher, "finish", finish_watched)
+    num_written = len(policies)
     assert {policy == os.SCHED_IDLE for policy in policies} == {is_behind}
     found: dict[int, bytes] = {}
     for weights, hashers, _, _ in everyone:
         found |= hash_shared_chunks(tmp_path, weights, hashers, [heads for _, _, heads, _ in everyone], is_behind)["w"]
+    assert len(policies) == num_written + 1, "the rest of the first chunk is hashed"
+    assert (policies[-1] == os.SCHED_IDLE) == is_behind
     whole = data.numpy().tobytes()
     expected = [chunk_digest(whole[at : at + CHUNK_BYTES]) for at in range(0, len(whole), CHUNK_BYTES)]
     assert [found[number] for number in sorted(found)] == expected
