@@ -263,8 +263,8 @@ def measure(
     groups: Sequence[str],
     chosen: Sequence[str],
 ) -> dict[str, list[float]]:
-    """What was measured in each round, by side, of those `chosen`; `longer: SIDE` is by how much a window is longer than
-    those around it without a save, and `processor: SIDE` what a save takes of processors by itself.
+    """What was measured in each round, by side, of those `chosen`; `longer: SIDE` is by how much a window is longer
+    than those around it without a save, and `processor: SIDE` what a save takes of processors by itself.
     """
     training = Training(context, work, size)
     stall = Stall(training)
