@@ -19,7 +19,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from fsdp_shard.distributed import wait_for_members
+from fsdp_shard.distributed import ATTEMPT, ATTEMPT_KEY, wait_for_members
+from fsdp_shard.environment import set_environment
 
 _SECONDS_TO_END = 5.0  # for ranks that have lost another one: to notice it, and to leave word
 _SECONDS_TO_SAVE = 30.0
@@ -67,9 +68,9 @@ class SignsOfLife:
 class Agent(LocalElasticAgent):
     """Starts the ranks of this machine and looks after them.
 
-    `sign_of_life(rank)` is the file that a rank touches, while it is at work. `restarts(status)` says whether ranks are
-    to be started again after one has ended with that exit status. `all_started()` is called when the ranks of all
-    machines are there: none of them may meet the others before.
+    `sign_of_life(attempt, rank)` is the file that a rank touches, while it is at work. `restarts(status)` says whether
+    ranks are to be started again after one has ended with that exit status. `all_started(attempt)` is called when the
+    ranks of all machines are there: none of them may meet the others before.
     """
 
     def __init__(
@@ -80,14 +81,15 @@ class Agent(LocalElasticAgent):
         start_method: str,
         grace_seconds: int,
         timeout_seconds: float,
-        sign_of_life: Callable[[int], Path | None],
+        sign_of_life: Callable[[str, int], Path | None],
         restarts: Callable[[int], bool],
-        all_started: Callable[[], None],
+        all_started: Callable[[str], None],
     ) -> None:
         super().__init__(spec, logs, start_method=start_method, shutdown_timeout=grace_seconds)
         self._grace_seconds, self._timeout_seconds = grace_seconds, timeout_seconds
         self._sign_of_life, self._restarts, self._all_started = sign_of_life, restarts, all_started
         self._signs = SignsOfLife()
+        self._attempt = ""
         self._first_seen_dead: float | None = None
         # Of the last attempt: the rank that died first, its exit status as Python gives it, and the frozen ones.
         self.first_death: tuple[int, int] | None = None
@@ -97,13 +99,15 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self.first_death, self.frozen, self._first_seen_dead = None, set(), None
-        pids: dict[int, int] = super()._start_workers(worker_group)
+        group: Any = worker_group  # torch's annotations know only what its fields are before the machines have met
+        self._attempt = bytes(group.store.get(ATTEMPT_KEY)).decode()
+        with set_environment({ATTEMPT: self._attempt}):  # the ranks inherit it
+            pids: dict[int, int] = super()._start_workers(worker_group)
         # A thread of one of the launchers serves the store, and looks up the name of whoever comes to it: a rank that
         # is forked at that moment finds the resolver of the C library locked for ever. So nobody comes before all are
         # forked. One machine that is late does not keep the others: what could happen then is rare.
-        group: Any = worker_group  # torch's annotations know only what its fields are before the machines have met
         wait_for_members(group.store, "fsdp-shard/started", group.group_world_size, _SECONDS_TO_START)
-        self._all_started()
+        self._all_started(self._attempt)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -134,7 +138,7 @@ class Agent(LocalElasticAgent):
             _kill_group(int(worker.id))
 
     def _kill_frozen(self, ranks: dict[int, int]) -> None:
-        files = {file: rank for rank in ranks if (file := self._sign_of_life(rank)) is not None}
+        files = {file: rank for rank in ranks if (file := self._sign_of_life(self._attempt, rank)) is not None}
         for file, seconds in self._signs.silent_seconds(list(files)).items():
             rank = files[file]
             if seconds > self._timeout_seconds and rank not in self.frozen:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard.environment import set_environment
 from fsdp_shard.errors import InputError
-from fsdp_shard.memory import collect_as_usual
 from fsdp_shard.settings import nearest
-from fsdp_shard.shell import run_as_program, wants_debug
+from fsdp_shard.shell import run_as_program, start_garbage_collection, wants_debug
 
 if TYPE_CHECKING:
     from fsdp_shard.recipe import recipe as recipe
@@ -66,7 +66,7 @@ def dispatch(arguments: Sequence[str]) -> None:
     elif command == "run":
         _run_file([*rest, *(["--debug"] if "--debug" in arguments else [])])
     elif command in _OTHERS:
-        collect_as_usual()
+        start_garbage_collection()
         _OTHERS[command](rest)
     else:
         raise InputError(
@@ -117,8 +117,8 @@ def _complete(arguments: Sequence[str]) -> None:
         _run_shipped("finetune", ["-sc", *arguments], program="fsdp-shard")
     elif len(words) > 2 or (len(words) == 2 and line.endswith(" ")):
         if words[1] in _RECIPES:
-            os.environ["COMP_LINE"] = line.replace(f" {words[1]}", "", 1)
-            _run_shipped(words[1], ["-sc", *arguments])
+            with set_environment({"COMP_LINE": line.replace(f" {words[1]}", "", 1)}):
+                _run_shipped(words[1], ["-sc", *arguments])
     else:
         print(" ".join([*_RECIPES, *_OTHERS, "run"]))
 

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from fsdp_shard import settings
 from fsdp_shard.config.base import RunConfig, command_of, options_of, register, schema_name
+from fsdp_shard.environment import set_environment
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.explain import explain, unknown
 from fsdp_shard.redact import redact
@@ -148,10 +149,9 @@ def _register_hydra(scratch: str, defaults: Sequence[Mapping[str, str]]) -> None
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
     """Let exceptions out of Hydra, and turn its refusal of a flag into ours."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with set_environment({"HYDRA_FULL_ERROR": "1"}), contextlib.redirect_stderr(said):
             yield
     except SystemExit as leaving:
         if leaving.code:

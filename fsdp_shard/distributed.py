@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous as meet
 
@@ -26,6 +26,7 @@ from fsdp_shard.errors import FsdpShardError, StorageError
 T = TypeVar("T")
 
 ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
+ATTEMPT_KEY = "fsdp-shard/attempt"  # the same, in the store through which the launchers meet
 
 
 @dataclass(frozen=True)

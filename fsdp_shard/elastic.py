@@ -26,7 +26,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from fsdp_shard import errors
 from fsdp_shard.agent import Agent, give_signs_of_life
-from fsdp_shard.distributed import ATTEMPT, attempt
+from fsdp_shard.distributed import attempt
+from fsdp_shard.environment import set_environment
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted, RankError, RunError
 from fsdp_shard.meeting import Meeting
 from fsdp_shard.signals import STOP_SIGNALS, Stopped, interrupt_on_signals, stop_signals
@@ -68,12 +69,13 @@ def run_ranks(
     anything else, Interrupted after a signal.
     """
     _quieten_torch(log)
-    threads_before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in stop_signals())
+    variables = {
+        "OMP_NUM_THREADS": str(num_threads),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in stop_signals()),
+    }
     before = {number: signal.getsignal(number) for number in stop_signals()}
     alone = rendezvous is None
-    with tempfile.TemporaryDirectory(prefix="fsdp-shard-") as reports:
+    with set_environment(variables), tempfile.TemporaryDirectory(prefix="fsdp-shard-") as reports:
         here = Path(reports)
         error: FsdpShardError | None = None
         meeting: Meeting | None = None
@@ -98,8 +100,8 @@ def run_ranks(
                 start_method=start_method,
                 grace_seconds=grace_seconds,
                 timeout_seconds=timeout_seconds,
-                sign_of_life=lambda rank: _sign_of_life(here, rank),
-                all_started=lambda: _let_go(here),
+                sign_of_life=lambda attempt, rank: _sign_of_life(_attempt_directory(here, attempt), rank),
+                all_started=lambda attempt: _let_go(_attempt_directory(here, attempt)),
                 # A fixed number of machines that one of them was told to leave cannot go on.
                 restarts=lambda status: not (status == InputError.exit_status or (status > 128 and len({*nodes}) == 1)),
             )
@@ -121,10 +123,6 @@ def run_ranks(
                 signal.signal(number, handler)
             if meeting is not None:
                 meeting.leave()
-            os.environ.pop(ATTEMPT, None)
-            os.environ.pop("OMP_NUM_THREADS")
-            if threads_before is not None:
-                os.environ["OMP_NUM_THREADS"] = threads_before
         if error is not None:
             raise error
 
@@ -147,7 +145,7 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
     os.setpgid(0, 0)
     interrupt_on_signals(ctrl_c=True)
     torch.set_num_threads(num_threads)
-    place = _this_attempt(Path(reports))
+    place = _attempt_directory(Path(reports), attempt())
     place.mkdir(exist_ok=True)
     give_signs_of_life(place / f"rank-{os.environ['RANK']}.alive")
     try:
@@ -165,9 +163,8 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
         _on_signals(signal.SIG_DFL)  # what follows is torch waiting for the other ranks
 
 
-def _let_go(reports: Path) -> None:
+def _let_go(place: Path) -> None:
     """Tell the ranks of this attempt, which wait for it, that all of them are there."""
-    place = _this_attempt(reports)
     place.mkdir(exist_ok=True)
     (place / _ALL_STARTED).touch()
 
@@ -205,9 +202,9 @@ def read_reports(directory: Path) -> list[Report]:
     return sorted(reports, key=lambda report: report.time)
 
 
-def _this_attempt(reports: Path) -> Path:
-    """Where the ranks of this attempt leave word; the first to do so makes it."""
-    return reports / f"attempt-{attempt()}"
+def _attempt_directory(reports: Path, attempt: str) -> Path:
+    """Where the ranks of an attempt leave word; the first to do so makes it."""
+    return reports / f"attempt-{attempt}"
 
 
 def _last_attempt(reports: Path) -> Path:
@@ -221,9 +218,8 @@ def _finished(directory: Path) -> set[int]:
     return {int(file.stem.removeprefix("rank-")) for file in directory.glob("rank-*.done")}
 
 
-def _sign_of_life(reports: Path, rank: int) -> Path | None:
+def _sign_of_life(place: Path, rank: int) -> Path | None:
     """What a rank touches while it is at work; None when its work is done, and torch ends it."""
-    place = _this_attempt(reports)
     return None if (place / f"rank-{rank}.done").exists() else place / f"rank-{rank}.alive"
 
 

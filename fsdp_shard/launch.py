@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from fsdp_shard.environment import set_environment
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.memory import collect_as_usual
 from fsdp_shard.settings import setting
 
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
@@ -96,8 +96,8 @@ def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] |
     begin = begin or _nothing
     settings = config.launch
     if joins(settings, os.environ):
-        os.environ.update(slurm_variables(os.environ))
-        work_together(work, config, begin)
+        with set_environment(slurm_variables(os.environ)):
+            work_together(work, config, begin)
     elif settings.ranks == settings.max_nodes == 1 and not settings.max_restarts:
         begin(config)
         _computed.append(config.run_dir)
@@ -112,7 +112,6 @@ def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] |
 def _start_ranks(work: Callable[[C], None], config: C) -> None:
     from fsdp_shard.elastic import run_ranks
 
-    collect_as_usual()  # this process may live for days, and calls no recipe
     settings = config.launch
 
     def prepare(share: Callable[[str, str], str]) -> None:

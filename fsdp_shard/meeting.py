@@ -8,64 +8,33 @@ told anew where its ranks meet, so that machines can come and go. Knows no rank.
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
-    dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from fsdp_shard.distributed import ATTEMPT, leave_store
+from fsdp_shard.distributed import ATTEMPT_KEY, leave_store
 
-_KEYS = "fsdp-shard/"
 _SECONDS_TO_LEAVE = 15.0
 # Machines beyond the fewest that are needed are waited for this long, in each round.
 _LAST_CALL_SECONDS = 10
-
-
-def _method_name(depth: int = 2) -> str:
-    """The name of the function `depth` calls up."""
-    return sys._getframe(depth).f_code.co_name
-
-
-# torch looks for the name under which it records an event, which it then does not record, in the source of all callers
-# and with it in 2,700 modules: a third of a second before the ranks start. This can go when it asks for the name alone.
-dynamic_rendezvous.get_method_name = _method_name
-
-
-@contextmanager
-def _at_once() -> Iterator[None]:
-    """Without the wait by chance, up to 0.3 s, that torch keeps machines with that do not crowd in on the store.
-
-    This can go when torch has no such wait for a machine that meets no other.
-    """
-    module: Any = dynamic_rendezvous
-    usual = module._delay
-    module._delay = lambda seconds: None if isinstance(seconds, tuple) else usual(seconds)
-    try:
-        yield
-    finally:
-        module._delay = usual
 
 
 class Meeting(RendezvousHandler):
     """The rendezvous of the machines of one run; with `endpoint` None, of this machine alone."""
 
     def __init__(self, min_nodes: int, max_nodes: int, endpoint: str | None) -> None:
-        alone = self._is_alone = endpoint is None
+        alone = endpoint is None
         # Machines of one run meet at one endpoint, so the name only has to be the same there.
         name = uuid.uuid4().hex if alone else "fsdp-shard"
         self._is_host = alone or _is_here(str(endpoint))
@@ -95,15 +64,13 @@ class Meeting(RendezvousHandler):
 
     def first_value(self, name: str, value: str) -> str:
         """`value` as the first machine that asked gave it: the same on all machines, in every round."""
-        return bytes(self._store.compare_set(f"{_KEYS}{name}", "", value)).decode()
+        return bytes(self._store.compare_set(f"fsdp-shard/{name}", "", value)).decode()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with _at_once() if self._is_alone else nullcontext():
-            self._round = _with_address(self._torch.next_rendezvous())
+        self._round = _with_address(self._torch.next_rendezvous())
         # Keys in the round's store are this round's own; the counter is the run's.
         if self._round.rank == 0:
-            self._round.store.set(f"{_KEYS}attempt", str(self._store.add(f"{_KEYS}attempts", 1)))
-        os.environ[ATTEMPT] = bytes(self._round.store.get(f"{_KEYS}attempt")).decode()  # the ranks inherit it
+            self._round.store.set(ATTEMPT_KEY, str(self._store.add("fsdp-shard/attempts", 1)))
         return self._round
 
     def leave(self) -> None:

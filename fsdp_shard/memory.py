@@ -1,10 +1,6 @@
-"""How much memory this process has in use, and when what is free of it is looked for. Knows no model."""
+"""How much memory this process has in use, and how freed memory is kept or given back."""
 
 from __future__ import annotations
-
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
@@ -75,46 +71,3 @@ def _status(field: str) -> int:
         import sys
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def collect_later() -> None:
-    """Let the garbage collector sleep through the imports: they make a million objects, all of which stay.
-
-    A seventh of the time that torch and transformers take to load goes into looking at them again and again.
-    """
-    gc.disable()
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Look for no garbage while this runs: for what makes a hundred thousand small objects, nearly all of which stay.
-
-    The index of 20,000 tensors is there in half of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def collect_as_usual() -> None:
-    """Let it work, but not on what there is by now: cycles that hold tensors are to be found as soon as ever.
-
-    Those of an earlier job of a sweep, its model and optimizer, are found first.
-    """
-    if gc.isenabled():
-        gc.collect()
-    gc.freeze()
-    gc.enable()
-
-
-def leave_to_the_system() -> None:
-    """Look at nothing again: for a process that is about to end.
-
-    Python looks through all that is left three times as it ends, a second for transformers and torch; the system takes
-    the memory back at once. What nothing refers to any more is still let go of, and so are the modules.
-    """
-    gc.freeze()

@@ -6,7 +6,7 @@ rank starts; then RUN_DIR/config.yaml is written and the function is called on e
 
 from __future__ import annotations
 
-import importlib
+import gc
 import importlib.util
 import sys
 import time
@@ -15,14 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from fsdp_shard.beside import call_beside
 from fsdp_shard.checkpoint.remote_url import refuse_remote
 from fsdp_shard.config.base import RunConfig, command_of, is_used
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
 from fsdp_shard.launch import check_machine, is_joined_rank, joined_rank, launch
-from fsdp_shard.memory import collect_as_usual
 from fsdp_shard.settings import walk, warnings_of
-from fsdp_shard.shell import run_as_program, tell, wants_debug
+from fsdp_shard.shell import run_as_program, start_garbage_collection, tell, wants_debug
 
 if TYPE_CHECKING:
     from fsdp_shard.compose import Job
@@ -32,20 +30,17 @@ C = TypeVar("C", bound=RunConfig)
 _SECONDS_TO_SPEAK = 20.0
 
 
-def recipe(
-    schema: type[C], *, check: Callable[[C], None] | None = None, loads: Sequence[str] = ()
-) -> Callable[[Callable[[C], None]], Recipe[C]]:
+def recipe(schema: type[C], *, check: Callable[[C], None] | None = None) -> Callable[[Callable[[C], None]], Recipe[C]]:
     """Make a function of a config into a recipe.
 
     `schema` is one of the config dataclasses in `fsdp_shard.config`, or a dataclass that extends one. `check(config)`
     is called once before any rank starts and raises one of our InputErrors when a file that the config names is not
-    what it must be. `loads` names modules that are imported after it and before the work: large ones, which a wrong
-    config is not to cost, and which load sooner while no garbage is looked for.
+    what it must be.
     """
     command_of(schema)
 
     def decorate(work: Callable[[C], None]) -> Recipe[C]:
-        return Recipe(schema, work, check, loads)
+        return Recipe(schema, work, check)
 
     return decorate
 
@@ -53,10 +48,8 @@ def recipe(
 class Recipe(Generic[C]):
     """A function of a config that can be run as a program: `main()` reads the command line and leaves the process."""
 
-    def __init__(
-        self, schema: type[C], work: Callable[[C], None], check: Callable[[C], None] | None, loads: Sequence[str]
-    ) -> None:
-        self.schema, self.work, self.check, self.loads = schema, work, check, loads
+    def __init__(self, schema: type[C], work: Callable[[C], None], check: Callable[[C], None] | None) -> None:
+        self.schema, self.work, self.check = schema, work, check
         self.file = Path(work.__code__.co_filename).resolve()
         self.__doc__ = work.__doc__
 
@@ -71,9 +64,6 @@ class Recipe(Generic[C]):
 
     def perform(self, config: C) -> None:
         """The work of one rank."""
-        for name in self.loads:
-            importlib.import_module(name)
-        collect_as_usual()
         self.work(config)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -89,6 +79,7 @@ def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
     """
     with _one_voice():
         jobs = _prepare(schema, find, arguments, program)
+    start_garbage_collection()
     failed = []
     for number, job in enumerate(jobs, start=1):
         if len(jobs) == 1:
@@ -102,6 +93,7 @@ def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
         except FsdpShardError as error:
             failed.append(job.config.run_dir)
             tell(error, job.config.debug)
+        gc.collect()  # reference cycles hold the job's model and optimizer, and the next one needs their memory
     if failed:
         raise RunError(f"{len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}.")
 
@@ -110,10 +102,7 @@ def _prepare(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
     """The jobs, checked. Nothing is loaded where there is nothing to do."""
     from fsdp_shard.compose import compose
 
-    def composed() -> list[Job[C]]:
-        return compose(schema, [argument for argument in arguments if argument != "--debug"], program)
-
-    jobs = call_beside(composed, meanwhile=find) if _is_plain(arguments) else composed()
+    jobs = compose(schema, [argument for argument in arguments if argument != "--debug"], program)
     for job in jobs:
         job.config.debug |= "--debug" in arguments
     if len(jobs) > 1:
@@ -140,12 +129,6 @@ def _refuse_joined(schema: type[C], configs: Sequence[C]) -> None:
             f"-m asks for {len(configs)} runs one after the other, and {nodes} machines (launch.nodes) meet for one; "
             f"start each run by itself."
         )
-
-
-def _is_plain(arguments: Sequence[str]) -> bool:
-    """Whether they are settings alone, so that the recipe will be needed, and it takes long to load."""
-    asks = any(argument.startswith("-") for argument in arguments) or wants_debug(arguments)
-    return not asks and "torch" not in sys.modules
 
 
 @contextmanager

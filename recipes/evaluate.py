@@ -21,7 +21,7 @@ def check(config: EvaluateConfig) -> None:
     check_checkpoint(config.checkpoint)
 
 
-@recipe(EvaluateConfig, check=check, loads=("torch", "transformers.modeling_utils"))
+@recipe(EvaluateConfig, check=check)
 def main(config: EvaluateConfig) -> None:
     """Evaluate the model in `checkpoint` by `task`."""
     source = locate(config.checkpoint)

@@ -37,7 +37,7 @@ def check(config: GenerateConfig) -> None:
     check_checkpoint(config.checkpoint)
 
 
-@recipe(GenerateConfig, check=check, loads=("fsdp_shard.inference.decode", "transformers.modeling_utils"))
+@recipe(GenerateConfig, check=check)
 def main(config: GenerateConfig) -> None:
     """Complete each prompt with the model in `checkpoint`, or talk with it."""
     ranks, launch = max(world_sizes(config.launch)), config.launch

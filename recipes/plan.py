@@ -19,7 +19,7 @@ def check(config: PlanConfig) -> None:
     locate(config.model.path, config.model.gguf_file, fetch_weights=False)
 
 
-@recipe(PlanConfig, check=check, loads=("torch", "transformers.modeling_utils"))
+@recipe(PlanConfig, check=check)
 def main(config: PlanConfig) -> None:
     """Print what each rank of `finetune` would need, and with `dispatch.device_map` where `generate` puts blocks."""
     from fsdp_shard.inference.dispatch import plan_from_config

@@ -50,7 +50,6 @@ def test_how_ranks_are_started_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Forked, until this process has computed: its threads would be missing. As many threads as the user says."""
     asked: list[tuple[str, int]] = []
     monkeypatch.setattr(launch, "_computed", [])
-    monkeypatch.setattr(launch, "collect_as_usual", lambda: None)
     monkeypatch.setattr(
         "fsdp_shard.elastic.run_ranks", lambda *_, **given: asked.append((given["start_method"], given["num_threads"]))
     )

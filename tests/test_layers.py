@@ -15,8 +15,8 @@ _PACKAGE = _ROOT / "fsdp_shard"
 
 # From the bottom up. Modules on one line never import each other; packages count as one.
 _LAYERS = (
-    ("redact", "user_cache"),
-    ("errors", "results", "memory", "transformers_cache", "beside"),
+    ("environment", "redact", "user_cache"),
+    ("errors", "results", "memory"),
     ("settings", "sizes", "signals"),
     ("shards", "gguf_side", "codes", "positions"),
     ("blocks", "models", "distributed", "quantised"),

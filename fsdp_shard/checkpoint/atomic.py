@@ -10,7 +10,7 @@ import glob
 import os
 import shutil
 import sys
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,13 +179,13 @@ def new_directory(target: Path, num_bytes: int, *, replace: bool, sync: bool = T
                 f"{target.parent} has {format_size(free)} free, but {target.name} takes {format_size(num_bytes)}; "
                 "free some space or give another target. Nothing was written."
             )
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        temporary = target.parent / f".{target.name}.partial-{uuid.uuid4().hex}"
+        temporary.mkdir()
     except OSError as error:
         raise SaveError(f"{target} cannot be created: {error.strerror}.") from error
     lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        temporary.chmod(0o777 & ~_umask())
         yield temporary
         move_directory(temporary, target, replace=replace, sync=sync)
     except OSError as error:
@@ -193,12 +193,6 @@ def new_directory(target: Path, num_bytes: int, *, replace: bool, sync: bool = T
     finally:
         os.close(lock)
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _remove_leftovers(target: Path) -> None:

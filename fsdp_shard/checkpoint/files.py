@@ -14,14 +14,13 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fsdp_shard.errors import CheckpointError
 
 _LARGE_BYTES = 64 << 10  # less than what malloc maps on its own
-_LARGE_PAGE_BYTES = 2 << 20  # of x86 and most others; where they are larger there are none in so little memory
 _MAX_READ = 1 << 30  # one preadv moves at most 2 GiB - 4 KiB on Linux
 _WRITE_BYTES = 512 << 10  # of more, Linux makes larger pages, which can cost a multiple (docs/decisions.md)
 _FICLONERANGE = 0x4020940D  # of <linux/fs.h>; architectures with another number refuse this one
@@ -89,30 +88,6 @@ def page_aligned(num_bytes: int) -> memoryview:
     seven times as long on AMD's processors (docs/decisions.md).
     """
     return memoryview(mmap.mmap(-1, num_bytes) if num_bytes >= _LARGE_BYTES else bytearray(num_bytes))
-
-
-def large_pages(num_bytes: int) -> memoryview:
-    """Memory to write a file from, whole large pages where the system has them.
-
-    What the disk fetches from there is a few long stretches then, and not a thousand pages that must each be looked up.
-    """
-    import ctypes
-
-    private = mmap.mmap(-1, num_bytes + _LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # not Linux, or without large pages
-        private.madvise(mmap.MADV_HUGEPAGE)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(private)) % _LARGE_PAGE_BYTES
-    return memoryview(private)[start : start + num_bytes]
-
-
-def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """By numpy, which lets other threads run meanwhile and starts none of its own, as torch would; a little at once."""
-    if len(source) < _LARGE_BYTES:
-        target[:] = source
-        return
-    import numpy as np
-
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def pread_into(descriptor: int, offset: int, out: memoryview) -> int:

@@ -1,20 +1,20 @@
-"""This rank's part of the state as it was at one moment, for a save that goes on behind the training.
+"""A snapshot of this rank's state, for a save that runs while training goes on.
 
 Parameters and optimizer state do not change before the next `optimizer.step()`. So what lies in host memory is written
-from where it lies, through the next forward and backward pass, and only what is not written by then is copied, when the
-save is `settled` before the weights change. That memory is allocated once and used again by every save: fresh pages
-cost several times the copy. Buffers, which a forward pass may change, are copied at once. Parts on a GPU are copied to
-pinned memory by a stream of their own. Knows no file and no wrapper.
+from where it lies during the next forward and backward pass, and only what is not written by then is copied, when the
+copy is `settled` before the weights change. The memory of the copies is allocated once and reused by every save: fresh
+pages cost several times the copy. Buffers, which a forward pass may change, are copied immediately. Tensors on a GPU
+are copied to pinned memory on a stream of their own.
 """
 
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.files import copy_bytes
 from fsdp_shard.checkpoint.index import tensor_bytes
 from fsdp_shard.checkpoint.state import RunState
 from fsdp_shard.shards import LocalShard
@@ -36,17 +36,24 @@ class Copy:
         self._is_over = False
 
     def wait(self) -> None:
-        """Until what comes from a GPU is there."""
+        """Wait until the transfer from a GPU has ended."""
         if self._transfer is not None:
             self._transfer.synchronize()
 
-    def reading(self, shard: LocalShard, part: slice) -> AbstractContextManager[memoryview]:
-        """Some bytes of a staged shard, which a save reads once each; while it does, they cannot change."""
+    @contextmanager
+    def reading(self, shard: LocalShard, part: slice) -> Iterator[memoryview]:
+        """Some bytes of a staged shard, each of which a save reads once; they cannot change in the block."""
         staged = self._parts.get(id(shard.data))
-        return nullcontext(tensor_bytes(shard.data)[part]) if staged is None else _Reading(staged, part)
+        if staged is None:
+            yield tensor_bytes(shard.data)[part]
+            return
+        assert staged.num_unread or staged.is_copied, "they may have changed since"
+        with staged.lock:
+            yield tensor_bytes(staged.host if staged.is_copied else staged.source)[part]
+            staged.num_unread -= part.stop - part.start
 
     def settle(self) -> None:
-        """Let nothing that follows change what is still to be read; on a GPU the stream waits, not this thread."""
+        """Copy what is not read yet, so that it may change; on a GPU the stream waits for that, not this thread."""
         for part in self._parts.values():
             with part.lock:
                 if part.num_unread and not (part.is_copied or self._is_over):
@@ -57,12 +64,12 @@ class Copy:
             torch.cuda.current_stream().wait_event(self._transfer)
 
     def end(self) -> None:
-        """Nothing is read any more."""
+        """The save has ended: nothing is left to be read."""
         self._is_over = True
 
 
 class _Part:
-    """A shard in host memory, `source`, where it is copied to if it has to be, and how many bytes are to be read."""
+    """A shard in host memory: `source`, the memory `host` to copy it to, and how many of its bytes are not read yet."""
 
     def __init__(self, host: torch.Tensor, source: torch.Tensor) -> None:
         self.host, self.source = host, source
@@ -71,61 +78,45 @@ class _Part:
         self.is_copied = False
 
 
-class _Reading:
-    """A block in which some bytes of a part are read. A class, as a generator takes longer than what is done in it."""
-
-    def __init__(self, staged: _Part, part: slice) -> None:
-        self._staged, self._part = staged, part
-
-    def __enter__(self) -> memoryview:
-        staged = self._staged
-        assert staged.num_unread or staged.is_copied, "they may have changed since"
-        staged.lock.acquire()
-        return tensor_bytes(staged.host if staged.is_copied else staged.source)[self._part]
-
-    def __exit__(self, *_: object) -> None:
-        self._staged.num_unread -= self._part.stop - self._part.start
-        self._staged.lock.release()
-
-
 class Staging:
-    """The memory that one rank's copies are made in, one at a time."""
+    """The host memory that the saves of one rank use, one save at a time."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
     def stage(self, state: RunState) -> tuple[RunState, Copy]:
-        """`state` for a save behind the training, and the copy that it reads through; the save before must have ended.
+        """`state` for a save in the background, and the copy that it reads through; the previous save must have ended.
 
-        Parts that another rank writes are left out: their `data` is empty.
+        Shards that another rank writes have no `data`.
         """
         from torch import nn
 
-        parts = (state.weights, state.optimizer)
-        shards = [shard for part in parts for shard in part.values()]
+        shards = [*state.weights.values(), *state.optimizer.values()]
         is_pinned = any(shard.data.device.type == "cuda" for shard in shards)
         memory = self._get_memory(sum(_aligned(shard.data.nbytes) for shard in shards if shard.writes), is_pinned)
-        at = 0
-        at_once: list[Job] = []
-        later: list[Job] = []
-        staged: list[dict[str, LocalShard]] = [{}, {}]
-        for part, copies in zip(parts, staged, strict=True):
-            for name, shard in part.items():
-                data, size = shard.data, shard.data.nbytes if shard.writes else 0
-                host = memory[at : at + size].view(data.dtype)
-                at += _aligned(size)
-                is_buffer = part is state.weights and not isinstance(shard.tensor, nn.Parameter)
-                stays = size and not is_buffer and data.device.type == "cpu"
-                copies[name] = LocalShard(
-                    host, data if stays else host, shard.start, shard.shape, shard.writes, shard.box
-                )
-                if size:
-                    (at_once if is_buffer else later).append((host, data))
-        for host, source in at_once:
-            host.copy_(source)
-        copy = Copy(later)
-        staged_state = replace(state, weights=staged[0], optimizer=staged[1], reading=copy.reading, is_behind=True)
-        return staged_state, copy
+        used = 0
+        jobs: list[Job] = []
+
+        def staged(shard: LocalShard, *, is_buffer: bool) -> LocalShard:
+            nonlocal used
+            num_bytes = shard.data.nbytes if shard.writes else 0
+            host = memory[used : used + num_bytes].view(shard.data.dtype)
+            used += _aligned(num_bytes)
+            if not num_bytes:
+                return replace(shard, data=host)
+            if is_buffer:
+                host.copy_(shard.data)
+                return replace(shard, data=host)
+            jobs.append((host, shard.data))
+            return shard if shard.data.device.type == "cpu" else replace(shard, data=host)
+
+        weights = {
+            name: staged(shard, is_buffer=not isinstance(shard.tensor, nn.Parameter))
+            for name, shard in state.weights.items()
+        }
+        optimizer = {name: staged(shard, is_buffer=False) for name, shard in state.optimizer.items()}
+        copy = Copy(jobs)
+        return replace(state, weights=weights, optimizer=optimizer, reading=copy.reading), copy
 
     def _get_memory(self, num_bytes: int, pinned: bool) -> torch.Tensor:
         import torch
@@ -141,7 +132,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _copy(part: _Part) -> None:
-    copy_bytes(tensor_bytes(part.host), tensor_bytes(part.source))
+    part.host.copy_(part.source)
     part.is_copied = True
 
 

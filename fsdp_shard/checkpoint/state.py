@@ -25,10 +25,10 @@ from fsdp_shard.checkpoint.ranges import (
     RankPlans,
     Reading,
     Records,
-    as_it_is,
     create_files,
     hash_shared_chunks,
-    plan_heads,
+    read_shard,
+    unaligned_ranges,
     write_ranges,
 )
 from fsdp_shard.checkpoint.store import Store
@@ -47,7 +47,6 @@ class RunState:
     """All that a step directory holds. `side_files` (config, tokenizer) are needed on rank 0 only.
 
     `single_file` is the name of the weights' file where the layout makes one. Shards are read through `reading`.
-    `is_behind` says that training goes on meanwhile.
     """
 
     weights: Mapping[str, LocalShard]
@@ -56,8 +55,7 @@ class RunState:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     side_files: Mapping[str, bytes] = field(default_factory=dict)
     single_file: str = SINGLE_FILE
-    reading: Reading = as_it_is
-    is_behind: bool = False
+    reading: Reading = read_shard
 
 
 def save_step(
@@ -79,15 +77,14 @@ def save_step(
     keeps_states = any(context.all_gather_object(bool(state.optimizer)))  # one rank may have nothing of it
     states = _plan_optimizer(state, target) if keeps_states else WritePlan([], {})
     plans = RankPlans(LAYOUTS[layout](state.weights, target), states, _small_files(state, target))
-    planned = context.all_gather_object((plans.num_bytes, plan_heads(plans.weights, state.weights)))
-    num_bytes, heads = sum(size for size, _ in planned), [theirs for _, theirs in planned]
+    planned = context.all_gather_object((plans.num_bytes, unaligned_ranges(plans.weights, state.weights)))
+    num_bytes, ranges = sum(size for size, _ in planned), [theirs for _, theirs in planned]
     directory = Path(context.broadcast_object(context.together(lambda: _begin(context, store, step, num_bytes))))
-    parts = (state.weights, state.optimizer, state.reading, state.is_behind)
+    parts = (state.weights, state.optimizer, state.reading)
     try:
         context.together(lambda: create_files(directory, plans))
         hashers, records = context.together(lambda: write_ranges(directory, plans, *parts))
-        shared = (state.weights, hashers, heads, state.is_behind)
-        digests = context.together(lambda: hash_shared_chunks(directory, *shared))
+        digests = context.together(lambda: hash_shared_chunks(directory, state.weights, hashers, ranges))
         everyone = context.gather_object((digests, records))
         context.together(lambda: _commit(context, store, directory, step, state, layout, everyone))
     except FsdpShardError:  # on all ranks: none writes any more

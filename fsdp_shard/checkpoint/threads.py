@@ -1,8 +1,8 @@
-"""Work shared out over a few threads; what blocks in the system lets go of the interpreter's lock. Knows no files."""
+"""Work shared by a few threads; system calls release the interpreter's lock."""
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -10,26 +10,24 @@ from typing import TypeVar
 NUM_THREADS = 2
 T = TypeVar("T")
 
-_END = object()
-
 
 def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> None:
-    """Let NUM_THREADS calls of `work` share out `items`; the first exception stops all of them and is raised."""
-    lock, left, stopped = threading.Lock(), iter(items), threading.Event()
+    """Divide `items` among NUM_THREADS calls of `work`; the first exception stops all of them and is raised."""
+    left = deque(items)
 
-    def share() -> Iterator[T]:
-        while not stopped.is_set():
-            with lock:
-                item = next(left, _END)
-            if item is _END:
+    def taken() -> Iterator[T]:
+        while left:
+            try:
+                item = left.popleft()
+            except IndexError:  # another thread took the last one
                 return
-            yield item  # type: ignore[misc]  # not _END, so a T
+            yield item
 
     def guarded() -> None:
         try:
-            work(share())
+            work(taken())
         except BaseException:
-            stopped.set()
+            left.clear()  # so that the other threads stop
             raise
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -38,4 +36,4 @@ def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> Non
             for future in futures:
                 future.result()
         finally:
-            stopped.set()
+            left.clear()

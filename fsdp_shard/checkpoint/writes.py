@@ -33,18 +33,18 @@ class Target:
 class WritePlan:
     """What one rank does: files it creates at full size with their headers, small files, and its own elements.
 
-    `places` maps a tensor to (file, absolute byte offset of this rank's first element); only tensors of which this
-    rank writes something are in it. `scatters` says that the rows of a box go to their places in the whole tensor.
+    `offsets` maps a tensor to (file, absolute byte offset of this rank's first element); only tensors of which this
+    rank writes something are in it. With `scatters`, the rows of a box are written where the whole tensor has them.
     """
 
     creates: list[FilePlan]
-    places: dict[str, tuple[str, int]]
+    offsets: dict[str, tuple[str, int]]
     small_files: dict[str, bytes] = field(default_factory=dict)
     scatters: bool = False
 
     def runs(self, name: str, shard: LocalShard) -> Iterator[tuple[int, slice]]:
         """(absolute byte offset, bytes of `shard.data` that go there), in order."""
-        offset = self.places[name][1]
+        offset = self.offsets[name][1]
         if shard.box is None or not self.scatters:
             yield offset, slice(0, shard.data.nbytes)
             return
@@ -62,15 +62,15 @@ def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> Wr
     specs = [spec_of(name, shard) for name, shard in shards.items()]
     files, index = plan_gathered(specs, target.max_shard_bytes, target.aliases, target.single_file)
     starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
-    places = {}
+    offsets = {}
     for spec in specs:
         file, offset = starts[spec.name]
         shard = shards[spec.name]
         if shard.writes and shard.data.numel():
-            places[spec.name] = file, offset + shard.start * dtypes.itemsize(spec.dtype)
+            offsets[spec.name] = file, offset + shard.start * dtypes.itemsize(spec.dtype)
     if target.rank != 0:
-        return WritePlan([], places, scatters=True)
-    return WritePlan(files, places, {INDEX_FILE: index} if index is not None else {}, scatters=True)
+        return WritePlan([], offsets, scatters=True)
+    return WritePlan(files, offsets, {INDEX_FILE: index} if index is not None else {}, scatters=True)
 
 
 def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:

@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fsdp_shard.environment import set_environment
+
 
 def step_seed(seed: int, step: int, rank: int) -> int:
     """A 63-bit seed that is unrelated for neighbouring steps, ranks and seeds."""
@@ -43,19 +45,12 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     import torch
 
     cudnn, variable = torch.backends.cudnn, "CUBLAS_WORKSPACE_CONFIG"
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        cudnn.deterministic,
-        cudnn.benchmark,
-        os.environ.get(variable),
-    )
-    os.environ.setdefault(variable, ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
     try:
-        yield
+        with set_environment({variable: os.environ.get(variable, ":4096:8")}):
+            yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        cudnn.deterministic, cudnn.benchmark = before[1], before[2]
-        if before[3] is None:
-            del os.environ[variable]
+        cudnn.deterministic, cudnn.benchmark = before[1:]

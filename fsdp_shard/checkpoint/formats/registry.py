@@ -17,7 +17,6 @@ from fsdp_shard.checkpoint.integrity import num_chunks
 from fsdp_shard.checkpoint.manifest import MANIFEST, Manifest
 from fsdp_shard.checkpoint.ties import usual_ties
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.memory import collection_paused
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.dtypes import TensorSpec
@@ -67,7 +66,6 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"{__package__}.{name}")
 
 
-@collection_paused()
 def read_any(path: Path) -> TensorIndex:
     """See `index.open_checkpoint`."""
     place = locate(path if path.exists() else _from_hub(path))
