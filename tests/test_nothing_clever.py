@@ -30,7 +30,7 @@ _ALLOWED = {
     ("compose", "assigns sys.argv"): "hydra.main reads it; it is restored",
     ("training.seeding", "assigns torch.backends.cudnn.deterministic"): "a documented setting; it is restored",
     ("training.seeding", "assigns torch.backends.cudnn.benchmark"): "a documented setting; it is restored",
-    ("inference.placement", "assigns __class__"): "nothing else makes `model.device` right when weights are offloaded",
+    ("inference.model_device", "assigns __class__"): "only this gives an offloaded model its `device`",
 }
 
 

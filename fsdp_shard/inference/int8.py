@@ -7,7 +7,7 @@ of a few rows, and for a few tokens the second is left out: torch has a product 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,24 @@ class Int8Linear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
+def use_int8_products(model: nn.Module, layers: Mapping[str, Sequence[nn.Linear]]) -> dict[str, list[nn.Linear]]:
+    """Put an Int8Linear with the same parameters in the place of each of `layers`, and return what is there then.
+
+    Layers whose width torch's product does not take stay.
+    """
+    names = {layer: name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+
+    def replaced(layer: nn.Linear) -> nn.Linear:
+        if layer.in_features % _WIDTHS:
+            return layer
+        new = Int8Linear(layer.in_features, layer.out_features, bias=False, device="meta").train(layer.training)
+        new.weight, new.bias = layer.weight, layer.bias
+        model.set_submodule(names[layer], new)
+        return new
+
+    return {fqn: [replaced(layer) for layer in its] for fqn, its in layers.items()}
+
+
 def encode_in_rows(layer: nn.Linear, encode: Callable[[nn.Linear], None]) -> None:
     """Give `layer` the weight that `encode` makes of its rows; each has a scale of its own, so it is the same."""
     rows, width = layer.weight.shape
@@ -49,5 +67,3 @@ def encode_in_rows(layer: nn.Linear, encode: Callable[[nn.Linear], None]) -> Non
         scale[start : start + step] = part.scale
     whole = type(part)(qdata, scale, part.block_size, part.dtype, zero_point=torch.zeros(rows, 1, dtype=torch.int8))
     layer.weight = nn.Parameter(whole, requires_grad=False)
-    if width % _WIDTHS == 0:
-        layer.__class__ = Int8Linear  # in place, as hooks and names stay

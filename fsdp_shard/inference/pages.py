@@ -8,7 +8,6 @@ that is not to be had, the files are read into a small buffer that is thrown awa
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import threading
@@ -21,9 +20,6 @@ from fsdp_shard.checkpoint.files import pread_into
 PART_BYTES = 4 << 20
 _NUM_THREADS = 2
 _POPULATE_READ = 22
-# Of <linux/fs.h>, Linux 6.7: PAGEMAP_SCAN takes twelve 64-bit numbers, and gives three for each range that it finds.
-_PAGEMAP_SCAN = 0xC0606610
-_IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _local = threading.local()
@@ -85,13 +81,6 @@ class FilePages:
             if from_cache and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self.descriptor, low, high - low, os.POSIX_FADV_DONTNEED)
 
-    def let_go(self) -> None:
-        """Give the memory up and leave the page cache what it has, unless this process has written to the pages, or
-        the system cannot tell whether it has.
-        """
-        if _has_own_pages(self.address + _down(self.start), self.address + _up(self.stop)) is False:
-            self.drop(from_cache=False)
-
     def _outer(self) -> tuple[int, int]:
         return _down(self.start), _up(self.stop)
 
@@ -117,20 +106,6 @@ class PageReader:
 def resident_bytes(pages: Sequence[FilePages]) -> int:
     """Bytes of `pages` that the page cache holds, to within a few MB."""
     return sum(part.num_bytes for these in pages for part in these.parts() if part.is_resident())
-
-
-def _has_own_pages(low: int, high: int) -> bool | None:
-    """Whether pages of this process at addresses [low, high) were written to, and so are no file's; None: not known."""
-    found = (ctypes.c_uint64 * 3)()
-    asked = (ctypes.c_uint64 * 12)(
-        *(96, 0, low, high, 0, ctypes.addressof(found), 1, 1),  # its size, flags, range, end; room for one range
-        *(_IS_FILE, _IS_FILE, _IS_PRESENT | _IS_SWAPPED, _IS_PRESENT),  # no file's, and there; what to tell of it
-    )
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            return bool(fcntl.ioctl(pagemap, _PAGEMAP_SCAN, asked))
-    except OSError:
-        return None
 
 
 def _down(position: int) -> int:

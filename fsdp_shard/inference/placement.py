@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from fsdp_shard import models
 from fsdp_shard.blocks import Block
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.inference.after_prompts import let_go_after_prompts
 from fsdp_shard.inference.base import Device
 from fsdp_shard.inference.device_plan import DevicePlan, device_name
 from fsdp_shard.inference.mapping import MappedFiles
+from fsdp_shard.inference.model_device import set_device
 from fsdp_shard.inference.pages import FilePages, PageReader
 from fsdp_shard.inference.quantise import Quantiser
 from fsdp_shard.inference.reader import TensorReader
@@ -67,7 +66,7 @@ def place(
     _Placement(model, plan, reader, stored, spare).run(blocks, quantiser)
     reader.release()
     _move_inputs(model, blocks, plan)
-    _name_device(model, main)
+    set_device(model, main)
 
 
 def _fill_buffers(model: nn.Module, device: torch.device, reader: TensorReader, stored: Mapping[str, str]) -> None:
@@ -103,10 +102,8 @@ class _Placement:
                 streamed.append(self._streamed(module, slots, self._plan.devices[block.fqn]))
             else:
                 smallest = 0 if quantiser is None else _SMALL_BYTES
-                metas, device = [meta for _, _, meta in slots], device_name(self._plan.devices[block.fqn])
-                in_place = self._keep(metas, device, smallest)
-                if quantiser is None:
-                    self._let_go_after_prompts(module, in_place)
+                device = device_name(self._plan.devices[block.fqn])
+                self._keep([meta for _, _, meta in slots], device, smallest)
             for owner, name, meta in slots:
                 if id(meta) in self._kept:
                     owner._parameters[name] = self._kept[id(meta)]
@@ -128,27 +125,16 @@ class _Placement:
             for pages in self._mapped.pages([self._names[id(meta)]]):
                 pages.drop(from_cache=False)
 
-    def _keep(self, metas: Sequence[nn.Parameter], device: str, smallest: int) -> list[str]:
-        """Give parameters memory on `device`; where the CPU computes, those of `smallest` bytes are views of files, and
-        their stored names are returned.
-        """
-        new, in_place = [], []
+    def _keep(self, metas: Sequence[nn.Parameter], device: str, smallest: int) -> None:
+        """Give parameters memory on `device`; where the CPU computes, those of `smallest` bytes are views of files."""
+        new = []
         for meta in {id(meta): meta for meta in metas if id(meta) not in self._kept}.values():
             view = self._view(meta) if meta.nbytes >= smallest else None
-            if view is not None:
-                in_place.append(self._names[id(meta)])
-            else:
+            if view is None:
                 view = torch.empty_like(meta, device=device)
                 new.append((self._names[id(meta)], view.data))
             self._kept[id(meta)] = nn.Parameter(view, requires_grad=False)
         self._reader.fill_all(new)
-        return in_place
-
-    def _let_go_after_prompts(self, module: nn.Module, in_place: Sequence[str]) -> None:
-        """Not where memory is short, with a budget or blocks on disk: what is kept there is to stay, whatever comes."""
-        is_short = self._spare.hold or any(map(self._plan.is_streamed, self._plan.devices))
-        if self._mapped is not None and not is_short and not isinstance(module, nn.Embedding):
-            let_go_after_prompts(module, self._mapped.pages(in_place))
 
     def _view(self, meta: nn.Parameter) -> torch.Tensor | None:
         return None if self._mapped is None else self._mapped.view(self._names[id(meta)], meta.dtype)
@@ -213,19 +199,6 @@ def _slots(module: nn.Module, direct: bool) -> Iterator[tuple[nn.Module, str, nn
         for name, param in owner._parameters.items():
             if param is not None:
                 yield owner, name, param
-
-
-def _name_device(model: nn.Module, main: torch.device) -> None:
-    """Let `.device` be `main` where the first parameter is streamed, and so on meta between its passes.
-
-    transformers takes it for where to make tensors of its own (the first tokens of a decoder), and it is a property, so
-    each such model gets a class like its own.
-    """
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.device.type == "meta":
-            cls = type(module)
-            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-            module.__class__ = type(cls.__name__, (cls,), {**names, "device": property(lambda _: main)})
 
 
 def _move_inputs(model: nn.Module, blocks: Sequence[Block], plan: DevicePlan) -> None:

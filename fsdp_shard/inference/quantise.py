@@ -90,11 +90,12 @@ def make_quantiser(model: PreTrainedModel, blocks: Sequence[Block], kind: str, d
     def encode(layer: nn.Linear) -> None:
         quantize_(layer, settings, filter_fn=lambda layer, fqn: True)
 
+    layers = quantised_layers(model, blocks, kind)
     if kind == "int8" and device_type == "cpu":
-        from fsdp_shard.inference.int8 import encode_in_rows
+        from fsdp_shard.inference.int8 import encode_in_rows, use_int8_products
 
-        return Quantiser(quantised_layers(model, blocks, kind), lambda layer: encode_in_rows(layer, encode))
-    return Quantiser(quantised_layers(model, blocks, kind), encode)
+        return Quantiser(use_int8_products(model, layers), lambda layer: encode_in_rows(layer, encode))
+    return Quantiser(layers, encode)
 
 
 def _takes(layer: nn.Module, kind: str) -> bool:

@@ -171,17 +171,44 @@ def test_models_that_cannot_are_refused_by_name(config: Any, words: str) -> None
         check_packing(config)
 
 
-@pytest.mark.parametrize("family", ["gpt_neo", "gptj", "gpt_bigcode", "persimmon", "gemma4_text"])
-def test_flash_attention_has_to_be_told_of_positions(family: str) -> None:
+def default_config(family: str) -> Any:
     config = AutoConfig.for_model(family)
     config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    return config
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "afmoe"])
+def test_masks_that_are_made_without_positions_are_found(family: str) -> None:
+    """Both take positions, and hand them on to their layers, but not to transformers' functions that make masks."""
+    with pytest.raises(ModelError, match="does not depend on positions"):
+        check_packing(default_config(family))
+
+
+def test_a_model_that_cannot_be_tried_is_refused() -> None:
+    config = default_config("llama")
+    config.hidden_act = "unknown"
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM.*a tiny model of its kind.*does not run.*unknown"):
+        check_packing(config)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+def test_trying_a_model_leaves_all_as_it_was(attention: str) -> None:
+    config = default_config("gemma3_text")
+    before, state, threads = config.to_dict(), torch.get_rng_state(), torch.get_num_threads()
+    check_packing(config, attention)
+    assert torch.get_num_threads() == threads
+    assert config.to_dict() == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "gptj", "gpt_bigcode", "persimmon", "llama4_text"])
+def test_flash_attention_has_to_be_told_of_positions(family: str) -> None:
+    config = default_config(family)
     check_packing(config, "sdpa")
     with pytest.raises(ModelError, match=r"flash attention is not told of positions there; set model\.attention=sdpa"):
         check_packing(config, "flash_attention_2")
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gptj"])
+@pytest.mark.parametrize("family", [*(family for family in FAMILIES if family != "gptj"), "gemma4_text"])
 def test_flash_attention_is_told_of_positions(family: str) -> None:
-    config = AutoConfig.for_model(family)
-    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    check_packing(config, "flash_attention_2")
+    check_packing(default_config(family), "flash_attention_2")

@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fsdp_shard.checkpoint.convert import convert
 from fsdp_shard.checkpoint.index import open_checkpoint
 from fsdp_shard.errors import RunError
 from fsdp_shard.inference import mapping
 from fsdp_shard.inference import pages as pages_module
-from fsdp_shard.inference.after_prompts import _num_positions
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.mapping import MappedFiles
 from fsdp_shard.inference.pages import PageReader, resident_bytes
@@ -146,35 +145,6 @@ def test_weights_are_seen_in_their_own_files_and_budgets_are_held(sources: dict[
     assert anonymous > 0.5 * weights
 
 
-def _passes(path: Path) -> list[int]:
-    """What is mapped after a prompt, a token, and another prompt."""
-    model, prompt = load_dispatched(path, "cpu"), token_batch(0, rows=1, length=12)
-    found = []
-    for ids in (prompt, prompt[:, :1], prompt):
-        with torch.no_grad():
-            model(ids)
-        found.append(mapped_bytes(path))
-    return found
-
-
-@pytest.mark.skipif(pages_module._has_own_pages(0, mmap.PAGESIZE) is None, reason="Linux tells since 6.7")
-@pytest.mark.parametrize("name", ["whole", "ranks"])
-def test_a_prompt_leaves_no_pages(sources: dict[str, Path], name: str) -> None:
-    weights = sum(file.stat().st_size for file in sources["whole"].glob("*.safetensors"))
-    prompt, token, another = in_child(_passes, sources[name])
-    assert max(prompt, another) < weights / 8
-    assert token > 0.9 * weights
-
-
-@pytest.mark.parametrize("name", ["whole", "ranks"])
-def test_what_is_written_stays_after_a_prompt(sources: dict[str, Path], name: str) -> None:
-    model = load_dispatched(sources[name], "cpu")
-    layer = model.get_submodule("model.layers.7.self_attn.q_proj")
-    layer.weight.data.fill_(2.0)  # in no file
-    model(token_batch(0, rows=1, length=12))
-    assert bool((layer.weight == 2.0).all())
-
-
 def _mapped_after_a_prompt(path: Path, budget: int) -> int:
     model = load_dispatched(path, "auto", {"cpu": budget})
     model(token_batch(0, rows=1, length=12))
@@ -184,20 +154,6 @@ def _mapped_after_a_prompt(path: Path, budget: int) -> int:
 def test_what_a_budget_keeps_stays(sources: dict[str, Path]) -> None:
     weights = sum(file.stat().st_size for file in sources["whole"].glob("*.safetensors"))
     assert in_child(_mapped_after_a_prompt, sources["whole"], 2 * weights) > 0.9 * weights
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "expected"),
-    [
-        ((2, 12, 64), torch.float32, 12),
-        ((2, 12), torch.int64, 12),
-        ((3, 64), torch.float32, 3),  # vectors, one for each token
-        ((64,), torch.float32, 1),
-    ],
-)
-def test_positions_are_told_from_rows_and_widths(shape: tuple[int, ...], dtype: torch.dtype, expected: int) -> None:
-    given = torch.zeros(shape, dtype=dtype)
-    assert _num_positions((None, given), {}) == _num_positions((), {"hidden_states": given}) == expected
 
 
 @pytest.mark.parametrize("advice", [pages_module._POPULATE_READ, 9999], ids=["populated", "read, as before Linux 5.14"])
@@ -370,6 +326,18 @@ def test_another_working_directory_is_another_model(
     model = load_dispatched("whole", "disk", dtype="bfloat16")
     monkeypatch.chdir(tmp_path)
     assert torch.equal(tokens(model), tokens(load_dispatched(sources["whole"], "cpu", dtype="bfloat16")))
+
+
+def test_the_device_of_an_offloaded_model_is_where_it_computes(sources: dict[str, Path]) -> None:
+    """Weights that are read into another dtype are on meta between passes, the embedding first of all."""
+    model = load_dispatched(sources["whole"], "disk", dtype="bfloat16")
+    assert isinstance(model, LlamaForCausalLM)
+    assert model.get_input_embeddings().weight.is_meta
+    assert model.device == model.model.device == torch.device("cpu")
+    assert model.dtype == torch.bfloat16
+    expected = AutoModelForCausalLM.from_pretrained(sources["whole"])
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    assert tokens(model).device == torch.device("cpu")
 
 
 def test_a_fetch_that_fails_is_told_to_who_needs_it() -> None:

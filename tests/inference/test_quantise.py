@@ -76,9 +76,12 @@ def test_rows_in_8_bits_are_those_of_torchao(
     layer = nn.Linear(width, rows, bias=bias, dtype=dtype).requires_grad_(False)
     theirs = copy.deepcopy(layer)
     quantize_(theirs, Int8WeightOnlyConfig(set_inductor_config=False))
+    model = nn.Sequential(layer)
+    (layer,) = int8.use_int8_products(model, {"0": [layer]})["0"]
+    assert model[0] is layer
     int8.encode_in_rows(layer, lambda piece: quantize_(piece, Int8WeightOnlyConfig(set_inductor_config=False)))
-    assert torch.equal(layer.weight.qdata, theirs.weight.qdata)  # type: ignore[union-attr]  # torchao's tensor
-    assert torch.equal(layer.weight.scale, theirs.weight.scale)  # type: ignore[union-attr]  # the same
+    assert torch.equal(layer.weight.qdata, theirs.weight.qdata)  # type: ignore[attr-defined]  # torchao's tensor
+    assert torch.equal(layer.weight.scale, theirs.weight.scale)  # type: ignore[attr-defined]  # the same
     given = torch.randn(2, 5, width, dtype=dtype)
     whole = nn.functional.linear(given, theirs.weight.dequantize(), theirs.bias)
     torch.testing.assert_close(layer(given), whole, rtol=2e-2, atol=2e-2)
