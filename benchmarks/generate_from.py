@@ -119,7 +119,7 @@ def lookup_ours(source: Path) -> float:
     import torch
 
     import fsdp_shard
-    from fsdp_shard.inference.mapping import MappedFiles
+    from fsdp_shard.inference import MappedFiles
 
     start = time.perf_counter()
     index = fsdp_shard.open_checkpoint(source)
@@ -220,7 +220,7 @@ def main(name: str, source: str, *arguments: str) -> None:
     from transformers import LlamaForCausalLM  # noqa: F401 - so that imports do not count in what loading takes
 
     if name.startswith("ours"):
-        import fsdp_shard.inference.placement  # noqa: F401 - likewise
+        from fsdp_shard.inference import dispatch_model  # noqa: F401 - likewise
     peak = Peak()
     start, anonymous = time.perf_counter(), _status("RssAnon")
     model = WAYS[name](source, *arguments)

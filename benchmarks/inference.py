@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from convert import Bench as Sources
-from convert import Row
+from convert import Bench as Sources, Row
 from generate_from import WORDS
 from measure import Cost, forget, kept_memory, memory_limit, run, warm
 

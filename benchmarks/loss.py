@@ -26,7 +26,7 @@ def side(name: str, arguments: argparse.Namespace) -> dict[str, float]:
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-    from fsdp_shard.training.loss_head import giving_loss, use_loss_head
+    from fsdp_shard.training import giving_loss, use_loss_head
 
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)

@@ -1,7 +1,6 @@
 """A conversion by fsdp_shard, measured from inside, after the imports: SOURCE TARGET [KEY=VALUE ...].
 
-Prints one line of JSON: seconds, cpu_seconds, grown_bytes (peak memory above that after the imports). `digests=false`
-leaves the hashing out, which no user can, to show what it costs.
+Prints one line of JSON: seconds, cpu_seconds, grown_bytes (peak memory above that after the imports).
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from fsdp_shard.checkpoint import transfer
-from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint import convert, open_checkpoint
 
 
 def resident(field: str) -> int:
@@ -29,8 +26,6 @@ def main(source: str, target: str, *pairs: str) -> None:
     for pair in pairs:
         key, value = pair.split("=", 1)
         settings[key] = value == "true" if value in ("true", "false") else int(value) if value.isdigit() else value
-    if not settings.pop("digests", True):
-        transfer.chunk_digest = lambda data: bytes(16)
     if "dtype" in settings:
         import torch  # noqa: F401 (a cast needs it, and its import is none of the conversion)
     before, start, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()

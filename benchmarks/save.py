@@ -37,16 +37,12 @@ from measure import MB, kept_memory
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fsdp_shard.blocks import tied_names
-from fsdp_shard.checkpoint.base import CheckpointConfig
-from fsdp_shard.checkpoint.index import tensor_bytes
+from fsdp_shard.checkpoint import CheckpointConfig, tensor_bytes
 from fsdp_shard.distributed import DistributedContext, distributed
-from fsdp_shard.memory import keep_freed_memory
-from fsdp_shard.models import rebuild_buffers
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
-from fsdp_shard.training.saving import Saver, open_saver
-from fsdp_shard.training.setup import LoadedModel, LoadFigures
-from fsdp_shard.training.state import TrainerState
+from fsdp_shard.models import rebuild_buffers, tied_names
+from fsdp_shard.sharding import Fsdp2Config
+from fsdp_shard.training import LoadedModel, LoadFigures, Saver, TrainerState, open_saver
+from fsdp_shard.utils import keep_freed_memory
 
 # SmolLM2-135M's sizes, and a model of a few MB.
 SIZES = {

@@ -94,7 +94,7 @@ def trainable(target: str, hidden: str, layers: str, vocabulary: str) -> None:
 def torch_ranks(target: str, source: str, ranks: str) -> None:
     """TARGET/dcp and TARGET/safetensors: the tensors of SOURCE, cut on dim 0 as FSDP2 does, by torch's writers."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from tests.ranks import on_ranks
+    from tests.support.ranks import on_ranks
 
     on_ranks(int(ranks), _save, target, source, timeout_seconds=1800)
 

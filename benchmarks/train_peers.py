@@ -1,6 +1,6 @@
 """Whole training programs as people write them today: NAME MODEL TEXT DTYPE SEQUENCE_LENGTH STEPS LOG, on each rank.
 
-Each tokenises TEXT, trains on one window a rank and step, and appends to LOG a JSON line a step as soon as it is made.
+Each tokenizes TEXT, trains on one window a rank and step, and appends to LOG a JSON line a step as soon as it is made.
 The last line of its output says, as JSON, whether parameters were sharded, and what wrapped the model.
 """
 

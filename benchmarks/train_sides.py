@@ -26,19 +26,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
-from fsdp_shard.data.windows import WindowDataset
+from fsdp_shard.data import WindowDataset
 from fsdp_shard.distributed import DistributedContext, distributed
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
-from fsdp_shard.sharding.units import plan_units
-from fsdp_shard.training.adamw import AdamWConfig
-from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.loop import train
-from fsdp_shard.training.loss import cross_entropy
-from fsdp_shard.training.runlog import RunLog
-from fsdp_shard.training.setup import build_optimizer, load_sharded, model_source
-from fsdp_shard.training.signals import StopSignal
-from fsdp_shard.training.state import TrainerState
+from fsdp_shard.sharding import Fsdp2Config, plan_units
+from fsdp_shard.training import (
+    AdamWConfig,
+    RunLog,
+    StopSignal,
+    TrainConfig,
+    TrainerState,
+    build_optimizer,
+    cross_entropy,
+    load_sharded,
+    model_source,
+    train,
+)
 
 LR = 1e-5
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

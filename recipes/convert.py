@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from fsdp_shard.checkpoint.convert import convert
+from fsdp_shard.checkpoint import convert
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import ConvertConfig
-from fsdp_shard.results import write_result
-from fsdp_shard.sizes import format_size
+from fsdp_shard.utils import format_size, write_result
 
 
 @recipe(ConvertConfig)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from functools import cache
 
-from fsdp_shard.cli import recipe
+from fsdp_shard.cli import load_recipe, recipe
 from fsdp_shard.config import DoctorConfig
-from fsdp_shard.doctor.findings import Report
-from fsdp_shard.doctor.machine import machine, software
-from fsdp_shard.doctor.ranks import ranks
-from fsdp_shard.doctor.run import data, memory, plan_of, room, settings
-from fsdp_shard.doctor.storage import disk, remote, run_directory
-from fsdp_shard.launch import joined_rank
-from fsdp_shard.recipe import load_recipe
-from fsdp_shard.shipped import shipped
+from fsdp_shard.distributed import joined_rank
+from fsdp_shard.doctor import (
+    Report,
+    data,
+    disk,
+    hardware,
+    memory,
+    plan_of,
+    ranks,
+    remote,
+    room,
+    run_directory,
+    settings,
+    software,
+)
+from fsdp_shard.utils import shipped
 
 
 @recipe(DoctorConfig)
@@ -23,7 +31,7 @@ def main(config: DoctorConfig) -> None:
     finetune = load_recipe(shipped("recipes") / "finetune.py")
     plan = cache(lambda: plan_of(config))
     report.add("software", software)
-    report.add("machine", lambda: machine(config.launch, config.shard))
+    report.add("machine", lambda: hardware(config.launch, config.shard))
     report.add("run_dir", lambda: run_directory(config.run_dir, config.resume, config.train))
     report.add("disk", lambda: disk(config.run_dir))
     report.add("remote", lambda: remote(config.checkpoint.remote))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from fsdp_shard.checkpoint.source import locate
+from fsdp_shard.checkpoint import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import EvaluateConfig
-from fsdp_shard.evaluation.base import check_evaluation
-from fsdp_shard.evaluation.kinds import EVALUATIONS
-from fsdp_shard.inference.dispatch import check_checkpoint, dispatch
-from fsdp_shard.models import check_causal, load_config, load_tokenizer
-from fsdp_shard.positions import check_packing
-from fsdp_shard.results import write_result
+from fsdp_shard.evaluation import EVALUATIONS, check_evaluation
+from fsdp_shard.inference import check_checkpoint, dispatch_model
+from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
+from fsdp_shard.utils import write_result
 
 
 def check(config: EvaluateConfig) -> None:
@@ -33,7 +31,7 @@ def main(config: EvaluateConfig) -> None:
     evaluation = EVALUATIONS[config.task](config, config.run_dir, model_config, tokenizer)
     print(evaluation.describe(), flush=True)
 
-    model = dispatch(source, model_config, config.dispatch, tell=partial(print, flush=True))
+    model = dispatch_model(source, model_config, config.dispatch, tell=partial(print, flush=True))
     figures = evaluation.measure(model)
     print(figures.text)
     write_result(config.run_dir, figures.row)

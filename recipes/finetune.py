@@ -4,44 +4,43 @@ from __future__ import annotations
 
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data.base import check_data
-from fsdp_shard.data.prepare import prepare_on_ranks
-from fsdp_shard.data.report import data_figures
-from fsdp_shard.data.task import check_task
-from fsdp_shard.distributed import distributed, is_restarted
-from fsdp_shard.launch import uses_gpus, world_sizes
+from fsdp_shard.data import check_data, check_task, data_figures, prepare_on_ranks
+from fsdp_shard.distributed import distributed, is_restarted, uses_gpus, world_sizes
 from fsdp_shard.models import load_tokenizer
-from fsdp_shard.training.base import check_batch, check_held_out
-from fsdp_shard.training.checkpointing import (
-    check_optimizer,
-    find_step,
-    is_finished,
-    open_trainer,
-    restore_optimizer,
-    verify_resumed,
-)
-from fsdp_shard.training.flops import utilisation
-from fsdp_shard.training.kernels import check_kernels
-from fsdp_shard.training.lock import check_free, run_lock
-from fsdp_shard.training.loop import evaluate_loss, train
-from fsdp_shard.training.lora import check_continues
-from fsdp_shard.training.plot import check_plots
-from fsdp_shard.training.profile import StepProfiler
-from fsdp_shard.training.runlog import RunLog, stopped
-from fsdp_shard.training.saving import open_saver
-from fsdp_shard.training.schedule import is_due
-from fsdp_shard.training.seeding import deterministic_algorithms
-from fsdp_shard.training.setup import (
+from fsdp_shard.training import (
+    RunLog,
+    StepProfiler,
+    StopSignal,
     build_optimizer,
+    check_batch,
+    check_continues,
+    check_free,
+    check_held_out,
+    check_kernels,
     check_model,
+    check_optimizer,
+    check_plots,
+    check_trackers,
     data_task,
     describe,
+    deterministic_algorithms,
+    evaluate_loss,
+    find_step,
+    is_due,
+    is_finished,
     load_sharded,
     model_source,
+    open_saver,
+    open_trainer,
+    public_settings,
+    restore_optimizer,
+    run_lock,
     side_files,
+    stopped,
+    train,
+    utilization,
+    verify_resumed,
 )
-from fsdp_shard.training.signals import StopSignal
-from fsdp_shard.training.trackers import check_trackers, public_settings
 
 
 def check(config: FinetuneConfig) -> None:
@@ -104,7 +103,7 @@ def main(config: FinetuneConfig) -> None:
         if resumed is not None:
             restore_optimizer(optimizer, loaded, resumed, context)
         beside = context.decide(lambda: side_files(source, config.model.dtype, loaded.adapter))
-        mfu = utilisation(loaded, shard.param_dtype, config.data.sequence_length, context)
+        mfu = utilization(loaded, shard.param_dtype, config.data.sequence_length, context)
         shown = public_settings(config)
         with (
             RunLog(config.run_dir, settings, context, state, resumed, shown, mfu) as log,

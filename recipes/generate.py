@@ -6,20 +6,24 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from fsdp_shard.checkpoint.source import locate
+from fsdp_shard.checkpoint import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import GenerateConfig
+from fsdp_shard.distributed import shares_memory, world_sizes
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.inference.dispatch import check_checkpoint, dispatch
-from fsdp_shard.inference.kv_cache import room_for
-from fsdp_shard.inference.output import open_output
-from fsdp_shard.inference.prompts import check_standard_input, describe, read_prompts
-from fsdp_shard.inference.ranks import Share, shared_work
-from fsdp_shard.launch import shares_memory, world_sizes
-from fsdp_shard.memory import peak_resident_bytes
+from fsdp_shard.inference import (
+    Share,
+    check_checkpoint,
+    check_standard_input,
+    describe,
+    dispatch_model,
+    open_output,
+    read_prompts,
+    room_for,
+    shared_work,
+)
 from fsdp_shard.models import load_config, load_tokenizer
-from fsdp_shard.results import write_result
-from fsdp_shard.sizes import format_size
+from fsdp_shard.utils import format_size, peak_resident_bytes, write_result
 
 
 def check(config: GenerateConfig) -> None:
@@ -47,10 +51,7 @@ def main(config: GenerateConfig) -> None:
 
 def generate(config: GenerateConfig, share: Share) -> None:
     """This rank's part of the work; the first one tells of all of it."""
-    from fsdp_shard.inference.chat import converse
-    from fsdp_shard.inference.decode import Decoder, complete
-    from fsdp_shard.inference.encode import check_chat, check_generates, encode
-    from fsdp_shard.inference.machine import peak_gpu_bytes
+    from fsdp_shard.inference import Decoder, check_chat, check_generates, complete, converse, encode, peak_gpu_bytes
 
     say: Callable[[str], object] = partial(print, flush=True) if share.is_first else lambda text: None
     source, trusted = locate(config.checkpoint), config.dispatch.trust_remote_code
@@ -62,7 +63,7 @@ def generate(config: GenerateConfig, share: Share) -> None:
     encoded = encode(tokenizer, prompts, model_config, config.generation.max_new_tokens, chat=config.chat)
 
     start, room = time.perf_counter(), room_for(encoded, config.generation)
-    model = dispatch(source, model_config, config.dispatch, room, tell=say, share=share)
+    model = dispatch_model(source, model_config, config.dispatch, room, tell=say, share=share)
     load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, config.generation)
 
     written = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from fsdp_shard.checkpoint.source import locate
+from fsdp_shard.checkpoint import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import PlanConfig
-from fsdp_shard.inference.kv_cache import Room
+from fsdp_shard.inference import Room
 from fsdp_shard.models import check_task, load_config
-from fsdp_shard.results import write_result
+from fsdp_shard.utils import write_result
 
 
 def check(config: PlanConfig) -> None:
@@ -22,9 +22,8 @@ def check(config: PlanConfig) -> None:
 @recipe(PlanConfig, check=check)
 def main(config: PlanConfig) -> None:
     """Print what each rank of `finetune` would need, and with `dispatch.device_map` where `generate` puts blocks."""
-    from fsdp_shard.inference.dispatch import plan_from_config
-    from fsdp_shard.planning.memory import PlannedRun, plan_memory
-    from fsdp_shard.planning.report import figures, report
+    from fsdp_shard.inference import plan_from_config
+    from fsdp_shard.planning import PlannedRun, figures, plan_memory, plan_report
 
     source = locate(config.model.path, config.model.gguf_file, fetch_weights=False)
     length, num_ranks = config.data.sequence_length, config.launch.num_ranks
@@ -33,7 +32,7 @@ def main(config: PlanConfig) -> None:
     model_config = load_config(source, config.model.trust_remote_code)
     check_task(model_config, config.model.task)
     plan = plan_memory(model_config, run)
-    print(report(plan, config.device.memory_bytes))
+    print(plan_report(plan, config.device.memory_bytes))
     dispatched = {}
     if config.dispatch.device_map is not None:
         room = Room(config.train.micro_batch_size, config.data.sequence_length)

@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.tiny import save_model
+from tests.support.tiny import save_model
 
 # How long an example takes depends on what else the machine does.
 hypothesis.settings.register_profile("no deadline", deadline=None)

@@ -1,1 +1,5 @@
-"""Checkpoints as lists of tensors with byte ranges: `index` reads, `layout` plans, `store` keeps the steps of a run."""
+"""Checkpoints of any format as lists of tensors with byte ranges: open, convert, verify, save a step, restore it."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

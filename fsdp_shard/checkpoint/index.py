@@ -9,21 +9,22 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fsdp_shard.checkpoint import boxes, dtypes
-from fsdp_shard.checkpoint.entries import Extra, Piece, Span, TensorEntry
-from fsdp_shard.checkpoint.files import Files, page_aligned
-from fsdp_shard.checkpoint.manifest import Manifest, read_manifest
-from fsdp_shard.checkpoint.remote_url import here
+from fsdp_shard.checkpoint import tensor_slices
+from fsdp_shard.checkpoint.io import dtypes
+from fsdp_shard.checkpoint.io.dtypes import TensorSpec
+from fsdp_shard.checkpoint.io.files import Files, page_aligned
+from fsdp_shard.checkpoint.steps.manifest import Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
+
 
 _SHORT_RUN_BYTES = 64 << 10  # runs shorter than this cost more to read one by one than to copy into place
 _COMPARE_BYTES = 1 << 20
@@ -91,7 +92,7 @@ class TensorIndex:
         """The entry of `name`, or of the tensor it is tied to; CheckpointError if there is neither."""
         found = self.tensors.get(self.aliases.get(name, name))
         if found is None:
-            from fsdp_shard.settings import nearest
+            from fsdp_shard.utils import nearest
 
             raise CheckpointError(f"{self.root} has no tensor {name}{nearest(name, self.names)}.")
         return found
@@ -129,8 +130,8 @@ class TensorIndex:
         if len(entry.pieces) == 1:
             return entry.pieces
         if entry.name not in self._starts:
-            flat = all(boxes.is_contiguous(entry.shape, piece.shape) for piece in entry.pieces)
-            starts = [boxes.flat_start(entry.shape, piece.offsets) for piece in entry.pieces]
+            flat = all(tensor_slices.is_contiguous(entry.shape, piece.shape) for piece in entry.pieces)
+            starts = [tensor_slices.flat_start(entry.shape, piece.offsets) for piece in entry.pieces]
             self._starts[entry.name] = starts if flat else None
         known = self._starts[entry.name]
         if known is None:
@@ -141,7 +142,7 @@ class TensorIndex:
         size = dtypes.itemsize(entry.dtype)
         stop = start + len(view) // size
         if _has_long_runs(entry, piece):
-            for at, inside, count in boxes.runs(entry.shape, piece.offsets, piece.shape, start, stop):
+            for at, inside, count in tensor_slices.runs(entry.shape, piece.offsets, piece.shape, start, stop):
                 self._fill(piece, size, inside, view[(at - start) * size : (at - start + count) * size])
         else:
             self._scatter_piece(entry, piece, start, view)
@@ -151,7 +152,9 @@ class TensorIndex:
         import numpy as np
 
         size = dtypes.itemsize(entry.dtype)
-        parts = list(boxes.strided_runs(entry.shape, piece.offsets, piece.shape, start, start + len(view) // size))
+        parts = list(
+            tensor_slices.strided_runs(entry.shape, piece.offsets, piece.shape, start, start + len(view) // size)
+        )
         if not parts:
             return
         first, last = parts[0].inside, parts[-1].inside + parts[-1].repeats * parts[-1].size
@@ -198,11 +201,11 @@ class TensorIndex:
     def _read_box(
         self, entry: TensorEntry, offsets: tuple[int, ...], shape: tuple[int, ...], out: torch.Tensor
     ) -> None:
-        if boxes.is_contiguous(entry.shape, shape):
-            self.read_into(entry.name, boxes.flat_start(entry.shape, offsets), tensor_bytes(out))
+        if tensor_slices.is_contiguous(entry.shape, shape):
+            self.read_into(entry.name, tensor_slices.flat_start(entry.shape, offsets), tensor_bytes(out))
             return
         # Short runs: read groups of whole rows of the axis above them, and keep the part that is wanted.
-        axis = boxes.inner_axis(entry.shape, shape)
+        axis = tensor_slices.inner_axis(entry.shape, shape)
         row_bytes = math.prod(entry.shape[axis:]) * dtypes.itemsize(entry.dtype)
         rows = max(1, _HULL_BYTES // row_bytes)
         for outer in _indices(shape[: axis - 1]):
@@ -211,11 +214,11 @@ class TensorIndex:
                 count = min(rows, shape[axis - 1] - first)
                 hull = out.new_empty((count, *entry.shape[axis:]))
                 at = (*here, offsets[axis - 1] + first, *[0] * (len(shape) - axis))
-                self.read_into(entry.name, boxes.flat_start(entry.shape, at), tensor_bytes(hull))
+                self.read_into(entry.name, tensor_slices.flat_start(entry.shape, at), tensor_bytes(hull))
                 out[outer].narrow(0, first, count).copy_(hull.narrow(1, offsets[axis], shape[axis]))
 
     def places(self, name: str, start: int, stop: int) -> list[Span]:
-        """Where the flat elements [start, stop) of `name` lie, in order; neighbours in a file are one span.
+        """Where the flat elements [start, stop) of `name` lie, in order; neighbors in a file are one span.
 
         Of a piece with a codec the whole piece is named.
         """
@@ -223,7 +226,7 @@ class TensorIndex:
         size = dtypes.itemsize(entry.dtype)
         runs: list[tuple[int, Span]] = []
         for piece in self._touched(entry, start, stop):
-            for at, inside, count in boxes.runs(entry.shape, piece.offsets, piece.shape, start, stop):
+            for at, inside, count in tensor_slices.runs(entry.shape, piece.offsets, piece.shape, start, stop):
                 low, high = piece.start + inside * size, piece.start + (inside + count) * size
                 if piece.codec is not None:
                     low, high = piece.start, piece.start + piece.codec.num_bytes
@@ -234,17 +237,6 @@ class TensorIndex:
                 span = Span(span.file, found.pop().start, span.stop)
             found.append(span)
         return found
-
-    def describe_chunk(self, name: str, number: int) -> str:
-        """`FILE, tensor NAME, bytes 0-1048575` of chunk `number` (see `integrity`), for messages."""
-        from fsdp_shard.checkpoint.integrity import CHUNK_BYTES
-
-        entry = self.entry(name)
-        size = dtypes.itemsize(entry.dtype)
-        stop = min((number + 1) * CHUNK_BYTES, entry.num_bytes)
-        places = self.places(name, number * CHUNK_BYTES // size, stop // size)
-        where = " and ".join(f"{self.root / span.file} (bytes {span.start}-{span.stop - 1})" for span in places[:3])
-        return f"{where}: tensor {name}, its bytes {number * CHUNK_BYTES}-{stop - 1},"
 
     def same_bytes(self, first: str, second: str) -> bool:
         """Whether two tensors have the same dtype, shape and bytes; reads them only where the first two agree."""
@@ -261,13 +253,6 @@ class TensorIndex:
                 return False
         return True
 
-    def digest(self, name: str) -> str:
-        """The digest of the logical bytes of `name` (see `integrity`), computed by reading them."""
-        from fsdp_shard.checkpoint.integrity import digest_chunks, tensor_digest
-
-        entry = self.entry(name)
-        return tensor_digest(entry.dtype, entry.shape, list(digest_chunks(self, entry.name)))
-
     def close(self) -> None:
         """Close the files; a later read opens them again."""
         self._files.close()
@@ -282,9 +267,9 @@ class TensorIndex:
 
 
 def _has_long_runs(entry: TensorEntry, piece: Piece) -> bool:
-    if boxes.is_contiguous(entry.shape, piece.shape):
+    if tensor_slices.is_contiguous(entry.shape, piece.shape):
         return True
-    return boxes.run_elements(entry.shape, piece.shape) * dtypes.itemsize(entry.dtype) >= _SHORT_RUN_BYTES
+    return tensor_slices.run_elements(entry.shape, piece.shape) * dtypes.itemsize(entry.dtype) >= _SHORT_RUN_BYTES
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -325,11 +310,11 @@ def _indices(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def checked(root: Path, name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> TensorEntry:
     """An entry of the pieces in flat order, after checking that they hold each element of the tensor exactly once."""
-    problem = boxes.coverage_problem(shape, [(piece.offsets, piece.shape) for piece in pieces])
+    problem = tensor_slices.coverage_problem(shape, [(piece.offsets, piece.shape) for piece in pieces])
     if problem is not None:
         held = ", ".join(sorted({piece.file for piece in pieces})) or "no file"
         raise CheckpointError(f"{root}: tensor {name} of shape {list(shape)} is not whole: {problem} (in {held}).")
-    ordered = sorted(pieces, key=lambda piece: boxes.flat_start(shape, piece.offsets))
+    ordered = sorted(pieces, key=lambda piece: tensor_slices.flat_start(shape, piece.offsets))
     return TensorEntry(name, dtype, shape, tuple(ordered))
 
 
@@ -338,13 +323,75 @@ def aliases_in(metadata: Mapping[str, str], tensors: Mapping[str, object]) -> di
     return {alias: kept for alias, kept in metadata.items() if kept in tensors and alias not in tensors}
 
 
-def open_checkpoint(path: str | Path) -> TensorIndex:
-    """The tensor index of what lies at `path`, recognised by content.
+Read = Callable[[int, memoryview], None]
 
-    A directory or a file of a known format, a step directory, a run directory (its latest step), or one of these two on
-    a remote store, which is downloaded into a cache. Headers only are read. Raises CheckpointError naming the file that
-    is wrong, or saying what was found instead of a checkpoint.
-    """
-    from fsdp_shard.checkpoint.formats.registry import read_any
 
-    return read_any(here(path))
+class Codec(Protocol):
+    """How a piece whose stored bytes are not its logical ones (a quantized tensor) is decoded."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes of the piece."""
+
+    def decode_into(self, read: Read, start: int, out: memoryview) -> None:
+        """Write the logical bytes of the piece from flat element `start` on into `out`.
+
+        `read(offset, buffer)` fills `buffer` with stored bytes from `offset` (relative to the piece) on.
+        """
+
+
+class Piece(NamedTuple):
+    """A box of a logical tensor that lies row-major and contiguous in `file`, from byte `start` on."""
+
+    file: str
+    start: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    codec: Codec | None = None
+
+
+class TensorEntry(NamedTuple):
+    """One logical tensor: safetensors dtype name, full shape, and the pieces that partition it, in flat order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.dtype, self.shape)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * dtypes.itemsize(self.dtype)
+
+
+class Span(NamedTuple):
+    """The bytes [start, stop) of a file."""
+
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Tensors that lie in a checkpoint beside the weights: how many, and their logical bytes."""
+
+    num_tensors: int
+    num_bytes: int
+
+
+def count(entries: Iterable[TensorEntry]) -> Extra:
+    """How many tensors, and their bytes."""
+    sizes = [entry.num_bytes for entry in entries]
+    return Extra(len(sizes), sum(sizes))

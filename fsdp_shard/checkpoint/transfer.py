@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from fsdp_shard.checkpoint.atomic import allocate, fsync_file, naming, start_writeback
-from fsdp_shard.checkpoint.checks.non_finite import find_non_finite
-from fsdp_shard.checkpoint.dtypes import TensorSpec, itemsize, to_torch, torch_name
-from fsdp_shard.checkpoint.entries import Span
-from fsdp_shard.checkpoint.files import Handles, page_aligned, pwrite_all
-from fsdp_shard.checkpoint.header import PAGE_BYTES
-from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.integrity import CHUNK_BYTES, chunk_digest, digest_chunks, num_chunks
-from fsdp_shard.checkpoint.layout import Extent, FilePlan
-from fsdp_shard.checkpoint.threads import in_threads
+from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, describe_chunk, digest_chunks, num_chunks
+from fsdp_shard.checkpoint.index import Span, TensorIndex
+from fsdp_shard.checkpoint.integrity.non_finite import find_non_finite
+from fsdp_shard.checkpoint.io.atomicity import fsync_file, naming, start_writeback
+from fsdp_shard.checkpoint.io.dtypes import TensorSpec, itemsize, to_torch, torch_name
+from fsdp_shard.checkpoint.io.files import Handles, page_aligned, pwrite_all
+from fsdp_shard.checkpoint.io.safetensors_header import PAGE_BYTES
+from fsdp_shard.checkpoint.io.thread_pool import in_threads
+from fsdp_shard.checkpoint.sharded_state.write_shards import create_file
+from fsdp_shard.checkpoint.steps.file_plan import Extent, FilePlan
 from fsdp_shard.errors import CheckpointError
 
 _STEP_BYTES = 4 << 20  # read, hashed and written at a time
-_SHARE_BYTES = 32 << 20  # what a thread takes at a time: neighbours, so that each file is read and written in order
+_SHARE_BYTES = 32 << 20  # what a thread takes at a time: neighbors, so that each file is read and written in order
 
 Progress = Callable[[int], None]
 
@@ -95,18 +95,6 @@ def _sync(paths: Iterator[Path]) -> None:
         fsync_file(path)
 
 
-def create_file(root: Path, plan: FilePlan) -> None:
-    """Make a planned file in `root`, at its full size and with all that is no tensor in it."""
-    handle = os.open(root / plan.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    try:
-        with naming(root / plan.name):
-            allocate(handle, plan.num_bytes)
-            for position, frame in plan.frames:
-                pwrite_all(handle, position, memoryview(frame))
-    finally:
-        os.close(handle)
-
-
 def compare_with(index: TensorIndex, digests: Mapping[str, Sequence[bytes]], progress: Progress) -> str | None:
     """Read every tensor of `index` back; what is the first difference from `digests`, in words, or None."""
     if set(index.names) != set(digests):
@@ -117,7 +105,7 @@ def compare_with(index: TensorIndex, digests: Mapping[str, Sequence[bytes]], pro
         for name in names:
             for number, found in enumerate(digest_chunks(index, name)):
                 if found != digests[name][number]:
-                    problems.append(f"{index.describe_chunk(name, number)} was not read back as written")
+                    problems.append(f"{describe_chunk(index, name, number)} was not read back as written")
             progress(index.tensors[name].num_bytes)
 
     in_threads(work, list(digests))
@@ -155,7 +143,7 @@ class _Reader:
         for number, digest in enumerate(found, start=first):
             if digest.hex() != expected[number]:
                 raise CheckpointError(
-                    f"{self._index.describe_chunk(name, number)} does not have the digest in the manifest of "
+                    f"{describe_chunk(self._index, name, number)} does not have the digest in the manifest of "
                     f"{self._index.root}: the checkpoint is damaged, so it is not converted."
                 )
 

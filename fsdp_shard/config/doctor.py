@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from fsdp_shard.config.finetune import FinetuneConfig
-from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data import DataConfig
 from fsdp_shard.models import ModelConfig
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fsdp_shard.config.base import RunConfig, default_run_dir
-from fsdp_shard.evaluation.base import EvaluateSettings
+from fsdp_shard.config.common import RunConfig, default_run_dir
+from fsdp_shard.evaluation import EvaluateSettings
 
 
 @dataclass

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from fsdp_shard.checkpoint.base import DEFAULT_SHARD_SIZE, CheckpointConfig
-from fsdp_shard.config.base import RunConfig, default_run_dir
-from fsdp_shard.data.base import DataConfig
+from fsdp_shard.checkpoint import DEFAULT_SHARD_SIZE, CheckpointConfig
+from fsdp_shard.config.common import RunConfig, default_run_dir
+from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.settings import setting
-from fsdp_shard.sharding.base import ShardConfig
-from fsdp_shard.training.adapter import AdapterConfig
-from fsdp_shard.training.base import OptimConfig, TrainConfig
+from fsdp_shard.sharding import ShardConfig
+from fsdp_shard.training import AdapterConfig, OptimConfig, TrainConfig
+from fsdp_shard.utils import setting
 
 
 @dataclass

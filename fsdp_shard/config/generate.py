@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fsdp_shard.config.base import RunConfig, default_run_dir
-from fsdp_shard.inference.base import GenerateSettings
+from fsdp_shard.config.common import RunConfig, default_run_dir
+from fsdp_shard.inference import GenerateSettings
 
 
 @dataclass

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from fsdp_shard.config.base import RunConfig, default_run_dir
+from fsdp_shard.config.common import RunConfig, default_run_dir
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.planning.base import PlanSettings
-from fsdp_shard.sharding.base import ShardConfig
-from fsdp_shard.training.adapter import AdapterConfig
-from fsdp_shard.training.base import OptimConfig, TrainConfig
+from fsdp_shard.planning import PlanSettings
+from fsdp_shard.sharding import ShardConfig
+from fsdp_shard.training import AdapterConfig, OptimConfig, TrainConfig
 
 
 @dataclass

@@ -1,1 +1,5 @@
-"""Text to token windows, and the one global order in which they are trained. Knows no model and no process group."""
+"""From rows of text to batches of token ids, in one global order that follows from the seed."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

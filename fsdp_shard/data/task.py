@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fsdp_shard.data.base import DataConfig, all_sources
+from fsdp_shard.data.config import DataConfig, all_sources
 from fsdp_shard.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

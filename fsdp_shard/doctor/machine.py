@@ -12,11 +12,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from fsdp_shard.distributed import LaunchConfig, check_machine, count_gpus, num_cores, uses_gpus
 from fsdp_shard.doctor.findings import Finding, ok, problem, warning
-from fsdp_shard.inference.machine import free_cpu_bytes
-from fsdp_shard.launch import LaunchConfig, check_machine, count_gpus, num_cores, uses_gpus
-from fsdp_shard.sharding.base import ShardConfig
-from fsdp_shard.sizes import format_size
+from fsdp_shard.inference import free_cpu_bytes
+from fsdp_shard.sharding import ShardConfig
+from fsdp_shard.utils import format_size
 
 _SHOWN = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
 _FEWEST_FILES = 1024  # checkpoints of many ranks, data workers and sockets are open at a time
@@ -61,7 +61,7 @@ def _unmet(requirement: Requirement) -> str | None:
     return f"{requirement.name} {version} is installed, and {requirement} is needed"
 
 
-def machine(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
+def hardware(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
     """Whether there is a place for each rank, and what would make it slow."""
     check_machine(launch)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,6 @@
 """What is trained on what: the settings as `finetune` checks them, memory, room for checkpoints, and the data.
 
-Nothing is loaded of the model but its config; text is tokenised into the cache that the run will take it from.
+Nothing is loaded of the model but its config; text is tokenized into the cache that the run will take it from.
 """
 
 from __future__ import annotations
@@ -12,20 +12,16 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import TYPE_CHECKING
 
-from fsdp_shard.checkpoint.base import CheckpointConfig
-from fsdp_shard.checkpoint.source import locate
-from fsdp_shard.data.prepare import open_samples, tokenise_all
-from fsdp_shard.data.stream import Streamed
+from fsdp_shard.checkpoint import CheckpointConfig, locate
+from fsdp_shard.data import Streamed, open_samples, tokenize_all
+from fsdp_shard.distributed import LaunchConfig, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
 from fsdp_shard.doctor.storage import there
-from fsdp_shard.inference.machine import free_cpu_bytes
-from fsdp_shard.launch import LaunchConfig, uses_gpus, world_sizes
+from fsdp_shard.inference import free_cpu_bytes
 from fsdp_shard.models import load_config, load_tokenizer
-from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
-from fsdp_shard.sizes import format_size
-from fsdp_shard.training.adapter import LoraConfig
-from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.setup import data_task
+from fsdp_shard.planning import MemoryPlan, PlannedRun, plan_memory
+from fsdp_shard.training import LoraConfig, TrainConfig, data_task
+from fsdp_shard.utils import format_size
 
 if TYPE_CHECKING:
     from fsdp_shard.config import FinetuneConfig
@@ -126,8 +122,8 @@ def data(config: FinetuneConfig) -> Iterator[Finding]:
         return
     source = locate(config.model.path, config.model.gguf_file)
     tokenizer, task = load_tokenizer(source, config.model.trust_remote_code), data_task(config.model, source)
-    tokenised = tokenise_all(config.data, tokenizer, task=task.name)
-    samples = open_samples(config.data, tokenised, task, config.seed, lambda: tokenizer)
+    tokenized = tokenize_all(config.data, tokenizer, task=task.name)
+    samples = open_samples(config.data, tokenized, task, config.seed, lambda: tokenizer)
     yield from map(ok, samples.notes)
     wanted = config.train.steps * config.train.global_batch_size
     if isinstance(samples.train, Streamed):

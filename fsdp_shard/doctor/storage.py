@@ -13,13 +13,10 @@ from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
 
-from fsdp_shard.checkpoint.atomic import fsync_directory
-from fsdp_shard.checkpoint.remote import RemoteStore
+from fsdp_shard.checkpoint import RemoteStore, fsync_directory
 from fsdp_shard.doctor.findings import Finding, ok, problem, warning
-from fsdp_shard.sizes import format_size
-from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.checkpointing import check_optimizer, find_step, is_finished, read_trainer
-from fsdp_shard.training.lock import holder
+from fsdp_shard.training import TrainConfig, check_optimizer, find_step, holder, is_finished, read_trainer
+from fsdp_shard.utils import format_size
 
 _TRIAL_BYTES = 32 << 20
 _SLOW_BYTES_A_SECOND = 50e6

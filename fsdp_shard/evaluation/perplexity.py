@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import ConfigError, LossError
-from fsdp_shard.evaluation.base import EvaluateSettings, Figures
+from fsdp_shard.evaluation.config import EvaluateSettings, Figures
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from fsdp_shard.data.dataset import HeldOut
+    from fsdp_shard.data import HeldOut
 
 _LARGEST_LOSS = 700.0  # exp of more is no double
 
@@ -81,7 +81,7 @@ def evaluation_windows(data: DataConfig, tokenizer: PreTrainedTokenizerBase, cac
 
     That is data.eval_path when it is given, or the last part of data.path by data.eval_fraction. Raises DataError.
     """
-    from fsdp_shard.data.prepare import prepare_held_out
+    from fsdp_shard.data import prepare_held_out
 
     return prepare_held_out(data, tokenizer, cache_dir)
 
@@ -123,7 +123,7 @@ def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
     """Sum over `labels` [rows, length] under `logits` [rows, length, vocabulary], upcast a row at a time."""
     from torch.nn.functional import cross_entropy
 
-    from fsdp_shard.data.windows import MASKED
+    from fsdp_shard.data import MASKED
 
     return sum(
         float(cross_entropy(row.float(), of_row.to(row.device), ignore_index=MASKED, reduction="sum"))

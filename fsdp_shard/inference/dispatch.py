@@ -12,31 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard import models
-from fsdp_shard.checkpoint.files import has_file
-from fsdp_shard.checkpoint.source import locate
-from fsdp_shard.errors import CheckpointError, ModelError
-from fsdp_shard.inference.base import DispatchConfig, parse_budgets, parse_device_map
-from fsdp_shard.inference.device_map import plan_device_map
-from fsdp_shard.inference.device_plan import DevicePlan
-from fsdp_shard.inference.kv_cache import Room, cache_bytes
-from fsdp_shard.inference.quantise import check_stays, make_quantiser, quantised_blocks
-from fsdp_shard.inference.ranks import Share
-from fsdp_shard.settings import check
+from fsdp_shard.checkpoint import has_file, locate
+from fsdp_shard.errors import CheckpointError, ModelError, PlanError
+from fsdp_shard.inference.config import DispatchConfig, parse_budgets, parse_device_map
+from fsdp_shard.inference.device_map.device_plan import DevicePlan
+from fsdp_shard.inference.device_map.strategies import plan_device_map
+from fsdp_shard.inference.generation.data_parallel import Share
+from fsdp_shard.inference.generation.kv_cache_size import Room, cache_bytes
+from fsdp_shard.inference.quantization import make_quantizer, quantized_blocks
+from fsdp_shard.models import build_on_meta, load_config
+from fsdp_shard.utils import check
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from fsdp_shard.blocks import Block
-    from fsdp_shard.checkpoint.index import TensorIndex
-    from fsdp_shard.models import ModelSource
+    from fsdp_shard.checkpoint import TensorIndex
+    from fsdp_shard.models import Block, ModelSource
 
 
 def check_checkpoint(path: str | os.PathLike[str]) -> None:
     """Raise CheckpointError or ModelError unless `path` holds weights that can be read; looks at headers only."""
-    from fsdp_shard.checkpoint.merge import open_weights
+    from fsdp_shard.checkpoint import open_weights
 
     open_weights(locate(path).weights).close()
 
@@ -71,10 +69,10 @@ def load_dispatched(
     check(settings)
     # Blocks on disk are read as long as the model lives, whatever the working directory is then.
     source = locate(Path(path).expanduser().absolute() if Path(path).expanduser().exists() else path)
-    return dispatch(source, models.load_config(source, trust_remote_code), settings)
+    return dispatch_model(source, load_config(source, trust_remote_code), settings)
 
 
-def dispatch(
+def dispatch_model(
     source: ModelSource,
     config: PretrainedConfig,
     settings: DispatchConfig,
@@ -88,8 +86,7 @@ def dispatch(
     `room` is what to keep free for keys and values. `tell` is handed the plan in words before any weight is read. With
     a `share`, this is one of several ranks that each hold the model, or divide its layers.
     """
-    from fsdp_shard.checkpoint.merge import open_weights, refuse_adapter_beside
-    from fsdp_shard.checkpoint.names import match_names, untie
+    from fsdp_shard.checkpoint import match_names, open_weights, refuse_adapter_beside, untie
 
     index = open_weights(source.weights)
     refuse_adapter_beside(index)
@@ -111,12 +108,12 @@ def _divide(
     share: Share,
     tell: Callable[[str], object],
 ) -> None:
-    from fsdp_shard.inference import divided
+    from fsdp_shard.inference import tensor_parallel_dispatch
 
     assert share.layers is not None
     assert share.device is not None
-    tell(f"{index.place}: {divided.divide(model, share.layers, share.device)}")
-    divided.fill(model, index, stored)
+    tell(f"{index.place}: {tensor_parallel_dispatch.divide(model, share.layers, share.device)}")
+    tensor_parallel_dispatch.fill(model, index, stored)
     model.__dict__["hf_device_map"] = {"": str(share.device)}
 
 
@@ -129,16 +126,16 @@ def _place(
     share: Share | None,
     tell: Callable[[str], object],
 ) -> None:
-    from fsdp_shard.inference.machine import check_devices, free_cpu_bytes
-    from fsdp_shard.inference.placement import Spare, place
+    from fsdp_shard.inference.available_memory import check_devices, free_cpu_bytes
+    from fsdp_shard.inference.offload.placement import Spare, place
 
     blocks, plan = plan_dispatch(model, settings, room, share)
     check_devices([*plan.devices.values(), plan.main])
     tell(f"{index.place}: {plan.describe()}")
     hold = "cpu" in (parse_budgets(settings.max_memory) or {})
     spare = Spare(hold, max(free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0))
-    quantiser = make_quantiser(model, blocks, settings.quantize, "cpu" if plan.main == "cpu" else "cuda")
-    place(model, blocks, plan, index, stored, spare, quantiser)
+    quantizer = make_quantizer(model, blocks, settings.quantize, "cpu" if plan.main == "cpu" else "cuda")
+    place(model, blocks, plan, index, stored, spare, quantizer)
     model.__dict__["hf_device_map"] = dict(plan.devices)  # as transformers and accelerate call it
 
 
@@ -146,14 +143,14 @@ def plan_dispatch(
     model: PreTrainedModel, settings: DispatchConfig, room: Room | None = None, share: Share | None = None
 ) -> tuple[list[Block], DevicePlan]:
     """The blocks of `model` (which may be on meta) and where they would lie; budgets that are given ask no machine."""
-    from fsdp_shard.blocks import no_split_blocks
-    from fsdp_shard.inference.machine import machine_budgets
+    from fsdp_shard.inference.available_memory import machine_budgets
+    from fsdp_shard.models import no_split_blocks
 
     strategy, budgets = parse_device_map(settings.device_map), parse_budgets(settings.max_memory)
     if budgets is None:
         share = share or Share()
         budgets = {} if isinstance(strategy, dict) else machine_budgets(share.local_rank, share.num_groups)
-    blocks = quantised_blocks(model, no_split_blocks(model), settings.quantize)
+    blocks = quantized_blocks(model, no_split_blocks(model), settings.quantize)
     caches = {} if room is None else cache_bytes(model.config, blocks, model.dtype.itemsize, room)
     ties = tied_blocks(model, blocks)
     plan = plan_device_map(blocks, strategy, budgets, ties=ties, prefetch=settings.prefetch_blocks, cache_bytes=caches)
@@ -190,7 +187,7 @@ def _dtype(wanted: str, index: TensorIndex) -> torch.dtype:
     """The dtype to load in: `wanted`, or with `keep` the one that most bytes are stored in."""
     import torch
 
-    from fsdp_shard.checkpoint.dtypes import CASTABLE, to_torch
+    from fsdp_shard.checkpoint import CASTABLE, to_torch
 
     if wanted != "keep":
         return getattr(torch, wanted)  # type: ignore[no-any-return]  # one of DTYPES
@@ -207,7 +204,7 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
     """The model on meta; parameters and buffers that its class wants kept in float32 are, as in `from_pretrained`."""
     from torch import nn
 
-    model = models.build_on_meta(config, dtype, trust_remote_code=trust_remote_code).requires_grad_(False)
+    model = build_on_meta(config, dtype, trust_remote_code=trust_remote_code).requires_grad_(False)
     kept = [(re.compile(glob.replace("*", ".*")), its) for glob, its in model._get_dtype_plan(dtype).items()]
     swapped: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -235,3 +232,14 @@ def _load_generation_config(model: PreTrainedModel, source: ModelSource) -> None
                 f"{source.directory / 'generation_config.json'} is no generation config ({type(error).__name__}); "
                 "repair it, or remove it to use the defaults."
             ) from error
+
+
+def check_stays(plan: DevicePlan, kind: str) -> None:
+    """Raise PlanError when a block is streamed: it would be quantized anew for each token."""
+    streamed = [fqn for fqn in plan.devices if plan.is_streamed(fqn)]
+    if kind != "none" and streamed:
+        raise PlanError(
+            f"dispatch.quantize={kind} is for models that fit when quantized, and {len(streamed)} blocks "
+            f"({streamed[0]} first) would be on disk or beside the GPU that computes; give more memory, or leave "
+            "quantize out."
+        )

@@ -1,6 +1,6 @@
 """Linear layers with weights in 8 bits on the CPU: made a few rows at a time, and multiplied as they are.
 
-torchao makes several float32 copies of a weight to quantise it, and a bfloat16 one for each product. Here the first are
+torchao makes several float32 copies of a weight to quantize it, and a bfloat16 one for each product. Here the first are
 of a few rows, and for a few tokens the second is left out: torch has a product that reads the 8 bits
 (`_weight_int8pack_mm`).
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_PIECE = 1 << 18  # numbers that are quantised at once
+_PIECE = 1 << 18  # numbers that are quantized at once
 _MOST_ROWS = 64  # tokens; of more, torchao's copy of the weight is a small part
 _WIDTHS = 32  # torch's product reads so many numbers of a row at once, and past the end of one that has a rest
 

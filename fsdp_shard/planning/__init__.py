@@ -1,1 +1,5 @@
-"""What a run would need, computed from configs alone."""
+"""Memory estimates of a run, computed from configs alone."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

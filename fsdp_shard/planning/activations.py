@@ -19,8 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_shard.blocks import Block
-from fsdp_shard.sharding.activations import keeps_results
+from fsdp_shard.models import Block
+from fsdp_shard.sharding import keeps_results
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fsdp_shard.training.loss_head import CHUNK_BYTES, use_loss_head
+from fsdp_shard.training import CHUNK_BYTES, use_loss_head
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
 """Memory that each rank of a run needs at its fullest, from configs alone; the model is only ever on meta.
 
 What is counted, per rank: its share of the parameters, gradients and optimizer state; what is whole for a while (units
-gathered in the compute dtype, gradients before they are reduced, and the quantised weight that is multiplied with); and
+gathered in the compute dtype, gradients before they are reduced, and the quantized weight that is multiplied with); and
 what the forward pass of a micro-batch keeps.
 They are added up as if all were there at once, so the peak is an upper estimate. Not counted: the CUDA context, the
 allocator's fragmentation and the buffers of the communication library.
@@ -15,24 +15,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_shard import models
-from fsdp_shard.blocks import Block, no_split_blocks
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import ModelConfig
+from fsdp_shard.models import Block, ModelConfig, build_on_meta, no_split_blocks, num_weights, scratch_bytes
 from fsdp_shard.planning.activations import measure_activations
 from fsdp_shard.planning.head import take_out_head
 from fsdp_shard.planning.optimizer import optimizer_bytes
-from fsdp_shard.quantised import num_weights, scratch_bytes
-from fsdp_shard.sharding.activations import recomputed_fqns
-from fsdp_shard.sharding.base import ShardConfig
-from fsdp_shard.sharding.explain import explain
-from fsdp_shard.sharding.shares import Shape, itemsize
-from fsdp_shard.sharding.units import plan_units
-from fsdp_shard.training.adapter import AdapterConfig, LoraConfig
-from fsdp_shard.training.base import OptimConfig, TrainConfig
-from fsdp_shard.training.frozen import quantise_base
-from fsdp_shard.training.lora import inject
-from fsdp_shard.training.whole import assign_owners
+from fsdp_shard.sharding import Shape, ShardConfig, explain, itemsize, plan_units, recomputed_fqns
+from fsdp_shard.training import (
+    AdapterConfig,
+    LoraConfig,
+    OptimConfig,
+    TrainConfig,
+    assign_owners,
+    inject,
+    quantize_base,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -159,15 +156,15 @@ def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedM
     # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
     attention = "eager" if run.model.attention == "eager" else "sdpa"
     trust = run.model.trust_remote_code
-    model = models.build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
+    model = build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
     if isinstance(run.adapter, LoraConfig):
         inject(model, run.adapter, run.model.path, {}, run.model.task)
-        quantise_base(model, run.adapter.quantize, run.shard, {})
+        quantize_base(model, run.adapter.quantize, run.shard, {})
     return model
 
 
 def _num_weights(model: PreTrainedModel, block: Block) -> int:
-    """`block.num_params`, with what quantised weights stand for instead of their bytes."""
+    """`block.num_params`, with what quantized weights stand for instead of their bytes."""
     module = model.get_submodule(block.fqn)
     inside = {} if block.direct else num_weights(module)
     return block.num_params + sum(count - module.get_parameter(name).numel() for name, count in inside.items())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fsdp_shard.training.base import OptimConfig
+from fsdp_shard.training import OptimConfig
 
 
 def optimizer_bytes(
@@ -58,5 +58,5 @@ def _num_bytes(value: object) -> int:
         return 0
     if not hasattr(value, "__tensor_flatten__"):
         return value.numel() * value.element_size()
-    parts, _ = value.__tensor_flatten__()  # a quantised state
+    parts, _ = value.__tensor_flatten__()  # a quantized state
     return sum(_num_bytes(getattr(value, part)) for part in parts)

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from fsdp_shard.blocks import Block
+from fsdp_shard.models import Block
 from fsdp_shard.planning.memory import MemoryPlan, RankMemory
-from fsdp_shard.sizes import format_size
+from fsdp_shard.utils import format_size
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "unsharded", "activations", "peak")
 
@@ -29,7 +29,7 @@ def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
     }
 
 
-def report(plan: MemoryPlan, memory_bytes: int | None) -> str:
+def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
     """Several lines: the model, its blocks, the ranks, and whether they fit."""
     sizes = ", ".join(f"{gib(num_bytes)} in {dtype}" for dtype, num_bytes in plan.bytes_by_dtype.items())
     head = f"{plan.model_class}: {_count(plan.num_params)} parameters, {sizes}"

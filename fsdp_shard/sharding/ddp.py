@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.settings import setting
-from fsdp_shard.sharding.base import DTYPES, ShardConfig, ShardedModel
-from fsdp_shard.sharding.shares import Shape, whole_shares
-from fsdp_shard.shards import LocalShard
+from fsdp_shard.sharding.config import DTYPES, ShardConfig, ShardedModel
+from fsdp_shard.sharding.shard_sizes import Shape, whole_shares
+from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.sharding.units import Unit
+    from fsdp_shard.sharding.wrap_policy import Unit
 
 # Settings that say how parameters are divided and gathered, which here they are not.
 _MEANINGLESS = (
@@ -91,13 +91,13 @@ class DdpConfig(ShardConfig):
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
         from torch.nn.parallel import DistributedDataParallel
 
-        from fsdp_shard.sharding.activations import recompute_blocks
-        from fsdp_shard.sharding.compiling import compile_blocks
-        from fsdp_shard.sharding.materialise import empty_parameters, materialise_buffers
+        from fsdp_shard.sharding.activation_checkpointing import recompute_blocks
+        from fsdp_shard.sharding.compile import compile_blocks
+        from fsdp_shard.sharding.materialize import empty_parameters, materialize_buffers
 
         self.check_model(model)
         compile_blocks(recompute_blocks(model, self), self.compile)
-        materialise_buffers(model, context.device)
+        materialize_buffers(model, context.device)
         model.apply(empty_parameters(context.device)).to(context.device)
         # Every rank reads the same weights, so nothing is sent at the start.
         wrapped = DistributedDataParallel(
@@ -129,8 +129,8 @@ class DdpModel:
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def local_shards(self) -> dict[str, LocalShard]:
-        from fsdp_shard.sharding.activations import clean_fqn
-        from fsdp_shard.sharding.buffers import buffer_shards
+        from fsdp_shard.sharding.activation_checkpointing import clean_fqn
+        from fsdp_shard.sharding.materialize import buffer_shards
 
         params = {}
         for number, (name, param) in enumerate(self._ddp.module.named_parameters()):

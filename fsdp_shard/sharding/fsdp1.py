@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.sharding.base import ShardConfig, ShardedModel
-from fsdp_shard.sharding.shares import Shape, flat_shares, itemsize
-from fsdp_shard.shards import LocalShard
+from fsdp_shard.sharding.config import ShardConfig, ShardedModel
+from fsdp_shard.sharding.shard_sizes import Shape, flat_shares, itemsize
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
     from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.sharding.units import Unit
+    from fsdp_shard.sharding.wrap_policy import Unit
 
 
 @dataclass
@@ -80,10 +80,10 @@ class Fsdp1Config(ShardConfig):
         from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel
         from torch.distributed.fsdp.wrap import CustomPolicy
 
-        from fsdp_shard.sharding.activations import recompute_blocks
-        from fsdp_shard.sharding.compiling import compile_blocks
-        from fsdp_shard.sharding.materialise import empty_parameters, materialise_buffers
-        from fsdp_shard.sharding.units import plan_units
+        from fsdp_shard.sharding.activation_checkpointing import recompute_blocks
+        from fsdp_shard.sharding.compile import compile_blocks
+        from fsdp_shard.sharding.materialize import empty_parameters, materialize_buffers
+        from fsdp_shard.sharding.wrap_policy import plan_units
 
         self.check_model(model)
         *inner, root = plan_units(model, self)
@@ -96,7 +96,7 @@ class Fsdp1Config(ShardConfig):
         for unit in inner:
             if unit.dtype != self.param_dtype and not unit.is_bytes:
                 _cast_output(model.get_submodule(unit.fqn), self.param_dtype)
-        materialise_buffers(model, context.device)
+        materialize_buffers(model, context.device)
         with _without_warnings():
             wrapped = FullyShardedDataParallel(
                 model,
@@ -160,8 +160,8 @@ class Fsdp1Model:
         return self._fsdp.clip_grad_norm_(max_norm)  # the free function would take a rank's norm for the whole one
 
     def local_shards(self) -> dict[str, LocalShard]:
-        from fsdp_shard.sharding.activations import clean_fqn
-        from fsdp_shard.sharding.buffers import buffer_shards
+        from fsdp_shard.sharding.activation_checkpointing import clean_fqn
+        from fsdp_shard.sharding.materialize import buffer_shards
 
         writes = self._context.mesh.get_local_rank("replicate") == 0
         _show_frozen(self._fsdp)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.sharding.base import ShardConfig, ShardedModel
-from fsdp_shard.sharding.shares import Shape, row_shares
-from fsdp_shard.shards import LocalShard
+from fsdp_shard.sharding.config import ShardConfig, ShardedModel
+from fsdp_shard.sharding.shard_sizes import Shape, row_shares
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
     from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.sharding.units import Unit
+    from fsdp_shard.sharding.wrap_policy import Unit
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Fsdp2Config(ShardConfig):
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
         if self.tensor_parallel > 1:
-            from fsdp_shard.sharding.tensor import check_plan
+            from fsdp_shard.sharding.tensor_parallel import check_plan
 
             check_plan(model, self.tensor_parallel)
         if self.expert_parallel > 1:
-            from fsdp_shard.sharding.experts import check_experts
+            from fsdp_shard.sharding.expert_parallel import check_experts
 
             check_experts(model, self.expert_parallel)
         for name, param in model.named_parameters():
@@ -59,15 +59,15 @@ class Fsdp2Config(ShardConfig):
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-        from fsdp_shard.sharding.activations import recompute_blocks
-        from fsdp_shard.sharding.compiling import compile_blocks
-        from fsdp_shard.sharding.materialise import materialise_buffers
-        from fsdp_shard.sharding.units import plan_units
+        from fsdp_shard.sharding.activation_checkpointing import recompute_blocks
+        from fsdp_shard.sharding.compile import compile_blocks
+        from fsdp_shard.sharding.materialize import materialize_buffers
+        from fsdp_shard.sharding.wrap_policy import plan_units
 
         self.check_model(model)
         units = plan_units(model, self)
         if self.tensor_parallel > 1:
-            from fsdp_shard.sharding.tensor import divide_layers
+            from fsdp_shard.sharding.tensor_parallel import divide_layers
 
             divide_layers(model, context.mesh["tensor"])
             # Logits of divided heads are a view of what was gathered; nothing here changes them in place.
@@ -75,7 +75,7 @@ class Fsdp2Config(ShardConfig):
         experts: Mapping[str, nn.Module] = {}
         if self.expert_parallel > 1:
             assert context.num_expert_ranks == self.expert_parallel
-            from fsdp_shard.sharding.experts import divide_experts
+            from fsdp_shard.sharding.expert_parallel import divide_experts
 
             experts = divide_experts(model, context)
         blocks = recompute_blocks(model, self)
@@ -87,7 +87,7 @@ class Fsdp2Config(ShardConfig):
         }
         if self.cpu_offload:
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
-        materialise_buffers(model, context.device)
+        materialize_buffers(model, context.device)
         *inner, root = units
         self._shard_experts(experts, context, settings)
         for unit in (unit for unit in inner if unit.fqn not in experts):
@@ -96,7 +96,7 @@ class Fsdp2Config(ShardConfig):
         # would only gather them twice.
         fully_shard(model, mp_policy=self._precision(root), **(settings | {"reshard_after_forward": False}))
         self._prefetch([module for module in model.modules() if isinstance(module, FSDPModule) and module is not model])
-        _materialise(model, torch.device("cpu") if self.cpu_offload else context.device)
+        _materialize(model, torch.device("cpu") if self.cpu_offload else context.device)
         assert isinstance(model, FSDPModule)
         return Fsdp2Model(model, context)
 
@@ -106,7 +106,7 @@ class Fsdp2Config(ShardConfig):
         import torch
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        from fsdp_shard.sharding.experts import average_over
+        from fsdp_shard.sharding.expert_parallel import average_over
 
         # What comes in has the dtype that the block around it chose: routing weights may be wider.
         dtypes = {name: getattr(torch, getattr(self, name)) for name in ("param_dtype", "reduce_dtype")}
@@ -164,7 +164,7 @@ class Fsdp2Model:
         from torch.distributed.tensor import DTensor
 
         if self._context.divides_modules:
-            from fsdp_shard.sharding.tensor import clip_grads
+            from fsdp_shard.sharding.tensor_parallel import clip_grads
 
             return clip_grads(self.module.parameters(), max_norm)
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
@@ -173,9 +173,9 @@ class Fsdp2Model:
     def local_shards(self) -> dict[str, LocalShard]:
         from torch.distributed.tensor import DTensor
 
-        from fsdp_shard.sharding.activations import clean_fqn
-        from fsdp_shard.sharding.buffers import buffer_shards
-        from fsdp_shard.sharding.tensor import is_divided, local_box, part_of
+        from fsdp_shard.sharding.activation_checkpointing import clean_fqn
+        from fsdp_shard.sharding.materialize import buffer_shards
+        from fsdp_shard.sharding.tensor_parallel import is_divided, local_box, part_of
 
         self._reshard()
         mesh = self._context.mesh
@@ -198,7 +198,7 @@ class Fsdp2Model:
                 module.reshard()
 
 
-def _materialise(model: nn.Module, device: torch.device) -> None:
+def _materialize(model: nn.Module, device: torch.device) -> None:
     """Give every sharded parameter its own rows on `device`, unfilled; tied parameters stay tied, buffers stay put."""
     import torch
     from torch.distributed.tensor import DTensor

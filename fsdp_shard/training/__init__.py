@@ -1,1 +1,5 @@
-"""The optimizer step and the loop around it, over any model that keeps the `ShardedModel` protocol."""
+"""Training a sharded model: the loop, optimizers, losses, LoRA, logging, and the checkpoints of a run."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

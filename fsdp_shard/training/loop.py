@@ -15,22 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_shard.data.batch import evaluation_batches
-from fsdp_shard.data.dataset import Dataset
-from fsdp_shard.data.report import sources_seen
-from fsdp_shard.data.stream import go_to, place_in
+from fsdp_shard.data import Dataset, evaluation_batches, go_to, place_in, sources_seen
 from fsdp_shard.errors import LossError
-from fsdp_shard.memory import keep_freed_memory
-from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.schedule import learning_rate
+from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import seed_all, step_seed
-from fsdp_shard.training.signals import StopSignal
-from fsdp_shard.training.state import TrainerState
 from fsdp_shard.training.step import forward_loss, train_step
+from fsdp_shard.training.stop_signal import StopSignal
+from fsdp_shard.training.trainer_state import TrainerState
+from fsdp_shard.utils import keep_freed_memory
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.sharding.base import ShardedModel
+    from fsdp_shard.sharding import ShardedModel
 
 
 @dataclass(frozen=True)

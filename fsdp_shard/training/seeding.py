@@ -12,11 +12,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fsdp_shard.environment import set_environment
+from fsdp_shard.utils import set_environment
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """A 63-bit seed that is unrelated for neighbouring steps, ranks and seeds."""
+    """A 63-bit seed that is unrelated for neighboring steps, ranks and seeds."""
     digest = hashlib.blake2b(f"fsdp-shard {seed} {step} {rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -20,19 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fsdp_shard.data.batch import micro_batches
-from fsdp_shard.data.dataset import Dataset
-from fsdp_shard.data.report import source_names, source_predictions
-from fsdp_shard.data.windows import Batch
-from fsdp_shard.memory import device_peak_bytes
-from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.loss import cross_entropy
-from fsdp_shard.training.loss_head import giving_loss
-from fsdp_shard.training.signals import STOP_SIGNALS, StopSignal
+from fsdp_shard.data import Batch, Dataset, micro_batches, source_names, source_predictions
+from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.loss.cross_entropy import cross_entropy
+from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
+from fsdp_shard.training.stop_signal import STOP_SIGNALS, StopSignal
+from fsdp_shard.utils import device_peak_bytes
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.sharding.base import ShardedModel
+    from fsdp_shard.sharding import ShardedModel
 
 
 @dataclass(frozen=True)

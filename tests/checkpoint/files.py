@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdp_shard.checkpoint import layout
-from fsdp_shard.checkpoint.dtypes import TensorSpec, from_torch_name
-from fsdp_shard.checkpoint.index import TensorIndex, open_checkpoint, tensor_bytes
+from fsdp_shard.checkpoint.index import TensorIndex, tensor_bytes
+from fsdp_shard.checkpoint.io.dtypes import TensorSpec, from_torch_name
+from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.steps import file_plan
 from fsdp_shard.errors import CheckpointError
 
 Tensors = Mapping[str, torch.Tensor]
@@ -63,7 +64,7 @@ def write_ranks(
             (spec_of(name, tensor), edges[name][rank], edges[name][rank + 1] - edges[name][rank])
             for name, tensor in tensors.items()
         ]
-        plan = layout.plan_sharded(pieces, rank, world_size, step=step, save=save, aliases=aliases)
+        plan = file_plan.plan_sharded(pieces, rank, world_size, step=step, save=save, aliases=aliases)
         data = bytearray(plan.header) + bytearray(plan.num_bytes - len(plan.header))
         for spec, start, count in pieces:
             if count:

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import save_file
 
-from fsdp_shard.checkpoint import dtypes
-from fsdp_shard.checkpoint.base import ConvertConfig
-from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.config import ConvertConfig
+from fsdp_shard.checkpoint.conversion import convert
+from fsdp_shard.checkpoint.digests import digest_tensor
+from fsdp_shard.checkpoint.io import dtypes
+from fsdp_shard.checkpoint.open import open_checkpoint
 from tests.checkpoint.files import assert_same, random_tensor, write_ranks
 
 Tensors = dict[str, torch.Tensor]
@@ -90,7 +90,7 @@ def settings_of(name: str, data: st.DataObject) -> dict[str, Any]:
 def content(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     """({name: digest}, {tied name: kept name})."""
     with open_checkpoint(path) as index:
-        return {name: index.digest(name) for name in index.names}, index.aliases
+        return {name: digest_tensor(index, name) for name in index.names}, index.aliases
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)

@@ -6,20 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from fsdp_shard.checkpoint.entries import Piece, TensorEntry
-from fsdp_shard.checkpoint.index import TensorIndex, checked, open_checkpoint
+from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, checked
+from fsdp_shard.checkpoint.open import open_checkpoint
 from fsdp_shard.errors import CheckpointError
-from tests.checkpoint.files import (
-    assert_same,
-    even_edges,
-    random_tensor,
-    raw_bytes,
-    write_huggingface,
-    write_ranks,
-)
+from tests.checkpoint.files import assert_same, even_edges, random_tensor, raw_bytes, write_huggingface, write_ranks
 
 DTYPES = [
     torch.float64,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fsdp_shard.checkpoint.index import open_checkpoint
-from fsdp_shard.checkpoint.layout import SHARD_KEY, plan_gathered, shard_name
+from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.steps.file_plan import SHARD_KEY, plan_gathered, shard_name
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_refused, edit_header, even_edges, spec_of, write_huggingface, write_ranks
 

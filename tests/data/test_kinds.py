@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_shard import settings
-from fsdp_shard.data.base import DataConfig, check_data, check_tokenizer
-from fsdp_shard.data.examples import ExampleFile, encode_source
+from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds.registry import kind_of
-from fsdp_shard.data.prepare import prepare
-from fsdp_shard.data.readers import Row
-from fsdp_shard.data.sources import open_source
-from fsdp_shard.data.windows import MASKED, NO_WINDOW
+from fsdp_shard.data.prepare import prepare_data
+from fsdp_shard.data.samples.windows import MASKED, NO_WINDOW
+from fsdp_shard.data.sources.readers import Row
+from fsdp_shard.data.sources.source import open_source
+from fsdp_shard.data.tokenized.example_cache import ExampleFile, encode_source
+from fsdp_shard.data.validate import check_data, check_tokenizer
 from fsdp_shard.errors import ConfigError, DataError
+from fsdp_shard.utils import check
 from tests.data.conftest import END, byte_tokenizer
-from tests.data.test_base import write
+from tests.data.test_config import write
 
 # ChatML, which marks nothing; the same with marks; Qwen3's way of changing with the last turn; Llama 2's of trimming.
 CHATML = (
@@ -165,7 +166,7 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
     rows = [("a" * 9, "b"), ("a" * 3, "bcdefgh"), ("a", "b"), ("aa", "")]
     path = write(tmp_path / "a.csv", "source,target\n" + "".join(f"{a},{b}\n" for a, b in rows))
     config = DataConfig(path=path, kind="pairs", sequence_length=8, cache_dir=str(tmp_path / "cache"))
-    samples = prepare(config, byte_tokenizer())
+    samples = prepare_data(config, byte_tokenizer())
     assert samples.notes == (
         "train: 4 rows, 28 tokens, 1 rows dropped that have nothing to learn, 1 dropped as nothing to learn lies in "
         "their first 8 tokens, 1 cut to 8 tokens, each in a window of up to 8",
@@ -180,16 +181,16 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
     ]
     assert samples.train.num_predictions == 7
     with pytest.raises(DataError, match=r"nothing is left to train on. Give a larger data\.sequence_length"):
-        prepare(dataclasses.replace(config, sequence_length=1), byte_tokenizer())
+        prepare_data(dataclasses.replace(config, sequence_length=1), byte_tokenizer())
 
 
 def test_held_out_rows(tmp_path: Path) -> None:
     config = DataConfig(path=rows_file(tmp_path / "a.jsonl", 50), kind="pairs", sequence_length=64, eval_fraction=0.2)
-    samples = prepare(config, byte_tokenizer(), tmp_path / "cache")
+    samples = prepare_data(config, byte_tokenizer(), tmp_path / "cache")
     assert samples.held_out is not None
     assert (len(samples.train), len(samples.held_out)) == (38, 9)
     assert len({samples.train.identity, samples.held_out.identity, samples.held_out.head(3).identity}) == 3
-    whole = prepare(
+    whole = prepare_data(
         DataConfig(path=config.path, kind="pairs", sequence_length=64), byte_tokenizer(), tmp_path / "cache"
     )
     expected = whole.train.batch(np.arange(38, 47))
@@ -232,4 +233,4 @@ def test_plain_text_has_no_rows(tmp_path: Path) -> None:
 )
 def test_settings_that_would_do_nothing(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        settings.check(DataConfig(path="x", **values))
+        check(DataConfig(path="x", **values))

@@ -9,25 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from fsdp_shard import settings
-from fsdp_shard.compose import compose, write_config
-from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data.base import DataConfig, check_data, mixture_of, sources_of
-from fsdp_shard.data.batch import micro_batches
-from fsdp_shard.data.mixture import Mixture
-from fsdp_shard.data.mixture_base import MixtureSource
-from fsdp_shard.data.prepare import Samples, open_samples, prepare, tokenise_all
-from fsdp_shard.data.report import data_figures, source_predictions, sources_seen
-from fsdp_shard.data.shares import LONGEST_ROUND, counts_before, places_until, turns, whole_shares
+from fsdp_shard.config import FinetuneConfig, compose_jobs, write_config
+from fsdp_shard.data.config import DataConfig, MixtureSource, mixture_of, sources_of
+from fsdp_shard.data.prepare import Samples, open_samples, prepare_data, tokenize_all
+from fsdp_shard.data.samples.micro_batches import micro_batches
+from fsdp_shard.data.samples.mixture import Mixture
+from fsdp_shard.data.samples.mixture_schedule import LONGEST_ROUND, counts_before, places_until, turns, whole_shares
+from fsdp_shard.data.samples.windows import NO_WINDOW, WindowDataset
+from fsdp_shard.data.statistics import data_figures, source_predictions, sources_seen
 from fsdp_shard.data.task import MASKED_LM, Task, check_task
-from fsdp_shard.data.windows import NO_WINDOW, WindowDataset
+from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import ConfigError, DataError
-from fsdp_shard.evaluation.base import check_text
+from fsdp_shard.evaluation import check_text
+from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer
-from tests.data.test_base import write
+from tests.data.test_config import write
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
@@ -89,13 +87,13 @@ def config(tmp_path: Path) -> DataConfig:
 
 
 def test_its_order_is_that_of_a_plain_loop_over_the_sources(config: DataConfig, tokenizer: Any) -> None:
-    samples = prepare(config, tokenizer)
+    samples = prepare_data(config, tokenizer)
     mixed = samples.train
     assert isinstance(mixed, Mixture)
     assert mixed.names == ("asked", "books", "web")
     assert mixed.shares == (1, 2, 1)
     # What each source gives on its own, one sample at a time, epoch after epoch.
-    plain = {name: prepare(source, tokenizer).train for name, source in sources_of(config).items()}
+    plain = {name: prepare_data(source, tokenizer).train for name, source in sources_of(config).items()}
     epochs: dict[str, list[int]] = {name: [] for name in plain}
     drawn, at = [], dict.fromkeys(plain, 0)
     batch = mixed.batch(mixed.order(3, 0, 60))
@@ -148,7 +146,7 @@ def _matches(dataset: Any, batch: Any, row: int) -> list[bool]:
 
 
 def test_any_cut_of_the_order_and_any_ranks_give_the_same_samples(config: DataConfig, tokenizer: Any) -> None:
-    mixed = prepare(config, tokenizer).train
+    mixed = prepare_data(config, tokenizer).train
     whole = mixed.order(1, 0, 96).tolist()
     assert [int(i) for first in range(0, 96, 8) for i in mixed.order(1, first, 8)] == whole
     assert mixed.order(2, 0, 96).tolist() != whole
@@ -158,15 +156,15 @@ def test_any_cut_of_the_order_and_any_ranks_give_the_same_samples(config: DataCo
         assert together.tolist() == whole[8:16]
     # The order of the settings does not matter, the weights do.
     turned = DataConfig(**{**vars(config), "mixture": dict(reversed(config.mixture.items()))})
-    again = prepare(turned, tokenizer).train
+    again = prepare_data(turned, tokenizer).train
     assert (again.identity, again.order(1, 0, 96).tolist()) == (mixed.identity, whole)
     config.mixture["web"].weight = 5
-    assert prepare(config, tokenizer).train.identity != mixed.identity
+    assert prepare_data(config, tokenizer).train.identity != mixed.identity
 
 
 def test_a_part_of_each_source_is_held_out(config: DataConfig, tokenizer: Any) -> None:
     config.eval_fraction = 0.4
-    samples = prepare(config, tokenizer)
+    samples = prepare_data(config, tokenizer)
     assert isinstance(samples.train, Mixture)
     assert isinstance(samples.held_out, Mixture)
     assert [len(part) for part in samples.train.parts] == [2, 3, 8]
@@ -185,7 +183,7 @@ def test_what_is_hidden_differs_between_epochs(tmp_path: Path) -> None:
     config = DataConfig(mixture=sources, sequence_length=16, cache_dir=str(tmp_path / "cache"))
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "[MASK]"})
-    samples: Samples = open_samples(config, tokenise_all(config, tokenizer, task=MASKED_LM), Task(MASKED_LM), seed=1)
+    samples: Samples = open_samples(config, tokenize_all(config, tokenizer, task=MASKED_LM), Task(MASKED_LM), seed=1)
     mixed = samples.train
     order = mixed.order(0, 0, 4 * len(mixed))
     assert len(set(order.tolist())) == len(order), "numbers count on through the epochs"
@@ -197,12 +195,12 @@ def test_it_is_given_on_a_command_line_and_written_down(tmp_path: Path, config: 
     path = config.mixture["web"].path
     given = f"data.mixture={{books:{{path:'{path}',weight:2}},web:{{path:'{path}',kind:chat}}}}"
     arguments = ["model.path=org/name", given, f"run_dir={tmp_path / 'run'}"]
-    (job,) = compose(FinetuneConfig, arguments, "fsdp-shard finetune")
+    (job,) = compose_jobs(FinetuneConfig, arguments, "fsdp-shard finetune")
     assert job.config.data.mixture == {"books": {"path": path, "weight": 2}, "web": {"path": path, "kind": "chat"}}
     assert mixture_of(job.config.data) == {"books": MixtureSource(path, 2), "web": MixtureSource(path, kind="chat")}
     write_config(job.config)
     rerun = ["--config-dir", str(tmp_path / "run"), "--config-name", "config"]
-    (again,) = compose(FinetuneConfig, rerun, "fsdp-shard finetune")
+    (again,) = compose_jobs(FinetuneConfig, rerun, "fsdp-shard finetune")
     assert again.config == job.config
 
 
@@ -222,7 +220,7 @@ def test_it_is_given_on_a_command_line_and_written_down(tmp_path: Path, config: 
 )
 def test_what_is_wrong_with_it_is_named(given: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        compose(FinetuneConfig, ["model.path=org/name", given], "fsdp-shard finetune")
+        compose_jobs(FinetuneConfig, ["model.path=org/name", given], "fsdp-shard finetune")
 
 
 @pytest.mark.parametrize(
@@ -235,11 +233,11 @@ def test_what_is_wrong_with_it_is_named(given: str, words: str) -> None:
 )
 def test_settings_at_odds_with_it(config: DataConfig, more: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        settings.check(DataConfig(**{**vars(config), "path": "", **more}))
+        check(DataConfig(**{**vars(config), "path": "", **more}))
 
 
 def test_errors_name_the_source(config: DataConfig, tmp_path: Path) -> None:
-    settings.check(DataConfig(**{**vars(config), "path": ""}))
+    check(DataConfig(**{**vars(config), "path": ""}))
     check_data(config)
     with pytest.raises(ConfigError, match=r"data\.mixture\.web\.kind=text does not fit model\.task=seq2seq"):
         check_task("seq2seq", config)

@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_shard.data.base import DataConfig
-from fsdp_shard.data.packing import PackedDataset, best_fit
-from fsdp_shard.data.prepare import prepare
-from fsdp_shard.data.windows import MASKED, NO_WINDOW
+from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.prepare import prepare_data
+from fsdp_shard.data.samples.packing import PackedDataset, best_fit
+from fsdp_shard.data.samples.windows import MASKED, NO_WINDOW
 from fsdp_shard.errors import ModelError
-from fsdp_shard.positions import check_packing
+from fsdp_shard.models import check_packing
 from tests.data.conftest import END, byte_tokenizer
-from tests.data.test_base import write
+from tests.data.test_config import write
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "some", "more", "of", "it"]
 
@@ -50,7 +49,7 @@ def config_of(tmp_path: Path, packing: bool, length: int = 64) -> DataConfig:
 
 
 def test_every_token_is_predicted_once_and_documents_are_apart(tmp_path: Path) -> None:
-    samples = prepare(config_of(tmp_path, True, 32), byte_tokenizer(), tmp_path / "cache")
+    samples = prepare_data(config_of(tmp_path, True, 32), byte_tokenizer(), tmp_path / "cache")
     packed = samples.train
     assert isinstance(packed, PackedDataset)
     batch = packed.batch(range(len(packed)))
@@ -77,13 +76,13 @@ def test_any_windows_are_like_the_others(tmp_path: Path) -> None:
     lines = [f"{n:0{1 + n * 31 // 400}d}" for n in range(400)]
     path = write(tmp_path / "a.txt", "\n".join(lines) + "\n")
     config = DataConfig(path=path, sample_by="line", packing=True, sequence_length=32)
-    packed = prepare(config, byte_tokenizer(), tmp_path / "cache").train
+    packed = prepare_data(config, byte_tokenizer(), tmp_path / "cache").train
     assert isinstance(packed, PackedDataset)
     rows = np.diff(packed.starts)
     half = len(rows) // 2
     assert rows.max() > 1.5 * rows.min()
     assert 0.8 < rows[:half].mean() / rows[half:].mean() < 1.25
-    again = prepare(config, byte_tokenizer(), tmp_path / "cache").train
+    again = prepare_data(config, byte_tokenizer(), tmp_path / "cache").train
     assert isinstance(again, PackedDataset)
     assert packed.places.tolist() == again.places.tolist()
 
@@ -127,7 +126,7 @@ def test_logits_are_those_of_each_document_alone(tmp_path: Path, family: str, at
     config = model.config
     config.architectures = [type(model).__name__]
     check_packing(config)
-    packed = prepare(config_of(tmp_path, True), byte_tokenizer(), tmp_path / "cache").train
+    packed = prepare_data(config_of(tmp_path, True), byte_tokenizer(), tmp_path / "cache").train
     apart = packed.rows  # type: ignore[attr-defined]
     windows = sorted(range(len(packed)), key=lambda window: -len(packed._places(window)))[:3]  # type: ignore[attr-defined]
     batch = packed.batch(windows)

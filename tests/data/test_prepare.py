@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from fsdp_shard.data.base import DataConfig
-from fsdp_shard.data.prepare import prepare, prepare_on_ranks
+from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.prepare import prepare_data, prepare_on_ranks
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import DataError, ModelError
 from tests.data.conftest import byte_tokenizer
-from tests.data.test_base import write
-from tests.ranks import on_ranks
+from tests.data.test_config import write
+from tests.support.ranks import on_ranks
 
 TEXT = "".join(chr(ord("a") + i % 26) for i in range(101))
 
 
 def test_all_of_it_is_trained_by_default(tmp_path: Path, tokenizer: Any) -> None:
     config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8)
-    windows = prepare(config, tokenizer, tmp_path / "cache")
+    windows = prepare_data(config, tokenizer, tmp_path / "cache")
     assert windows.held_out is None
     assert windows.train.tokens.tolist() == [*TEXT.encode()]
     assert windows.notes == ("train: 1 documents, 101 tokens, 13 windows of 8, the last padded by 4",)
@@ -31,7 +31,7 @@ def test_all_of_it_is_trained_by_default(tmp_path: Path, tokenizer: Any) -> None
 @pytest.mark.parametrize(("fraction", "num_held_out"), [(0.01, 1), (0.25, 3), (0.5, 6)])
 def test_the_last_windows_are_held_out(tmp_path: Path, tokenizer: Any, fraction: float, num_held_out: int) -> None:
     config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8, eval_fraction=fraction)
-    windows = prepare(config, tokenizer, tmp_path / "cache")
+    windows = prepare_data(config, tokenizer, tmp_path / "cache")
     assert windows.held_out is not None
     assert (len(windows.train), len(windows.held_out)) == (13 - num_held_out, num_held_out)
     assert windows.train.num_predictions + windows.held_out.num_predictions == 100
@@ -44,7 +44,7 @@ def test_what_is_not_read_of_a_directory_is_told(tmp_path: Path, tokenizer: Any)
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         write(tmp_path / name, TEXT)
     config = DataConfig(path=f"{tmp_path}/a", sequence_length=8, eval_path=f"{tmp_path}/a/a.txt")
-    notes = prepare(config, tokenizer, tmp_path / "cache").notes
+    notes = prepare_data(config, tokenizer, tmp_path / "cache").notes
     assert notes[0] == f"{tmp_path}/a: 3 of its files are not read, by their names (.gz, .pdf, no ending)"
     assert notes[1].startswith("train: 2 documents")
     assert len(notes) == 3
@@ -53,7 +53,7 @@ def test_what_is_not_read_of_a_directory_is_told(tmp_path: Path, tokenizer: Any)
 def test_one_window_cannot_be_divided(tmp_path: Path, tokenizer: Any) -> None:
     config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=100, eval_fraction=0.5)
     with pytest.raises(DataError, match="a single window"):
-        prepare(config, tokenizer, tmp_path / "cache")
+        prepare_data(config, tokenizer, tmp_path / "cache")
 
 
 def test_held_out_text_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
@@ -63,7 +63,7 @@ def test_held_out_text_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
         sequence_length=8,
         cache_dir=str(tmp_path / "own cache"),
     )
-    windows = prepare(config, tokenizer)
+    windows = prepare_data(config, tokenizer)
     assert windows.held_out is not None
     assert windows.held_out.tokens.tolist() == [*b"held", 256, *b"out"]
     assert (

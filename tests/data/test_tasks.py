@@ -12,23 +12,24 @@ import pytest
 from tokenizers.processors import RobertaProcessing
 from transformers import BertConfig, GPT2Config, T5Config
 
-from fsdp_shard.data.base import DataConfig, check_data
-from fsdp_shard.data.masked import MaskedWindows
-from fsdp_shard.data.prepare import Samples, open_samples, tokenise_all
+from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.prepare import Samples, open_samples, tokenize_all
+from fsdp_shard.data.samples.masked_lm import MaskedWindows
+from fsdp_shard.data.samples.windows import MASKED, NO_WINDOW
 from fsdp_shard.data.task import SpecialTokens, Task, check_task
-from fsdp_shard.data.windows import MASKED, NO_WINDOW
+from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import ConfigError, DataError, ModelError
-from fsdp_shard.evaluation.base import check_text
+from fsdp_shard.evaluation import check_text
 from fsdp_shard.models import check_task as check_model_task
 from tests.data.conftest import byte_tokenizer
-from tests.data.test_base import write
+from tests.data.test_config import write
 
 SPECIAL = SpecialTokens(mask=300, begin=(301,), end=(302,), vocabulary=256)
 
 
 def opened(config: DataConfig, cache: Path, task: Task, tokenizer: Any = None) -> Samples:
-    tokenised = tokenise_all(config, tokenizer or byte_tokenizer(), cache, task.name)
-    return open_samples(config, tokenised, task, seed=3)
+    tokenized = tokenize_all(config, tokenizer or byte_tokenizer(), cache, task.name)
+    return open_samples(config, tokenized, task, seed=3)
 
 
 def test_pairs_for_seq2seq_models(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_windows_of_a_masked_model_begin_once(tmp_path: Path) -> None:
     whole = np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[batch.others["attention_mask"] == 1]
     assert whole.tolist() == [begin, *b"abc", end, *b"de", end]
     assert samples.train.special.all == tuple(sorted((begin, end, mask)))  # type: ignore[attr-defined]
-    streamed = open_samples(stream, tokenise_all(stream, tokenizer, None, "masked_lm"), task, 3, lambda: tokenizer)
+    streamed = open_samples(stream, tokenize_all(stream, tokenizer, None, "masked_lm"), task, 3, lambda: tokenizer)
     batch = streamed.train.batch([0])
     assert np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[0].tolist().count(begin) == 1
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from fsdp_shard.data.windows import MASKED, NO_WINDOW, WindowDataset
+from fsdp_shard.data.samples.windows import MASKED, NO_WINDOW, WindowDataset
 
 
 def dataset(num_tokens: int, length: int) -> WindowDataset:

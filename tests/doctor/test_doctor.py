@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint.base import CheckpointConfig
+from fsdp_shard.checkpoint import CheckpointConfig
 from fsdp_shard.doctor.run import num_at_once
-from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.lock import LOCK, holder
-from tests.runs import Ended, run_recipe
+from fsdp_shard.training import LOCK, TrainConfig, holder
+from tests.support.runs import Ended, run_recipe
 
 
 def _lines(ended: Ended) -> dict[str, list[tuple[str, str]]]:

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
-from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import ConfigError, DataError, LossError
-from fsdp_shard.evaluation.base import check_text
+from fsdp_shard.evaluation.config import check_text
 from fsdp_shard.evaluation.perplexity import Perplexity, check_context, evaluation_windows, perplexity
-from fsdp_shard.inference.dispatch import load_dispatched
-from tests.runs import run_recipe
-from tests.tiny import byte_tokenizer, llama_config
+from fsdp_shard.inference import load_dispatched
+from tests.support.runs import run_recipe
+from tests.support.tiny import byte_tokenizer, llama_config
 
 LENGTH = 48
 

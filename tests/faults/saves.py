@@ -20,15 +20,19 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_shard.checkpoint import points
-from fsdp_shard.checkpoint.checks.verify import verify
-from fsdp_shard.checkpoint.index import open_checkpoint
-from fsdp_shard.checkpoint.staging import Staging
-from fsdp_shard.checkpoint.state import RunState, save_step, step_trainer
-from fsdp_shard.checkpoint.store import OPTIMIZER, Store
-from fsdp_shard.distributed import DistributedContext, distributed
-from fsdp_shard.shards import LocalShard
-from fsdp_shard.training.saving import Flight
+from fsdp_shard.checkpoint import (
+    FAULTS,
+    OPTIMIZER,
+    RunState,
+    Staging,
+    Store,
+    open_checkpoint,
+    save_step,
+    step_trainer,
+    verify,
+)
+from fsdp_shard.distributed import DistributedContext, LocalShard, distributed
+from fsdp_shard.training import Flight
 
 WORLD_SIZE = 2
 # Whether `make faults` runs the suite: the same faults, more often.
@@ -105,7 +109,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, point: str, victim: int) -> None:
         if name == point and os.environ["RANK"] == str(victim) and reached.count(point) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(points, "hook", hook)
+    monkeypatch.setattr(FAULTS, "hook", hook)
 
 
 def in_fork(function: Callable[..., Any], *args: Any, seconds: float = 200) -> Any:
@@ -113,7 +117,7 @@ def in_fork(function: Callable[..., Any], *args: Any, seconds: float = 200) -> A
     receiver, sender = _FORK.Pipe(duplex=False)
 
     def work() -> None:
-        gc.freeze()  # as in tests/ranks.py
+        gc.freeze()  # as in tests/support/ranks.py
         torch.set_num_threads(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
@@ -163,7 +167,7 @@ class Ranks:
 
 
 def _rank_main(rank: int, meeting: Path, function: Callable[..., None], args: Any) -> None:
-    gc.freeze()  # as in tests/ranks.py
+    gc.freeze()  # as in tests/support/ranks.py
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_RANK=str(rank))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a rank that loses the other says so, at length

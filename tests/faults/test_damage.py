@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint.checks.verify import verify
-from fsdp_shard.compose import compose
-from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.checkpoint import verify
+from fsdp_shard.cli import load_recipe
+from fsdp_shard.config import FinetuneConfig, compose_jobs
 from fsdp_shard.errors import FsdpShardError
-from fsdp_shard.recipe import load_recipe
 from tests.faults.counts import count
 from tests.faults.saves import LONG, in_fork
-from tests.runs import RECIPES, Ended, run_recipe
+from tests.support.runs import RECIPES, Ended, run_recipe
 
 _NUM_FLIPS = 500 if LONG else 50  # of each layout
 
@@ -47,7 +46,7 @@ def _go_on(settings: list[str], run_dirs: list[Path]) -> list[str]:
     """What a run of two steps says to each of the directories: an error, or nothing when it went on."""
     recipe, said = load_recipe(RECIPES / "finetune.py"), []
     for run_dir in run_dirs:
-        (job,) = compose(FinetuneConfig, [*settings, f"run_dir={run_dir}", "train.steps=2"], "finetune")
+        (job,) = compose_jobs(FinetuneConfig, [*settings, f"run_dir={run_dir}", "train.steps=2"], "finetune")
         try:
             assert recipe.check is not None
             recipe.check(job.config)

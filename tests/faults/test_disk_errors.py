@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint.state import save_step
-from fsdp_shard.checkpoint.store import Store
+from fsdp_shard.checkpoint import Store, save_step
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import SaveError
 from tests.faults.counts import count

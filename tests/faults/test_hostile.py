@@ -24,17 +24,14 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_shard.cli import dispatch
-from fsdp_shard.compose import compose, write_config
-from fsdp_shard.config import schema_of
+from fsdp_shard.cli import Recipe, load_recipe, run_command, tell
+from fsdp_shard.config import compose_jobs, schema_of, write_config
 from fsdp_shard.errors import FsdpShardError
-from fsdp_shard.recipe import Recipe, load_recipe
-from fsdp_shard.shell import tell
 from tests.checkpoint import test_malformed
-from tests.checkpoint.torch_save import test_bad_pickles
+from tests.checkpoint.torch_pickle import test_bad_pickles
 from tests.faults.counts import count
 from tests.faults.saves import LONG, in_fork
-from tests.runs import RECIPES
+from tests.support.runs import RECIPES
 
 _CASES = {f"{name} (safetensors)": case for name, case in test_malformed.CASES.items()}
 _CASES |= {f"{name} (torch.save)": case for name, case in test_bad_pickles.CASES.items()}
@@ -80,7 +77,7 @@ class _Commands:
             "finetune": ["model.path=x", text, "data.sequence_length=16", "train.steps=1", "launch.device=cpu"],
         }
         for command, arguments in settings.items():
-            (job,) = compose(schema_of(command), [*arguments, f"run_dir={place}/run"], command)
+            (job,) = compose_jobs(schema_of(command), [*arguments, f"run_dir={place}/run"], command)
             self._recipes[command], self._configs[command] = load_recipe(RECIPES / f"{command}.py"), job.config
         self._configs["finetune"].data.cache_dir = str(place / "tokens")
 
@@ -88,9 +85,9 @@ class _Commands:
         self._number += 1
         run_dir = self._place / f"run-{self._number}"
         if command in ("inspect", "verify"):
-            dispatch([command, str(root)])
+            run_command([command, str(root)])
         elif command == "diff":
-            dispatch([command, str(root), str(root)])
+            run_command([command, str(root), str(root)])
         else:
             config, recipe = copy.deepcopy(self._configs[command]), self._recipes[command]
             config.run_dir = str(run_dir)
@@ -246,7 +243,7 @@ def _spend_token(place: Path, texts: Path, path: str) -> str:
     out = io.StringIO()
     arguments = [f"model.path={path}", f"data.path={texts}/held_out.txt", "train.steps=1", "launch.device=cpu"]
     arguments += ["data.sequence_length=16", f"run_dir={place}/run", f"data.cache_dir={place}/tokens"]
-    (job,) = compose(schema_of("finetune"), arguments, "finetune")
+    (job,) = compose_jobs(schema_of("finetune"), arguments, "finetune")
     recipe = load_recipe(RECIPES / "finetune.py")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         write_config(job.config)

@@ -13,12 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import points
-from fsdp_shard.checkpoint.fetch import fetch_latest, fetch_step
-from fsdp_shard.checkpoint.remote import RemoteStore
-from fsdp_shard.checkpoint.state import save_step
-from fsdp_shard.checkpoint.store import Store
-from fsdp_shard.checkpoint.upload import catch_up, prune_remote, upload_step
+from fsdp_shard.checkpoint import (
+    REMOTE_POINTS,
+    RemoteStore,
+    Store,
+    catch_up,
+    fetch_latest,
+    fetch_step,
+    prune_remote,
+    save_step,
+    upload_step,
+)
 from fsdp_shard.distributed import DistributedContext
 from tests.checkpoint.remotes import Shelf, s3_server, shelf
 from tests.faults.counts import count
@@ -67,8 +72,8 @@ def read_back(url: str, place: Path) -> list[int]:
 
 def test_a_kill_at_each_point_of_an_upload(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, newest = tmp_path / "checkpoints", 0
-    kills = [(point, number % 2) for number, point in enumerate(points.REMOTE_POINTS[:2])]
-    kills += [(point, 0) for point in points.REMOTE_POINTS]
+    kills = [(point, number % 2) for number, point in enumerate(REMOTE_POINTS[:2])]
+    kills += [(point, 0) for point in REMOTE_POINTS]
     for number, (point, victim) in enumerate(kills):
         kill_at(monkeypatch, point, victim)
         if number == 3:

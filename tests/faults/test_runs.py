@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import points
-from fsdp_shard.checkpoint.checks.verify import verify
+from fsdp_shard.checkpoint import FAULTS, POINTS, verify
 from tests.faults.counts import count
 from tests.faults.saves import LONG
-from tests.runs import Ended, Started, run_recipe
+from tests.support.runs import Ended, Started, run_recipe
 
 _STEPS, _EVERY, _TIMEOUT = 32, 4, 10.0
 _TIMES = 10 if LONG else 1
@@ -114,7 +113,7 @@ def _hooks() -> Iterator[Callable[[str], None]]:
     for number in range(_TIMES):
 
         def hook(name: str, number: int = number) -> None:
-            is_here = name == points.POINTS[number % 5 + 2] and os.environ["RANK"] == str(number % 2)
+            is_here = name == POINTS[number % 5 + 2] and os.environ["RANK"] == str(number % 2)
             if is_here and os.environ["FSDP_SHARD_ATTEMPT"] == "1":
                 raise ValueError("not foreseen")
 
@@ -125,12 +124,12 @@ def test_an_exception_on_a_rank_changes_nothing(
     settings: list[str], undisturbed: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, hook in enumerate(_hooks()):
-        monkeypatch.setattr(points, "hook", hook)
+        monkeypatch.setattr(FAULTS, "hook", hook)
         ended = run_recipe("finetune", tmp_path / str(number), *settings, "launch.max_restarts=1")
         same = ended.status == 0 and ended.losses == undisturbed.losses
         count("exception on a rank", failed=not same)
         assert same, (number, ended.status, ended.err)
-    monkeypatch.setattr(points, "hook", next(_hooks()))
+    monkeypatch.setattr(FAULTS, "hook", next(_hooks()))
     if LONG:
         ended = run_recipe("finetune", tmp_path / "told", *settings)
         assert ended.status == 1

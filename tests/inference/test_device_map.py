@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from fsdp_shard.blocks import Block
 from fsdp_shard.errors import PlanError
-from fsdp_shard.inference.base import Device, parse_budgets
-from fsdp_shard.inference.device_map import plan_device_map
-from fsdp_shard.inference.device_plan import DevicePlan
+from fsdp_shard.inference.config import Device, parse_budgets
+from fsdp_shard.inference.device_map.device_plan import DevicePlan
+from fsdp_shard.inference.device_map.strategies import plan_device_map
+from fsdp_shard.models import Block
 
 
 def block(fqn: str, num_bytes: int, *, direct: bool = False) -> Block:

@@ -15,19 +15,16 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
-from fsdp_shard.blocks import tied_names
-from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.state import RunState, save_step
-from fsdp_shard.checkpoint.store import Store
+from fsdp_shard.checkpoint import RunState, Store, convert, save_step
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
 from fsdp_shard.inference.dispatch import load_dispatched
-from fsdp_shard.models import ModelSource
-from fsdp_shard.training.setup import side_files
+from fsdp_shard.models import ModelSource, tied_names
+from fsdp_shard.training import side_files
 from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
-from tests.ranks import on_ranks
-from tests.sharded import WRAPPERS, sharded
-from tests.tiny import llama, save_model, token_batch
+from tests.support.ranks import on_ranks
+from tests.support.sharded import WRAPPERS, sharded
+from tests.support.tiny import llama, save_model, token_batch
 
 IDS = token_batch(0, rows=2, length=9)
 # Blocks of the tiny Llama in float32: embedding 37 kB (tied to the head), layers 51 kB each.

@@ -15,10 +15,9 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
-from fsdp_shard.blocks import Block, no_split_blocks
-from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint import convert, open_checkpoint
 from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.models import Block, no_split_blocks
 
 SMALL = {"vocab_size": 131, "hidden_size": 24, "intermediate_size": 44, "num_hidden_layers": 4}
 SMALL |= {"num_attention_heads": 4, "max_position_embeddings": 64}

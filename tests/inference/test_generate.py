@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_shard.checkpoint.convert import convert
-from tests.runs import Ended, run_recipe
+from fsdp_shard.checkpoint import convert
+from tests.support.runs import Ended, run_recipe
 
 FIGURES = {
     "status", "num_prompts", "num_new_tokens", "load_seconds", "first_token_seconds", "tokens_per_second",

@@ -19,18 +19,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint import convert, open_checkpoint
 from fsdp_shard.errors import RunError
-from fsdp_shard.inference import mapping
-from fsdp_shard.inference import pages as pages_module
 from fsdp_shard.inference.dispatch import load_dispatched
-from fsdp_shard.inference.mapping import MappedFiles
-from fsdp_shard.inference.pages import PageReader, resident_bytes
-from fsdp_shard.inference.ring import Content, Ring
-from fsdp_shard.inference.stream import BlockStream, Slot, StreamedBlock
-from fsdp_shard.memory import give_back_free_memory
-from tests.tiny import token_batch
+from fsdp_shard.inference.offload import mmap_tensors, page_cache as pages_module
+from fsdp_shard.inference.offload.block_hooks import BlockStream, Slot, StreamedBlock
+from fsdp_shard.inference.offload.buffer_ring import Content, Ring
+from fsdp_shard.inference.offload.mmap_tensors import MappedFiles
+from fsdp_shard.inference.offload.page_cache import PageReader, resident_bytes
+from fsdp_shard.utils import give_back_free_memory
+from tests.support.tiny import token_batch
 
 _FORK = multiprocessing.get_context("fork")
 _IDS = token_batch(0, rows=1, length=5)
@@ -360,8 +358,8 @@ def _limits_stay() -> Iterator[None]:
 def test_mapped_files_are_closed_when_modules_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Python ends, what a module has is taken from it before the last model is."""
     descriptor = os.open(os.devnull, os.O_RDONLY)
-    mapped = mapping._Mapped(mmap.mmap(-1, 1), descriptor, 0)
-    monkeypatch.setattr(mapping, "os", None)
+    mapped = mmap_tensors._Mapped(mmap.mmap(-1, 1), descriptor, 0)
+    monkeypatch.setattr(mmap_tensors, "os", None)
     del mapped
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard.errors import ConfigError, DataError
-from fsdp_shard.inference import prompts
-from fsdp_shard.inference.base import GenerateSettings
-from fsdp_shard.inference.prompts import Completion, check_standard_input, describe, read_prompts
+from fsdp_shard.inference.config import GenerateSettings
+from fsdp_shard.inference.generation import prompts
+from fsdp_shard.inference.generation.prompts import Completion, check_standard_input, describe, read_prompts
 
 
 def settings(path: Path) -> GenerateSettings:

@@ -11,26 +11,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, PretrainedConfig, T5Config, ViTConfig
 
-from fsdp_shard.blocks import no_split_blocks
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError, ModelError
-from fsdp_shard.models import ModelConfig, build_on_meta
-from fsdp_shard.planning import head
-from fsdp_shard.planning import optimizer as planned_optimizer
+from fsdp_shard.models import ModelConfig, build_on_meta, no_split_blocks
+from fsdp_shard.planning import head, optimizer as planned_optimizer
 from fsdp_shard.planning.activations import measure_activations
 from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.planning.optimizer import optimizer_bytes
-from fsdp_shard.sharding.activations import recompute_blocks, recomputed_fqns
-from fsdp_shard.sharding.base import ShardConfig
-from fsdp_shard.sharding.ddp import DdpConfig
-from fsdp_shard.sharding.fsdp1 import Fsdp1Config
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
-from fsdp_shard.training import loss_head
-from fsdp_shard.training.adamw import AdamWConfig
-from fsdp_shard.training.adamw8bit import AdamW8bitConfig
-from fsdp_shard.training.adapter import LoraConfig
-from fsdp_shard.training.base import TrainConfig
-from tests.tiny import llama, llama_config
+from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, recompute_blocks, recomputed_fqns
+from fsdp_shard.training import AdamW8bitConfig, AdamWConfig, LoraConfig, TrainConfig, linear_cross_entropy
+from tests.support.tiny import llama, llama_config
 
 COHERE = CohereConfig(
     architectures=["CohereForCausalLM"], hidden_size=32, intermediate_size=40, num_hidden_layers=1,
@@ -102,13 +92,13 @@ def test_the_optimizer_has_what_the_real_one_has(option: str) -> None:
 def test_8_bit_state_counts_in_8_bits() -> None:
     pytest.importorskip("torchao")
     shapes = {"weight": (64, 128)}
-    in_full, quantised = (
+    in_full, quantized = (
         optimizer_bytes(c, shapes, shapes, dict.fromkeys(shapes, torch.float32))
         for c in (AdamWConfig(), AdamW8bitConfig())
     )
     assert in_full == 2 * 4 * 64 * 128 + 4
     tables = 2 * 256 * 4
-    assert quantised == 2 * (64 * 128 + 4 * 64 * 128 // 256) + tables + 4
+    assert quantized == 2 * (64 * 128 + 4 * 64 * 128 // 256) + tables + 4
 
 
 def saved_bytes(rows: int, length: int, dtype: torch.dtype, *, checkpointing: bool) -> int:
@@ -286,13 +276,13 @@ class Live(TorchDispatchMode):
 def test_a_loss_head_takes_what_it_takes(
     dtype: torch.dtype, rows: int, is_capped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (loss_head, head):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 3000 * 100)  # 100 rows
+    for module in ("training.loss.linear_cross_entropy", "planning.head"):
+        monkeypatch.setattr(f"fsdp_shard.{module}.CHUNK_BYTES", 4 * 3000 * 100)  # 100 rows
     hidden, weight = (torch.randn(n, 64, dtype=dtype, requires_grad=True) for n in (rows, 3000))
     labels = torch.randint(0, 3000, (rows,))
     with Live() as live:
         live.known(hidden, weight, labels)
-        loss = loss_head.linear_cross_entropy(hidden, weight, None, labels, 1.0, 30.0 if is_capped else None)
+        loss = linear_cross_entropy(hidden, weight, None, labels, 1.0, 30.0 if is_capped else None)
     del loss
     assert head.head_bytes(rows, (3000, 64), dtype, is_capped=is_capped) == pytest.approx(live.most, rel=0.03)
 
@@ -357,7 +347,7 @@ def test_planning_leaves_no_threads_that_forked_ranks_would_miss(monkeypatch: py
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
-def test_of_a_quantised_base_the_bytes_are_counted(wrapper: str) -> None:
+def test_of_a_quantized_base_the_bytes_are_counted(wrapper: str) -> None:
     shard = OPTIONS["shard"][wrapper]()
     plain = plan(num_ranks=2, shard=shard, adapter=LoraConfig(rank=4))
     found = plan(num_ranks=2, shard=shard, adapter=LoraConfig(rank=4, quantize="nf4"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_shard.planning.report import gib, report
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.planning.report import gib, plan_report
+from fsdp_shard.sharding import Fsdp2Config
 from tests.planning.test_memory import plan
-from tests.runs import run_recipe
-from tests.tiny import llama, llama_config
+from tests.support.runs import run_recipe
+from tests.support.tiny import llama, llama_config
 
 
 def test_sizes_are_in_units_of_1024() -> None:
@@ -18,7 +18,7 @@ def test_sizes_are_in_units_of_1024() -> None:
 
 
 def test_equal_blocks_and_equal_ranks_share_a_row() -> None:
-    text = report(plan(llama_config(layers=5), num_ranks=4), 80 * 10**9)
+    text = plan_report(plan(llama_config(layers=5), num_ranks=4), 80 * 10**9)
     lines = text.splitlines()
     (layers,) = [line for line in lines if "LlamaDecoderLayer" in line]
     assert layers.startswith("model.layers.0 ... model.layers.4")
@@ -31,18 +31,18 @@ def test_equal_blocks_and_equal_ranks_share_a_row() -> None:
 
 
 def test_the_tree_of_units_is_there_when_asked_for() -> None:
-    trees = [report(plan(num_ranks=2, shard=Fsdp2Config(explain=asked)), None) for asked in (False, True)]
+    trees = [plan_report(plan(num_ranks=2, shard=Fsdp2Config(explain=asked)), None) for asked in (False, True)]
     assert ["model.layers.0-1  LlamaDecoderLayer" in tree for tree in trees] == [False, True]
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_helps() -> None:
     found = plan()
     assert found.peak_bytes is not None
-    last = report(found, found.peak_bytes - 1024**2).splitlines()[-1]
+    last = plan_report(found, found.peak_bytes - 1024**2).splitlines()[-1]
     assert "Does NOT fit" in last
     assert "1.00 MiB too much" in last
     assert "shard.activation_checkpointing=true" in last
-    assert "Give device.memory=80GB" in report(found, None)
+    assert "Give device.memory=80GB" in plan_report(found, None)
 
 
 def test_the_recipe_needs_only_a_config(tmp_path: Path) -> None:

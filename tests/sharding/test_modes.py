@@ -14,16 +14,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
-from fsdp_shard.sharding.activations import OffloadWrapper, _to_host, clean_fqn, recompute_blocks
-from fsdp_shard.sharding.base import ShardConfig
+from fsdp_shard.sharding.activation_checkpointing import OffloadWrapper, _to_host, clean_fqn, recompute_blocks
+from fsdp_shard.sharding.config import ShardConfig
 from fsdp_shard.sharding.ddp import DdpConfig
-from fsdp_shard.sharding.explain import explain
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
-from fsdp_shard.sharding.units import plan_units
-from tests.ranks import on_ranks
-from tests.sharded import assembled, sharded, train_plain, train_sharded
-from tests.tiny import llama, llama_config, token_batch
+from fsdp_shard.sharding.wrap_policy import plan_units
+from fsdp_shard.sharding.wrap_report import explain
+from tests.support.ranks import on_ranks
+from tests.support.sharded import assembled, sharded, train_plain, train_sharded
+from tests.support.tiny import llama, llama_config, token_batch
 
 STEPS = 2
 BOTH: list[dict[str, Any]] = [

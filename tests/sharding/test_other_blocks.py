@@ -12,18 +12,15 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 from transformers.modeling_outputs import CausalLMOutput
 
-from fsdp_shard.data.windows import WindowDataset
+from fsdp_shard.data import WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta
-from fsdp_shard.sharding.base import ShardedModel
+from fsdp_shard.sharding.config import ShardedModel
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
-from fsdp_shard.sharding.units import plan_units
-from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.loop import train
-from fsdp_shard.training.signals import StopSignal
-from fsdp_shard.training.state import TrainerState
-from tests.ranks import on_ranks, update
-from tests.sharded import WRAPPERS, assembled
+from fsdp_shard.sharding.wrap_policy import plan_units
+from fsdp_shard.training import StopSignal, TrainConfig, TrainerState, train
+from tests.support.ranks import on_ranks, update
+from tests.support.sharded import WRAPPERS, assembled
 
 SEED, STEPS, BATCH, LR = 4, 3, 4, 0.2
 

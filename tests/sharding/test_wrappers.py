@@ -10,12 +10,12 @@ from torch import nn
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta
-from fsdp_shard.sharding.base import ShardConfig
+from fsdp_shard.sharding.config import ShardConfig
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
-from fsdp_shard.sharding.units import plan_units
-from tests.ranks import on_ranks
-from tests.sharded import WRAPPERS, assembled, sharded, train_plain, train_sharded
-from tests.tiny import llama, llama_config, token_batch
+from fsdp_shard.sharding.wrap_policy import plan_units
+from tests.support.ranks import on_ranks
+from tests.support.sharded import WRAPPERS, assembled, sharded, train_plain, train_sharded
+from tests.support.tiny import llama, llama_config, token_batch
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_shard.data.windows import WindowDataset
-from fsdp_shard.distributed import DistributedContext, distributed
-from fsdp_shard.shards import LocalShard
+from fsdp_shard.data import WindowDataset
+from fsdp_shard.distributed import DistributedContext, LocalShard, distributed
 
 
 class Plain:

@@ -15,20 +15,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp_shard.data.order import sample_indices
-from fsdp_shard.data.windows import MASKED, Batch, WindowDataset
+from fsdp_shard.data import MASKED, Batch, WindowDataset, sample_indices
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
-from fsdp_shard.training.adamw import AdamWConfig
-from fsdp_shard.training.base import TrainConfig
+from fsdp_shard.sharding import Fsdp2Config
+from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loop import StepReport, evaluate_loss, train
-from fsdp_shard.training.schedule import learning_rate
-from fsdp_shard.training.signals import StopSignal
-from fsdp_shard.training.state import TrainerState
-from tests.ranks import on_ranks
+from fsdp_shard.training.optim.adamw import AdamWConfig
+from fsdp_shard.training.optim.lr_schedule import learning_rate
+from fsdp_shard.training.stop_signal import StopSignal
+from fsdp_shard.training.trainer_state import TrainerState
 from tests.sharding.test_wrappers import sharded
-from tests.tiny import llama
+from tests.support.ranks import on_ranks
+from tests.support.tiny import llama
 from tests.training.conftest import Plain, stream, world_of_one
 
 SEED, LR = 5, 1e-2

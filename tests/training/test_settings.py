@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from fsdp_shard import settings
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.training.adamw import AdamWConfig
-from fsdp_shard.training.base import TrainConfig, check_batch
-from fsdp_shard.training.groups import is_decayed
-from fsdp_shard.training.schedule import learning_rate
-from tests.tiny import llama
+from fsdp_shard.training.config import TrainConfig, check_batch
+from fsdp_shard.training.optim.adamw import AdamWConfig
+from fsdp_shard.training.optim.lr_schedule import learning_rate
+from fsdp_shard.training.optim.param_groups import is_decayed
+from fsdp_shard.utils import check
+from tests.support.tiny import llama
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ from tests.tiny import llama
 )
 def test_what_is_refused(config: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        settings.check(config)
+        check(config)
 
 
 def test_good_settings_pass() -> None:
-    settings.check(TrainConfig(max_grad_norm=None, eval_windows=None))
-    settings.check(AdamWConfig())
+    check(TrainConfig(max_grad_norm=None, eval_windows=None))
+    check(AdamWConfig())
 
 
 def test_the_batch_must_fit_the_ranks() -> None:
@@ -87,7 +87,7 @@ def test_the_learning_rate_is_that_of_transformers(
     if warmup == 20 and theirs == "warmup_stable_decay":
         extra = {"num_decay_steps": 0}  # warm-up leaves no step for it
     config = TrainConfig(steps=20, warmup_steps=warmup, **ours)
-    settings.check(config)
+    check(config)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     scheduler = get_scheduler(theirs, optimizer, warmup, 20, scheduler_specific_kwargs=extra)
     for step in range(20):
@@ -112,7 +112,7 @@ def test_linear_ends_at_its_floor() -> None:
         ("transformer.h.0.attn.c_attn.bias", (12,), False),
         ("odd.bias", (4, 4), False),
         ("group_norm.weight", (4, 4), False),
-        ("normaliser.layers.0.weight", (4, 4), True),
+        ("normalizer.layers.0.weight", (4, 4), True),
         ("scale", (), False),
     ],
 )
@@ -139,6 +139,6 @@ def test_groups_follow_logical_shapes_and_leave_frozen_parameters_out() -> None:
         assert group["fused"] is True
 
 
-def test_fused_is_honoured() -> None:
+def test_fused_is_honored() -> None:
     parameters = {"weight": torch.nn.Parameter(torch.zeros(2, 2))}
     assert not AdamWConfig(fused=False).build(parameters, {"weight": (2, 2)}).param_groups[0]["fused"]

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data.base import DataConfig
+from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.settings import check
-from fsdp_shard.training.base import TrainConfig
-from fsdp_shard.training.flops import flops_per_token, num_matmul_params, peak_flops
-from fsdp_shard.training.profile import StepProfiler
+from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.logging.mfu import flops_per_token, num_matmul_params, peak_flops
+from fsdp_shard.training.logging.profiler import StepProfiler
+from fsdp_shard.training.logging.trackers import Trackers, check_trackers, public_settings
 from fsdp_shard.training.seeding import deterministic_algorithms
-from fsdp_shard.training.trackers import Trackers, check_trackers, public_settings
-from tests.tiny import llama_config
+from fsdp_shard.utils import check
+from tests.support.tiny import llama_config
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:

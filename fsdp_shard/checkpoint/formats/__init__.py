@@ -1,1 +1,1 @@
-"""One file a format: recognise, read. `registry` lists them."""
+"""One file a format: how it is recognized, read and, where we write it, planned. `registry` lists them."""

@@ -14,19 +14,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.dtypes import find_torch_name, itemsize
-from fsdp_shard.checkpoint.entries import Extra, Piece, TensorEntry
-from fsdp_shard.checkpoint.files import Handles, has_file, member, open_regular
-from fsdp_shard.checkpoint.formats.dcp_layout import plan_dcp as plan
-from fsdp_shard.checkpoint.fqns import Selection, split_state
-from fsdp_shard.checkpoint.index import TensorIndex, checked
-from fsdp_shard.checkpoint.layout import DCP_METADATA
-from fsdp_shard.checkpoint.torch_save.pickles import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata, load
-from fsdp_shard.checkpoint.torch_save.torch_files import StoredTensor, Unreadable, piece_of, read_torch_bytes
-from fsdp_shard.checkpoint.torch_save.torch_state import without_copies
+from fsdp_shard.checkpoint.formats.dcp_writer import plan_dcp as plan
+from fsdp_shard.checkpoint.index import Extra, Piece, TensorEntry, TensorIndex, checked
+from fsdp_shard.checkpoint.io.dtypes import find_torch_name, itemsize
+from fsdp_shard.checkpoint.io.files import Handles, has_file, member, open_regular
+from fsdp_shard.checkpoint.keys.wrapper_prefixes import Selection, split_state
+from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA
+from fsdp_shard.checkpoint.torch_pickle.allow_list import (
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    TensorStorageMetadata,
+    load,
+)
+from fsdp_shard.checkpoint.torch_pickle.state_dict import without_copies
+from fsdp_shard.checkpoint.torch_pickle.torch_zip import StoredTensor, Unreadable, piece_of, read_torch_bytes
 from fsdp_shard.errors import CheckpointError
 
-__all__ = ["LISTS_TIED_NAMES", "NAME", "plan", "read", "recognise"]
+__all__ = ["LISTS_TIED_NAMES", "NAME", "plan", "read", "recognize"]
 
 NAME = "dcp"
 LISTS_TIED_NAMES = True
@@ -34,13 +39,13 @@ LISTS_TIED_NAMES = True
 _MAX_METADATA = 1 << 30
 
 
-def recognise(path: Path) -> bool:
+def recognize(path: Path) -> bool:
     """A directory with a `.metadata` file."""
     return path.is_dir() and has_file(path, DCP_METADATA)
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of the weights in a directory that `recognise` took."""
+    """The index of the weights in a directory that `recognize` took."""
     metadata = _metadata(path)
     tensors = {key: item for key, item in metadata.state_dict_metadata.items() if _is_tensor(item)}
     try:
@@ -115,7 +120,7 @@ class _Items:
     """Looks at the head of each item, to find the tensor in it.
 
     Items of one writer begin alike where dtype and shape are alike. So the archive around a tensor is taken apart once
-    for each such head, and recognised after that: a hundred times faster, and most items of a model are alike.
+    for each such head, and recognized after that: a hundred times faster, and most items of a model are alike.
     """
 
     def __init__(self, root: Path) -> None:

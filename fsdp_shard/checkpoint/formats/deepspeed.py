@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.entries import Piece, TensorEntry
 from fsdp_shard.checkpoint.formats.deepspeed_files import (
     State,
     Zero,
@@ -26,11 +25,11 @@ from fsdp_shard.checkpoint.formats.deepspeed_files import (
     zero_of,
 )
 from fsdp_shard.checkpoint.formats.flat_parts import Segment, length, pieces
-from fsdp_shard.checkpoint.index import TensorIndex, checked
-from fsdp_shard.checkpoint.torch_save.stand_ins import counts
-from fsdp_shard.checkpoint.torch_save.strided import piece_of
-from fsdp_shard.checkpoint.torch_save.torch_files import StoredTensor
-from fsdp_shard.checkpoint.torch_save.torch_state import extra_of, readable, walk, without_copies
+from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, checked
+from fsdp_shard.checkpoint.torch_pickle.metadata_classes import counts
+from fsdp_shard.checkpoint.torch_pickle.state_dict import extra_of, readable, walk, without_copies
+from fsdp_shard.checkpoint.torch_pickle.strided import piece_of
+from fsdp_shard.checkpoint.torch_pickle.torch_zip import StoredTensor
 from fsdp_shard.errors import CheckpointError
 
 NAME = "deepspeed"
@@ -38,15 +37,15 @@ NAME = "deepspeed"
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
-def recognise(path: Path) -> bool:
+def recognize(path: Path) -> bool:
     """A directory with optimizer files of ZeRO, or one whose `latest` names such a directory."""
     return path.is_dir() and step_directory(path) is not None
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a directory that `recognise` took; parameters that were trained are float32."""
+    """The index of a directory that `recognize` took; parameters that were trained are float32."""
     inner = step_directory(path)
-    assert inner is not None, "recognise has found it"
+    assert inner is not None, "recognize has found it"
     optimizers = [read_state(path, name) for name in optimizer_files(path, inner)]
     zeros = [zero_of(state) for state in optimizers]
     check_ranks(path / inner, optimizers, zeros)

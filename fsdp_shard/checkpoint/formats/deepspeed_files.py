@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.files import has_file, member, open_regular
 from fsdp_shard.checkpoint.formats.flat_parts import Segment
-from fsdp_shard.checkpoint.torch_save.stand_ins import Record, counts
-from fsdp_shard.checkpoint.torch_save.strided import piece_of
-from fsdp_shard.checkpoint.torch_save.torch_files import StoredTensor, read_torch_file
-from fsdp_shard.checkpoint.torch_save.torch_state import readable
+from fsdp_shard.checkpoint.io.files import has_file, member, open_regular
+from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Record, counts
+from fsdp_shard.checkpoint.torch_pickle.state_dict import readable
+from fsdp_shard.checkpoint.torch_pickle.strided import piece_of
+from fsdp_shard.checkpoint.torch_pickle.torch_zip import StoredTensor, read_torch_file
 from fsdp_shard.errors import CheckpointError
 
 _LATEST = "latest"

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fsdp_shard.checkpoint import boxes
-from fsdp_shard.checkpoint.dtypes import itemsize
-from fsdp_shard.checkpoint.entries import Piece
+from fsdp_shard.checkpoint import tensor_slices
+from fsdp_shard.checkpoint.index import Piece
+from fsdp_shard.checkpoint.io.dtypes import itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def pieces(
         low, high = max(at, position), min(at + num_elements, position + segment.num_elements)
         if low < high:
             start = segment.start + (low - position) * itemsize(dtype)
-            for offsets, box in boxes.flat_boxes(shape, first + low - at, high - low):
+            for offsets, box in tensor_slices.flat_boxes(shape, first + low - at, high - low):
                 yield Piece(segment.file, start, offsets, box)
                 start += math.prod(box) * itemsize(dtype)
         position += segment.num_elements

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.entries import Codec, Piece, TensorEntry
-from fsdp_shard.checkpoint.files import page_aligned
-from fsdp_shard.checkpoint.formats.gguf_file import GGUFHeader, GGUFTensor, is_gguf, read_gguf_header
-from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.formats.gguf_header import GGUFHeader, GGUFTensor, is_gguf, read_gguf_header
+from fsdp_shard.checkpoint.index import Codec, Piece, TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.io.files import page_aligned
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.gguf_side import NAME
+from fsdp_shard.models import NAME
 
 if TYPE_CHECKING:
-    from fsdp_shard.checkpoint.entries import Read
+    from fsdp_shard.checkpoint.index import Read
 
 
 _F32 = 0
@@ -46,7 +45,7 @@ _ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 _COMPUTED = frozenset({"rope_freqs.weight"})  # not weights: gguf_side says in the config what they come from
 
 
-def recognise(path: Path) -> bool:
+def recognize(path: Path) -> bool:
     """A GGUF file, or a directory with exactly one `.gguf` file."""
     return is_gguf(path) or (path.is_dir() and _only_file(path) is not None)
 

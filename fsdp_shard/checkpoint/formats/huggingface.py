@@ -5,44 +5,42 @@ Where a directory has both, the single file counts, as in transformers. Imports 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint import layout
-from fsdp_shard.checkpoint.dtypes import TensorSpec
-from fsdp_shard.checkpoint.entries import Piece, TensorEntry
-from fsdp_shard.checkpoint.files import has_file, member
-from fsdp_shard.checkpoint.formats.torch_huggingface import INFO_KEY, refuse_parts
-from fsdp_shard.checkpoint.formats.weight_map import read_index_file, refuse_differences
-from fsdp_shard.checkpoint.header import Header, read_header
-from fsdp_shard.checkpoint.index import TensorIndex, aliases_in
-from fsdp_shard.checkpoint.layout import Extent, TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.formats.dcp_safetensors import INFO_KEY, refuse_parts
+from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, aliases_in
+from fsdp_shard.checkpoint.io.dtypes import TensorSpec
+from fsdp_shard.checkpoint.io.files import has_file, member, read_json
+from fsdp_shard.checkpoint.io.safetensors_header import Header, read_header
+from fsdp_shard.checkpoint.steps import file_plan
+from fsdp_shard.checkpoint.steps.file_plan import Extent, TargetPlan, WriteRequest
 from fsdp_shard.errors import CheckpointError
 
 NAME = "huggingface"
 LISTS_TIED_NAMES = False
 
 
-def recognise(path: Path) -> bool:
+def recognize(path: Path) -> bool:
     """A `.safetensors` file, or a directory with `model.safetensors`, its index, or a single `.safetensors` file."""
     if path.is_file():
         return path.suffix == ".safetensors"
-    return path.is_dir() and (has_file(path, layout.INDEX_FILE) or _single(path) is not None)
+    return path.is_dir() and (has_file(path, file_plan.INDEX_FILE) or _single(path) is not None)
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a file or directory that `recognise` took."""
+    """The index of a file or directory that `recognize` took."""
     if path.is_file():
         path = path.resolve()  # the user named this very file, wherever it may lead
         return read_files(path.parent, [path.name])
     single = _single(path)
     if single is not None:
         return read_files(path, [single])
-    document = read_index_file(path, layout.INDEX_FILE)
+    document = read_index_file(path, file_plan.INDEX_FILE)
     index = read_files(path, sorted(set(document["weight_map"].values())))
     held = {name: entry.pieces[0].file for name, entry in index.tensors.items()}
-    refuse_differences(path / layout.INDEX_FILE, document["weight_map"], held)
+    refuse_differences(path / file_plan.INDEX_FILE, document["weight_map"], held)
     if INFO_KEY in index.metadata:
         _compare_size(path, document, index)
     return index
@@ -50,17 +48,17 @@ def read(path: Path) -> TensorIndex:
 
 def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
     """A directory with `model.safetensors`, or with several files of at most `max_shard_bytes` and their index."""
-    files, index = layout.plan_gathered(specs, request.max_shard_bytes, request.aliases, phases=request.phases)
+    files, index = file_plan.plan_gathered(specs, request.max_shard_bytes, request.aliases, phases=request.phases)
     starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
     extents = {spec.name: (Extent(0, spec.num_bytes, *starts[spec.name]),) for spec in specs}
-    return TargetPlan(tuple(files), extents, {layout.INDEX_FILE: index} if index else {}, "gathered", 1)
+    return TargetPlan(tuple(files), extents, {file_plan.INDEX_FILE: index} if index else {}, "gathered", 1)
 
 
 def _single(path: Path) -> str | None:
-    if has_file(path, layout.SINGLE_FILE):
-        return layout.SINGLE_FILE
+    if has_file(path, file_plan.SINGLE_FILE):
+        return file_plan.SINGLE_FILE
     found = [entry.name for entry in path.iterdir() if entry.suffix == ".safetensors"]
-    is_one = len(found) == 1 and not has_file(path, layout.INDEX_FILE) and layout.parse_shard_name(found[0]) is None
+    is_one = len(found) == 1 and not (has_file(path, file_plan.INDEX_FILE) or file_plan.parse_shard_name(found[0]))
     return found[0] if is_one else None
 
 
@@ -93,7 +91,30 @@ def _compare_size(root: Path, document: dict[str, Any], index: TensorIndex) -> N
     total = notes.get("total_size") if isinstance(notes, dict) else None
     if isinstance(total, int) and total != index.num_bytes:
         raise CheckpointError(
-            f"{root / layout.INDEX_FILE} says that {total} bytes of tensors were written, but the files hold "
+            f"{root / file_plan.INDEX_FILE} says that {total} bytes of tensors were written, but the files hold "
             f"{index.num_bytes}: the ranks wrote over each other's files. Save sharded tensors with "
             "HuggingFaceStorageWriter(save_distributed=True)."
         )
+
+
+def read_index_file(root: Path, index_file: str) -> dict[str, Any]:
+    """The content of `index_file` in `root`, its `weight_map` checked to be {tensor: file}."""
+    where = member(root, index_file)
+    document = read_json(where)
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{where} has no weight_map from tensor names to file names.")
+    if not weight_map:
+        raise CheckpointError(f"{where} has an empty weight_map: the checkpoint has no tensors.")
+    assert isinstance(document, dict)
+    return document
+
+
+def refuse_differences(where: Path, weight_map: Mapping[str, str], held: Mapping[str, str]) -> None:
+    """CheckpointError unless the index at `where` says of each tensor what the files do; `held` is {tensor: file}."""
+    for name, file in weight_map.items():
+        if held.get(name) != file:
+            raise CheckpointError(f"{where} says that tensor {name} is in {file}, but that file does not hold it.")
+    for name, file in held.items():
+        if name not in weight_map:
+            raise CheckpointError(f"{where} does not list tensor {name}, which {file} holds.")

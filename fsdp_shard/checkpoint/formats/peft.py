@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.files import has_file, member, read_json
 from fsdp_shard.checkpoint.formats import huggingface
 from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io.files import has_file, member, read_json
 from fsdp_shard.errors import CheckpointError
 
 NAME = "peft"
@@ -19,13 +19,13 @@ KEEPS_NAMES = True  # they say which module is adapted
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def recognise(path: Path) -> bool:
+def recognize(path: Path) -> bool:
     """A directory with both files."""
     return path.is_dir() and has_file(path, CONFIG) and has_file(path, WEIGHTS)
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a directory that `recognise` took."""
+    """The index of a directory that `recognize` took."""
     read_config(path)
     return replace(huggingface.read_files(path, [WEIGHTS]), format=NAME)
 

@@ -1,1 +1,1 @@
-"""What a row can be: one file a kind, each turns rows into tokens and says which of them are predicted."""
+"""One file a kind of row: how it becomes token ids, and which of them are predicted."""

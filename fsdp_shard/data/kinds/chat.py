@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.data.kinds.base import Example, require_row
-from fsdp_shard.data.readers import Row
+from fsdp_shard.data.kinds.kind import Example, require_row
+from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.errors import DataError
 
 if TYPE_CHECKING:

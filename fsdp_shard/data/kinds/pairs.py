@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.data.kinds.base import Example, prompt_and_answer, require_end, require_row, text_in
 from fsdp_shard.data.kinds.instruction import fill
-from fsdp_shard.data.readers import Row
+from fsdp_shard.data.kinds.kind import Example, prompt_and_answer, require_end, require_row, text_in
+from fsdp_shard.data.sources.readers import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp_shard.data.base import DataConfig
-from fsdp_shard.data.kinds.base import Kind
+from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds.chat import ChatKind
 from fsdp_shard.data.kinds.instruction import InstructionKind
-from fsdp_shard.data.kinds.labelled import LabelledKind
+from fsdp_shard.data.kinds.kind import Kind
+from fsdp_shard.data.kinds.labeled import LabeledKind
 from fsdp_shard.data.kinds.pairs import PairsKind
 from fsdp_shard.data.kinds.text import TextKind
 
@@ -28,5 +28,5 @@ _KINDS: dict[str, Callable[[DataConfig, bool], Kind]] = {
 def kind_of(config: DataConfig, task: str = "causal_lm") -> Kind:
     """What `data.kind` names for a model of `task`, with its settings."""
     if task == "sequence_classification":
-        return LabelledKind(config.text_column, config.label_column)
+        return LabeledKind(config.text_column, config.label_column)
     return _KINDS[config.kind](config, task == "seq2seq")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.data.kinds.base import Example, beginning, plain_ids, require_end
-from fsdp_shard.data.readers import Row, require_column, text_of
+from fsdp_shard.data.kinds.kind import Example, beginning, plain_ids, require_end
+from fsdp_shard.data.sources.readers import Row, require_column, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

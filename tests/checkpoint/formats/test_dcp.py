@@ -22,15 +22,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
-from fsdp_shard.checkpoint.checks.verify import verify
-from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.conversion import convert
+from fsdp_shard.checkpoint.integrity.verify import verify
+from fsdp_shard.checkpoint.open import open_checkpoint
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError
 from tests.checkpoint.files import assert_refused, assert_same, write_huggingface
 from tests.checkpoint.tensors import distributed, plain
-from tests.ranks import on_ranks
-from tests.tiny import llama, save_model
+from tests.support.ranks import on_ranks
+from tests.support.tiny import llama, save_model
 
 
 def quietly(save: Callable[[], object]) -> None:
@@ -180,7 +180,7 @@ def test_a_tied_head_that_torch_wrote_twice_is_written_once(tmp_path: Path) -> N
 def test_nothing_of_torch_is_imported(tmp_path: Path) -> None:
     quietly(lambda: dcp.save({"a": torch.ones(3, 2)}, checkpoint_id=tmp_path / "dcp"))
     code = (
-        "import sys; from fsdp_shard.checkpoint.convert import convert\n"
+        "import sys; from fsdp_shard.checkpoint import convert\n"
         f"convert({str(tmp_path / 'dcp')!r}, {str(tmp_path / 'one')!r}, format='sharded', ranks=2)\n"
         f"convert({str(tmp_path / 'one')!r}, {str(tmp_path / 'two')!r}, format='dcp')\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"

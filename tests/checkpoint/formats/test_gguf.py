@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.open import open_checkpoint
 from fsdp_shard.errors import CheckpointError, ModelError
-from fsdp_shard.gguf_side import side_directory
+from fsdp_shard.models import side_directory
 from tests.checkpoint.files import raw_bytes
-from tests.tiny import byte_tokenizer
+from tests.support.tiny import byte_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -31,7 +31,7 @@ def write_gguf(
     extra: dict[str, Any] | None = None,
     values: dict[str, Any] | None = None,
 ) -> Path:
-    """A tiny model with random weights, by the gguf package's own writer; matrices quantised to `kind`."""
+    """A tiny model with random weights, by the gguf package's own writer; matrices quantized to `kind`."""
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
@@ -179,7 +179,7 @@ def test_long_rotary_frequencies_are_those_of_the_file(tmp_path: Path, monkeypat
         side_directory(path)
 
 
-def test_neither_a_part_nor_a_neighbour_is_taken_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_a_part_nor_a_neighbor_is_taken_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     kind, u16 = gguf.GGMLQuantizationType.F16, gguf.GGUFValueType.UINT16
     part = write_gguf(tmp_path / "m-00001-of-00002.gguf", "llama", kind, values={"split.count": (2, u16)})

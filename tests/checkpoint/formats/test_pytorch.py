@@ -10,11 +10,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.conversion import convert
+from fsdp_shard.checkpoint.open import open_checkpoint
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_same, random_tensor, write_huggingface
-from tests.tiny import llama
+from tests.support.tiny import llama
 
 TENSORS = {"embed.weight": random_tensor((7, 3), torch.bfloat16), "norm.weight": random_tensor((3,), torch.float32)}
 

@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from fsdp_shard.checkpoint.convert import convert
-from fsdp_shard.checkpoint.formats.torch_huggingface import INFO_KEY, parse_name
-from fsdp_shard.checkpoint.index import open_checkpoint
+from fsdp_shard.checkpoint.conversion import convert
+from fsdp_shard.checkpoint.formats.dcp_safetensors import INFO_KEY, parse_name
+from fsdp_shard.checkpoint.open import open_checkpoint
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_refused, assert_same, edit_header
 from tests.checkpoint.tensors import distributed, plain, tensors
-from tests.ranks import on_ranks
-from tests.tiny import llama, save_model
+from tests.support.ranks import on_ranks
+from tests.support.tiny import llama, save_model
 
 
 def save(context: DistributedContext, root: Path, dims: tuple[int, ...], **settings: Any) -> None:

@@ -1,0 +1,6 @@
+from .checkpoint import convert as convert, open_checkpoint as open_checkpoint, verify as verify
+from .inference import load_dispatched as load_dispatched
+from .models import no_split_blocks as no_split_blocks
+from .sharding import shard as shard
+
+__version__: str

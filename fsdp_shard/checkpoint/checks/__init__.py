@@ -1,1 +1,0 @@
-"""Whether a checkpoint is what it should be: against its digests, its config, another checkpoint."""

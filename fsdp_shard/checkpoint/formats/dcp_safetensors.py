@@ -1,0 +1,182 @@
+"""Per-rank safetensors of torch: `HuggingFaceStorageWriter(save_distributed=True)` in `torch.distributed.checkpoint`.
+
+`save_pretrained(distributed_checkpoint=True)` of transformers and the last step of torchtitan go through that writer. A
+file `shard-RANK-model-PART-of-PARTS.safetensors` holds at most one piece of a tensor; where it begins in the tensor
+stands in the metadata (`DCP_SHARDING_INFO`). Neither the number of ranks nor a full shape is written anywhere: a tensor
+reaches as far as its pieces do. So files that are missing at the end of the ranks leave two traces only: a hole, where
+a mesh cuts along two dims, and a vocabulary smaller than config.json's. Without either (one dim, every tensor cut, no
+config.json) a lost last rank looks like a smaller model, here and in torch's own reader. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, checked
+from fsdp_shard.checkpoint.io.files import has_file, member, open_regular, parse_json, pread_into, read_json
+from fsdp_shard.checkpoint.io.safetensors_header import Header, read_header
+from fsdp_shard.errors import CheckpointError
+
+NAME = "torch_huggingface"
+INFO_KEY = "DCP_SHARDING_INFO"
+_OFFSETS = "saved_offsets"
+_ZIP = b"PK\x03\x04"  # how torch.save begins
+# The modules whose weight has one row per token, by the last name before `.weight`.
+_VOCABULARY = frozenset(
+    {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "lm_head", "embed_out"}
+)
+
+
+class ShardFile(NamedTuple):
+    """What a file's name says; all three count from 1."""
+
+    rank: int
+    part: int
+    num_parts: int
+
+    @property
+    def name(self) -> str:
+        return f"shard-{self.rank:05d}-model-{self.part:05d}-of-{self.num_parts:05d}.safetensors"
+
+
+def parse_name(name: str) -> ShardFile | None:
+    """What the name of a rank file says, or None for any other name."""
+    match = re.fullmatch(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors", name)
+    return ShardFile(*map(int, match.groups())) if match else None
+
+
+def recognize(path: Path) -> bool:
+    """A directory with at least one rank file, or such a file (which `read` refuses, since it is a part only)."""
+    if path.is_file():
+        return parse_name(path.name) is not None
+    return path.is_dir() and any(parse_name(entry.name) for entry in path.iterdir())
+
+
+def read(path: Path) -> TensorIndex:
+    """The index over all ranks' files; what can be seen of a missing, mixed or overlapping file is an error."""
+    if path.is_file():
+        raise CheckpointError(f"{path} holds one rank's part of the weights only; give its directory {path.parent}.")
+    found = _files(path)
+    pieces: dict[str, list[Piece]] = {}
+    dtypes: dict[str, tuple[str, str]] = {}
+    for file in found:
+        for name, dtype, piece in _pieces(member(path, file.name), file.name):
+            known, by = dtypes.setdefault(name, (dtype, file.name))
+            if known != dtype:
+                raise CheckpointError(f"{path / file.name} holds tensor {name} as {dtype}, but {by} as {known}.")
+            pieces.setdefault(name, []).append(piece)
+    if not pieces:
+        raise CheckpointError(f"{path} has the files of {found[-1].rank} ranks, but no tensors in them.")
+    tensors = {name: _entry(path, name, dtypes[name][0], held) for name, held in pieces.items()}
+    _check_vocabulary(path, tensors.values())
+    return TensorIndex(path, NAME, tensors, world_size=found[-1].rank)
+
+
+def _files(root: Path) -> list[ShardFile]:
+    """The rank files in order. A hole in the numbers is an error.
+
+    A rank with nothing to write makes no file, but torch deals what several ranks hold to the lowest idle rank, so
+    those without any come last.
+    """
+    found = sorted(parsed for entry in root.iterdir() if (parsed := parse_name(entry.name)))
+    if len(sizes := {file.num_parts for file in found}) != 1:
+        some = " and ".join(map(str, sorted(sizes)))
+        raise CheckpointError(f"{root} mixes rank files of saves in {some} parts; keep the files of one save only.")
+    parts, ranks = {file.part for file in found}, {file.rank for file in found}
+    num_parts = found[0].num_parts
+    if bad := next((file for file in found if not file.rank or not 0 < file.part <= num_parts), None):
+        raise CheckpointError(f"{root / bad.name} has a name that torch never gives: it counts ranks and parts from 1.")
+    for rank in range(1, len(ranks) + 1):
+        if rank not in ranks:
+            name = ShardFile(rank, min(parts), num_parts).name
+            raise CheckpointError(f"{root / name} is missing: there are files of rank {max(ranks)}, none of {rank}.")
+    for part in range(1, len(parts) + 2):
+        if part not in parts and part <= num_parts:
+            raise CheckpointError(f"{root} has no file of part {part} of {num_parts}: the checkpoint is not complete.")
+    return found
+
+
+def refuse_parts(where: Path, header: Header) -> None:
+    """CheckpointError if a file of whole tensors holds parts: sharded tensors saved without `save_distributed=True`."""
+    if INFO_KEY in header.metadata:
+        for name, at in _offsets(where, header).items():
+            if any(at):
+                raise CheckpointError(
+                    f"{where} holds a part of tensor {name} only, from {list(at)} on: the ranks wrote over each "
+                    "other's files. Save sharded tensors with HuggingFaceStorageWriter(save_distributed=True)."
+                )
+
+
+def _pieces(where: Path, file: str) -> Iterator[tuple[str, str, Piece]]:
+    """(tensor, dtype, piece) of one file."""
+    header = _read_header(where)
+    offsets = _offsets(where, header)
+    for name, stored in header.tensors.items():
+        at = offsets[name]
+        if len(at) != len(stored.shape):
+            raise CheckpointError(
+                f"{where}: tensor {name} has {len(stored.shape)} dimensions, but {len(at)} offsets in {INFO_KEY}."
+            )
+        yield name, stored.dtype, Piece(file, stored.start, at, stored.shape)
+
+
+def _read_header(where: Path) -> Header:
+    descriptor = open_regular(where)
+    try:
+        start = bytearray(len(_ZIP))
+        pread_into(descriptor, 0, memoryview(start))
+    finally:
+        os.close(descriptor)
+    if start == _ZIP:
+        raise CheckpointError(
+            f"{where} begins with a pickled entry: the state dict held something that is no tensor, and torch's writer "
+            "then makes a file that no reader of safetensors opens. Save the tensors only."
+        )
+    return read_header(where)
+
+
+def _offsets(where: Path, header: Header) -> Mapping[str, tuple[int, ...]]:
+    text = header.metadata.get(INFO_KEY)
+    if text is None:
+        raise CheckpointError(f"{where} has no {INFO_KEY} in its metadata, so where its pieces belong is not known.")
+    document = parse_json(text.encode(), f"the {INFO_KEY} of {where}")
+    if not isinstance(document, dict) or not all(_is_entry(value) for value in document.values()):
+        raise CheckpointError(f"the {INFO_KEY} of {where} is no map from tensor names to {_OFFSETS}.")
+    if differing := sorted(document.keys() ^ header.tensors.keys()):
+        raise CheckpointError(f"{where}: tensor {differing[0]} stands only in one of header and {INFO_KEY}.")
+    return {name: tuple(value[_OFFSETS]) for name, value in document.items()}
+
+
+def _is_entry(value: Any) -> bool:
+    offsets = value.get(_OFFSETS) if isinstance(value, dict) else None
+    return isinstance(offsets, list) and all(type(offset) is int and offset >= 0 for offset in offsets)
+
+
+def _entry(root: Path, name: str, dtype: str, pieces: list[Piece]) -> TensorEntry:
+    if len(num_dims := {len(piece.shape) for piece in pieces}) > 1:
+        some = " and ".join(map(str, sorted(num_dims)))
+        raise CheckpointError(f"{root}: tensor {name} has pieces of {some} dimensions: these are files of two saves.")
+    ends = ([o + n for o, n in zip(piece.offsets, piece.shape, strict=True)] for piece in pieces)
+    return checked(root, name, dtype, tuple(map(max, zip(*ends, strict=True))), pieces)
+
+
+def _check_vocabulary(root: Path, entries: Iterable[TensorEntry]) -> None:
+    """Refuse an embedding with fewer rows than config.json says: the trace of a lost last rank."""
+    config = read_json(member(root, "config.json")) if has_file(root, "config.json") else None
+    part = config.get("text_config", config) if isinstance(config, dict) else None
+    size = part.get("vocab_size") if isinstance(part, dict) else None
+    for entry in entries:
+        is_vocabulary = len(entry.shape) == 2 and _module(entry.name) in _VOCABULARY
+        if is_vocabulary and isinstance(size, int) and entry.shape[0] < size:
+            raise CheckpointError(
+                f"{root}: tensor {entry.name} has {entry.shape[0]} rows, but config.json says vocab_size {size}: "
+                f"the files of the last ranks are missing (the last one there is {entry.pieces[-1].file})."
+            )
+
+
+def _module(name: str) -> str:
+    return name.split(".")[-2] if "." in name else ""

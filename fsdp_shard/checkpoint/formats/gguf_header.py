@@ -1,0 +1,177 @@
+"""The header of a GGUF file: key-value metadata, and where each tensor lies.
+
+The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read by hand rather than through the gguf
+package's reader: that one trusts every length it meets, and builds two arrays for each of a tokenizer's tokens. Knows
+no names of models and decodes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.checkpoint.io.files import open_regular
+from fsdp_shard.errors import CheckpointError
+
+MAGIC = b"GGUF"
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor as stored: ggml type number, shape in row-major order, absolute byte offset and size."""
+
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """`values` holds the metadata except arrays, which are skipped (they are a tokenizer's)."""
+
+    values: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is a regular file that begins as GGUF files do."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == MAGIC
+
+
+def read_gguf_header(path: Path, block_of: Callable[[int], tuple[int, int] | None]) -> GGUFHeader:
+    """Read and check the header; `block_of(kind)` gives (elements, bytes) of a block of a ggml type, None if unknown.
+
+    Raises CheckpointError naming the file.
+    """
+    descriptor = open_regular(path)
+    try:
+        if os.fstat(descriptor).st_size < 24:
+            raise CheckpointError(f"{path} is too short for a GGUF file: it was cut short.")
+        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+            return _Parser(path, data).parse(block_of)
+    finally:
+        os.close(descriptor)
+
+
+class _Parser:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._size, self._position = path, data, len(data), 4
+
+    def parse(self, block_of: Callable[[int], tuple[int, int] | None]) -> GGUFHeader:
+        version = self._scalar("<I")
+        if version not in (2, 3):
+            raise self._error(f"has version {version}; versions 2 and 3 in little-endian order can be read")
+        num_tensors, num_values = self._scalar("<Q"), self._scalar("<Q")
+        values: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = self._string()
+            value = self._value(self._scalar("<I"))
+            if key in values:
+                raise self._error(f"has the key {key} twice")
+            values[key] = value
+        found: dict[str, tuple[int, tuple[int, ...], int]] = {}
+        for _ in range(num_tensors):
+            name = self._string()
+            if name in found:
+                raise self._error(f"has the tensor {name} twice")
+            num_dims = self._scalar("<I")
+            if num_dims > 8:
+                raise self._error(f"has a tensor {name} of {num_dims} dimensions")
+            dims = [self._scalar("<Q") for _ in range(num_dims)]
+            found[name] = (self._scalar("<I"), tuple(reversed(dims)), self._scalar("<Q"))
+        alignment = values.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise self._error(f"has the alignment {alignment!r}")
+        base = -(-self._position // alignment) * alignment
+        tensors = {name: self._tensor(name, base, block_of, *item) for name, item in found.items()}
+        self._check_overlap(tensors)
+        return GGUFHeader(values, tensors)
+
+    def _tensor(
+        self,
+        name: str,
+        base: int,
+        block_of: Callable[[int], tuple[int, int] | None],
+        kind: int,
+        shape: tuple[int, ...],
+        offset: int,
+    ) -> GGUFTensor:
+        block = block_of(kind)
+        if block is None:
+            raise self._error(f"stores tensor {name} in the ggml type {kind}, which cannot be decoded")
+        elements, block_bytes = block
+        if shape and shape[-1] % elements:
+            raise self._error(
+                f"has rows of {shape[-1]} elements in tensor {name}, which blocks of {elements} do not fill"
+            )
+        num_bytes = math.prod(shape) // elements * block_bytes
+        start = base + offset
+        if start + num_bytes > self._size:
+            raise self._error(
+                f"has {self._size} bytes, but tensor {name} reaches to {start + num_bytes}: it was cut short"
+            )
+        return GGUFTensor(kind, shape, start, num_bytes)
+
+    def _check_overlap(self, tensors: dict[str, GGUFTensor]) -> None:
+        end, before = 0, ""
+        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+            if tensor.start < end:
+                raise self._error(f"has tensors {before} and {name} in overlapping bytes")
+            end, before = tensor.start + tensor.num_bytes, name
+
+    def _scalar(self, code: str) -> Any:
+        end = self._position + struct.calcsize(code)
+        if end > self._size:
+            raise self._error("ends inside its header: it was cut short")
+        (value,) = struct.unpack_from(code, self._data, self._position)
+        self._position = end
+        return value
+
+    def _string(self) -> str:
+        start = self._position + 8
+        end = start + self._scalar("<Q")
+        if end > self._size:
+            raise self._error("ends inside its header: it was cut short")
+        self._position = end
+        try:
+            return self._data[start:end].decode("utf-8")
+        except UnicodeDecodeError:
+            raise self._error("has a text in its header that is not UTF-8") from None
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            self._skip_array()
+            return None
+        if kind not in _SCALARS:
+            raise self._error(f"has a value of the unknown type {kind} in its header")
+        return self._scalar(_SCALARS[kind])
+
+    def _skip_array(self) -> None:
+        kind, count = self._scalar("<I"), self._scalar("<Q")
+        if kind in _SCALARS:
+            self._position += count * struct.calcsize(_SCALARS[kind])
+        elif kind == _STRING:
+            for _ in range(count):
+                length = self._scalar("<Q")
+                self._position += length
+        else:
+            raise self._error(f"has an array of the type {kind} in its header")
+        if self._position > self._size:
+            raise self._error("ends inside its header: it was cut short")
+
+    def _error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} {problem}.")

@@ -1,0 +1,188 @@
+"""What training stacks leave around a checkpoint: from a directory to the weights in it, and to config and tokenizer.
+
+Known by the names that their writers give:
+
+    accelerate, Trainer     checkpoint-500/ or checkpoints/checkpoint_3/, with pytorch_model_fsdp_0/ or .bin inside
+    torchtitan              checkpoint/step-500/, after consolidation with sharded/ inside
+    torchtune               epoch_0/, step_100/
+    verl                    global_step_200/actor/, with config and tokenizer in actor/huggingface/
+
+What a checkpoint is, the caller says (`is_checkpoint`): knows names only, opens nothing. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_shard.checkpoint.io.atomicity import fsync_directory as fsync_directory, fsync_file as fsync_file
+from fsdp_shard.checkpoint.io.files import has_file
+from fsdp_shard.checkpoint.steps.manifest import (
+    MANIFEST,
+    FileRecord as FileRecord,
+    Manifest as Manifest,
+    TensorRecord as TensorRecord,
+    read_manifest as read_manifest,
+)
+from fsdp_shard.checkpoint.steps.step_store import CHECKPOINTS, Store, parse_step
+from fsdp_shard.errors import CheckpointError
+
+IsCheckpoint = Callable[[Path], bool]
+
+# Directories of one step or epoch, of which the one with the highest number is the newest.
+_FAMILIES = ("step-", "step_", "checkpoint-", "checkpoint_", "global_step_", "epoch_")
+_NUMBERED = re.compile(rf"({'|'.join(_FAMILIES)})(\d+)")
+_FSDP = re.compile(r"pytorch_model_fsdp(_\d+)?(\.bin)?")  # accelerate.utils.constants.FSDP_MODEL_NAME
+_INNER = ("actor", "huggingface", "sharded")
+_OUTER = ("checkpoint", "checkpoints")
+_SIDE_DIRECTORY = "huggingface"  # verl
+_SIDE_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the weights lie (a directory or a file), which directory has config and tokenizer, and of which step.
+
+    `side` is None where that is the directory of the weights itself, or there is no config to be found.
+    """
+
+    weights: Path
+    side: Path | None = None
+    step: int | None = None
+
+
+def find(path: Path, is_checkpoint: IsCheckpoint) -> Place:
+    """Follow the known layouts down from `path`; where none leads to a checkpoint, `path` itself is the answer.
+
+    Several candidates of which no rule prefers one are a CheckpointError that lists them, as is a link out of `path`.
+    Of numbered directories the newest that holds a checkpoint counts: an interrupted save leaves a later one without.
+    """
+    trail = _lead(path, is_checkpoint, set())
+    if trail is None:
+        others = _other_checkpoints(path, is_checkpoint)
+        if others:
+            raise _ambiguous(path, others)
+        trail = [path]
+    _check_inside(path, trail[-1])
+    return Place(trail[-1], _side(path, trail), _step(path, trail))
+
+
+def is_numbered(name: str) -> bool:
+    """Whether a directory of this name is one step or epoch of some training stack."""
+    return _NUMBERED.fullmatch(name) is not None
+
+
+def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path]) -> list[Path] | None:
+    """The directories from `path` down to a checkpoint, or None. `seen` keeps links from leading round in circles."""
+    if is_checkpoint(path):
+        return [path]
+    if not path.is_dir() or path.resolve() in seen:
+        return None
+    seen.add(path.resolve())
+    for rule in (_fsdp_models, _inner, _newest_first, _outer):
+        for child in rule(path):
+            below = _lead(child, is_checkpoint, seen)
+            if below is not None:
+                return [path, *below]
+    return None
+
+
+def _fsdp_models(path: Path) -> list[Path]:
+    """accelerate numbers the models that were prepared together; more than one is a question to the user."""
+    found = sorted(entry for entry in path.iterdir() if _FSDP.fullmatch(entry.name))
+    if len(found) > 1:
+        raise _ambiguous(path, found)
+    return found
+
+
+def _inner(path: Path) -> list[Path]:
+    return [path / name for name in _INNER if (path / name).is_dir()]
+
+
+def _outer(path: Path) -> list[Path]:
+    return [path / name for name in _OUTER if (path / name).is_dir()]
+
+
+def _newest_first(path: Path) -> list[Path]:
+    numbers: dict[str, list[tuple[int, Path]]] = {}
+    for entry in path.iterdir():
+        match = _NUMBERED.fullmatch(entry.name)
+        if match and entry.is_dir():
+            numbers.setdefault(match[1], []).append((int(match[2]), entry))
+    if len(numbers) > 1:  # steps and epochs cannot be compared
+        raise _ambiguous(path, [max(found)[1] for found in numbers.values()])
+    return [entry for found in numbers.values() for _, entry in sorted(found, reverse=True)]
+
+
+def _other_checkpoints(path: Path, is_checkpoint: IsCheckpoint) -> list[Path]:
+    """Checkpoints directly below that no rule leads to; optimizer states are none."""
+    if not path.is_dir():
+        return []
+    children = (entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("optim"))
+    return sorted(entry for entry in children if is_checkpoint(entry))
+
+
+def _ambiguous(path: Path, found: list[Path]) -> CheckpointError:
+    some = ", ".join(map(str, sorted(found)[:8])) + (", ..." if len(found) > 8 else "")
+    if len(found) == 1:
+        return CheckpointError(f"{path} is no checkpoint itself, but {some} in it is one; give that path.")
+    return CheckpointError(f"{path} holds several checkpoints, and nothing says which is meant: give one of {some}.")
+
+
+def _check_inside(path: Path, weights: Path) -> None:
+    real = weights.resolve()
+    if not real.is_relative_to(path.resolve()):
+        raise CheckpointError(
+            f"{weights} is a link to {real}, outside {path}; it is not followed. Give that path itself."
+        )
+
+
+def _step(path: Path, trail: list[Path]) -> int | None:
+    for name in reversed([path.resolve().name, *(place.name for place in trail)]):
+        match = _NUMBERED.fullmatch(name)
+        if match and match[1] != "epoch_":
+            return int(match[2])
+    return None
+
+
+def _side(path: Path, trail: list[Path]) -> Path | None:
+    """The nearest directory with a config (else with a tokenizer), from the weights outwards; None for their own."""
+    home = trail[-1] if trail[-1].is_dir() else trail[-1].parent
+    places = list(_side_places(path, trail))
+    for name in _SIDE_FILES:
+        for place in places:
+            if has_file(place, name):
+                return None if place == home else place
+    return None
+
+
+def _side_places(path: Path, trail: list[Path]) -> Iterator[Path]:
+    """Nothing outside of what the user named, but for the directory around an inner one of a known layout."""
+    base = path.resolve()
+    for place in reversed([place for place in trail if place.is_dir()]):
+        yield place
+        beside = place / _SIDE_DIRECTORY
+        if beside.is_dir() and beside.resolve().is_relative_to(base):
+            yield beside
+    if path.is_dir() and (base.name in _INNER or _FSDP.fullmatch(base.name) or is_numbered(base.name)):
+        yield base.parent
+
+
+def resolve(path: Path) -> Path:
+    """A run directory or its checkpoints/ lead to the latest committed step; anything else is `path` itself."""
+    given = path
+    if not path.is_dir() or has_file(path, MANIFEST):
+        return path
+    if (path / CHECKPOINTS).is_dir():
+        path = path / CHECKPOINTS
+    elif not any(parse_step(entry.name) is not None for entry in path.iterdir()):
+        return path
+    store = Store(path)
+    latest = store.latest()
+    if latest is None and any(is_numbered(entry.name) for entry in path.iterdir()):
+        return given  # steps of another training stack: ours get their name together with their manifest
+    if latest is None:
+        raise CheckpointError(f"{path} has no finished checkpoint yet: no step directory there has a {MANIFEST}.")
+    return store.path(latest)

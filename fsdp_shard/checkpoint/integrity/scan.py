@@ -1,0 +1,122 @@
+"""Reading all of a checkpoint once, by several threads: the digests of its chunks, and what in it is not finite.
+
+Also what that says in words, with file, tensor and bytes. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, jobs_of, num_chunks, read_chunks
+from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.integrity.non_finite import NonFinite, find_non_finite
+from fsdp_shard.checkpoint.integrity.verify_report import Place, Problem
+from fsdp_shard.checkpoint.io.dtypes import itemsize
+from fsdp_shard.checkpoint.io.thread_pool import in_threads
+from fsdp_shard.checkpoint.steps.manifest import Manifest
+
+_NAMED = 3  # files in a message; `places` has all
+
+
+@dataclass
+class Scan:
+    """Digests of all chunks of the tensors that were asked for; what is not finite, per tensor."""
+
+    digests: dict[str, list[bytes]] = field(default_factory=dict)
+    non_finite: dict[str, NonFinite] = field(default_factory=dict)
+
+
+def scan(index: TensorIndex, digested: Collection[str], searched: Collection[str]) -> Scan:
+    """Read the tensors `digested` and `searched` (for NaN and infinities; of dtypes that have them) of `index`."""
+    found = Scan({name: [b""] * num_chunks(index.tensors[name].num_bytes) for name in digested})
+    parts: dict[str, dict[int, NonFinite]] = {}
+
+    def work(jobs: Iterator[tuple[TensorEntry, range]]) -> None:
+        for entry, numbers in jobs:
+            for number, data in zip(numbers, read_chunks(index, entry.name, numbers), strict=True):
+                if entry.name in found.digests:
+                    found.digests[entry.name][number] = chunk_digest(data)
+                if entry.name in searched and (part := find_non_finite(entry.dtype, data)):
+                    parts.setdefault(entry.name, {})[number] = part
+
+    in_threads(work, list(jobs_of(index, {*digested, *searched})))
+    found.non_finite = {name: _sum(index.tensors[name], parts[name]) for name in parts}
+    return found
+
+
+def _sum(entry: TensorEntry, parts: dict[int, NonFinite]) -> NonFinite:
+    first = min(parts)
+    return NonFinite(
+        sum(part.num_nan for part in parts.values()),
+        sum(part.num_inf for part in parts.values()),
+        first * (CHUNK_BYTES // itemsize(entry.dtype)) + parts[first].first,
+    )
+
+
+def damage(index: TensorIndex, manifest: Manifest, found: Scan) -> list[Problem]:
+    """Where the content is not what `manifest` says. Neighboring damaged chunks are one problem."""
+    problems: list[Problem] = []
+    for name, digests in found.digests.items():
+        expected = manifest.tensors[name].chunks
+        wrong = [number for number, digest in enumerate(digests) if digest.hex() != expected[number]]
+        problems += _damaged(index, name, wrong)
+    return sorted(problems, key=lambda problem: (problem.file or "", problem.start or 0))
+
+
+def _damaged(index: TensorIndex, name: str, chunks: Sequence[int]) -> Iterator[Problem]:
+    # A run of chunks lies in the same files, and has no sound chunk in it.
+    files = {number: [place.file for place in chunk_places(index, name, number, number + 1)] for number in chunks}
+    runs = itertools.groupby(enumerate(chunks), lambda item: (item[1] - item[0], files[item[1]]))
+    for _, run in runs:
+        numbers = [number for _, number in run]
+        places = chunk_places(index, name, numbers[0], numbers[-1] + 1)
+        where = [f"{index.root / place.file}, bytes {place.start}-{(place.stop or 0) - 1}" for place in places]
+        if len(places) == 1:
+            text = f"{where[0]}: tensor {name} is not what was written."
+        else:
+            more = f" or {len(where) - _NAMED} more files" if len(where) > _NAMED else ""
+            text = (
+                f"{' or '.join(where[:_NAMED])}{more}: tensor {name} is not what was written; "
+                f"one digest covers them together, so it does not tell which of them is damaged."
+            )
+        yield Problem(text, tuple(places), name)
+
+
+def chunk_places(index: TensorIndex, name: str, first: int, stop: int) -> list[Place]:
+    """Where the chunks [first, stop) of a tensor lie: in each file from the first such byte to the last."""
+    entry = index.entry(name)
+    size = itemsize(entry.dtype)
+    found: dict[str, tuple[int, int]] = {}
+    for file, low, high in index.places(
+        name, first * CHUNK_BYTES // size, min(stop * CHUNK_BYTES, entry.num_bytes) // size
+    ):
+        before = found.get(file, (low, high))
+        found[file] = min(low, before[0]), max(high, before[1])
+    return [Place(file, low, high) for file, (low, high) in found.items()]
+
+
+def non_finite(index: TensorIndex, found: Scan) -> Iterator[Problem]:
+    """A problem for each tensor in which something is NaN or infinite, in the order of the checkpoint."""
+    for name in index.names:
+        if (what := found.non_finite.get(name)) is None:
+            continue
+        entry = index.tensors[name]
+        ((file, low, high),) = index.places(name, what.first, what.first + 1)
+        counts = [f"{count:,} {word}" for count, word in ((what.num_nan, "NaN"), (what.num_inf, "infinite")) if count]
+        yield Problem(
+            f"{index.root / file}, bytes {low}-{high - 1}: tensor {name} is not finite from "
+            f"{position(entry, what.first)} on: {' and '.join(counts)} of {entry.num_elements:,} elements.",
+            (Place(file, low, high),),
+            name,
+        )
+
+
+def position(entry: TensorEntry, flat: int) -> list[int]:
+    """The index of a flat element along each dimension."""
+    found: list[int] = []
+    for size in reversed(entry.shape):
+        flat, inside = divmod(flat, size)
+        found.insert(0, inside)
+    return found

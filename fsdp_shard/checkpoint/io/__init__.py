@@ -1,0 +1,1 @@
+"""Bytes on disk: files opened safely, atomic writes, safetensors headers, dtypes."""

@@ -1,0 +1,40 @@
+"""Addresses of remote stores, such as s3://bucket/run: what is one, what must not stand in one, what it means here.
+
+Every command imports this module, and what speaks to a store only where there is an address.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from fsdp_shard.errors import ConfigError
+
+_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://(.*)", re.DOTALL)
+_LOCAL = ("file", "local")
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is the address of a remote store and no path of this machine."""
+    return _ADDRESS.fullmatch(str(path)) is not None
+
+
+def check_remote(url: str, name: str) -> None:
+    """Raise ConfigError unless `url`, the value of the setting `name`, is a directory's address without secrets."""
+    match = _ADDRESS.fullmatch(url)
+    if match is None or not match[2].strip("/"):
+        raise ConfigError(f"{name}={url} is not the address of a remote directory, such as s3://bucket/run.")
+    if match[1].lower() in _LOCAL:
+        raise ConfigError(f"{name}={url} is a directory of this machine: give it as run_dir instead.")
+    user, at, _ = match[2].partition("/")[0].rpartition("@")
+    if "?" in url or (at and ":" in user):
+        raise ConfigError(
+            f"{name} {match[1]}://*** has a password or options in it. Leave them out: credentials and endpoint come "
+            "from the environment, such as AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL."
+        )
+
+
+def refuse_remote(path: str, name: str, instead: str) -> None:
+    """Raise ConfigError where `path`, the value of the setting `name`, would be written but is no path."""
+    if is_remote(path):
+        raise ConfigError(f"{name}={path} is a remote address, but {name} is written on this machine; {instead}")

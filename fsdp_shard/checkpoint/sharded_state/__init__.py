@@ -1,0 +1,1 @@
+"""Saving and loading the shards that the ranks of a run hold: weights and optimizer state."""

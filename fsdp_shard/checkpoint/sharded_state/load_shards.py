@@ -1,0 +1,94 @@
+"""Ranges of stored tensors into the memory of a rank's shards. Reads nothing else of the files; knows no other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fsdp_shard.checkpoint.index import TensorIndex, tensor_bytes
+from fsdp_shard.checkpoint.io import dtypes
+from fsdp_shard.distributed import LocalShard
+from fsdp_shard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from fsdp_shard.models import Code
+
+_STAGE_BYTES = 16 << 20  # read at a time where the dtype or the device differs
+_ENCODED_AT_ONCE = 1 << 20  # weights; encoding them takes up to 20 bytes each
+
+
+def load_shards(index: TensorIndex, shards: Mapping[str, LocalShard], names: Mapping[str, str] | None = None) -> None:
+    """Fill each shard's own memory with its range, cast where the dtypes differ; touches nothing else of the files.
+
+    `names` maps a shard's name to the one in `index`, where they differ.
+    """
+    for name, shard in shards.items():
+        stored = names[name] if names is not None else name
+        assert index.entry(stored).shape == shard.shape, name
+        _load_range(index, stored, shard)
+
+
+def encode_shards(index: TensorIndex, shards: Mapping[str, LocalShard], names: Mapping[str, str], code: Code) -> None:
+    """Fill each shard of the rows of a quantized weight with its range, from the weights of those rows alone.
+
+    `names` maps a shard's name to the tensor in `index` whose weights it stands for. Raises CheckpointError where they
+    are not numbers that `code` can hold.
+    """
+    for name, shard in shards.items():
+        _encode_range(index, names[name], shard, code)
+
+
+def _encode_range(index: TensorIndex, stored: str, shard: LocalShard, code: Code) -> None:
+    """A shard may begin and end inside a row: what it lacks of the row is encoded too, and left out."""
+    import torch
+
+    from fsdp_shard.models import BLOCK
+
+    assert shard.box is None, "only whole rows of elements were divided"
+    entry, dtype = index.entry(stored), dtypes.to_torch(index.entry(stored).dtype)
+    if not dtype.is_floating_point:
+        raise CheckpointError(
+            f"{index.root}: tensor {stored} is stored as {entry.dtype}, so it cannot be quantized to {code.name}; "
+            f"expected floating-point weights. Give adapter.quantize=none."
+        )
+    data = shard.data.view(torch.uint8)
+    if not len(data):
+        return
+    low = shard.start * shard.data.element_size()
+    high = low + len(data)
+    last = -(-high // code.row_bytes)
+    step = _ENCODED_AT_ONCE // BLOCK
+    for row in range(low // code.row_bytes, last, step):
+        first = row * BLOCK
+        weights = torch.empty(min(min(row + step, last) * BLOCK, entry.num_elements) - first, dtype=dtype)
+        index.read_into(stored, first, tensor_bytes(weights))
+        numbers = weights.float()
+        if not bool(numbers.isfinite().all()):
+            raise CheckpointError(
+                f"{index.root}: tensor {stored} holds weights that are not finite, which {code.name} has no codes for; "
+                f"look with `fsdp-shard verify`, or give adapter.quantize=none."
+            )
+        encoded = code.encode(numbers).view(-1)
+        at = row * code.row_bytes
+        start, stop = max(low, at), min(high, at + len(encoded))
+        data[start - low : stop - low].copy_(encoded[start - at : stop - at])
+
+
+def _load_range(index: TensorIndex, stored: str, shard: LocalShard) -> None:
+    import torch
+
+    if shard.box is not None:
+        part = index.read(stored, [slice(at, at + size) for at, size in zip(*shard.box, strict=True)])
+        shard.data.copy_(part.reshape(-1))
+        return
+    dtype = dtypes.to_torch(index.entry(stored).dtype)
+    if dtype == shard.data.dtype and shard.data.device.type == "cpu":
+        if len(shard.data):
+            index.read_into(stored, shard.start, tensor_bytes(shard.data))
+        return
+    per_stage = _STAGE_BYTES // dtype.itemsize
+    stage = torch.empty(min(per_stage, len(shard.data)), dtype=dtype)
+    for start in range(0, len(shard.data), per_stage):
+        part = stage[: min(per_stage, len(shard.data) - start)]
+        index.read_into(stored, shard.start + start, tensor_bytes(part))
+        shard.data[start : start + len(part)].copy_(part)

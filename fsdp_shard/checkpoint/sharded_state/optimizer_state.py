@@ -1,0 +1,101 @@
+"""The state of any torch optimizer as named tensors, each rank's part of it as flat ranges.
+
+A state that has its parameter's shape is sharded as the parameter is; a scalar (a step count) is written by the rank
+that holds the parameter's first element, since under FSDP1 a rank may hold nothing of it, and then has no state of it.
+Knows no wrapper and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from fsdp_shard.distributed import LocalShard
+from fsdp_shard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+
+    from fsdp_shard.checkpoint.index import TensorIndex
+
+
+def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
+    """This rank's part of each state, as `PARAMETER.SLOT`; every rank lists every slot that any rank may hold.
+
+    An optimizer whose state lies elsewhere than its parameters says so itself, by a method `state_shards`.
+    """
+    import torch
+
+    own: Callable[[], dict[str, LocalShard]] | None = getattr(optimizer, "state_shards", None)
+    if own is not None:
+        return own()
+    found = {}
+    with torch.no_grad():
+        for name, shard in shards.items():
+            for slot, value in _slots(optimizer, shard):
+                found[f"{name}.{slot}"] = _state_shard(shard, value)
+    return found
+
+
+def used_parameters(index: TensorIndex, names: Iterable[str]) -> set[str]:
+    """Those of the parameters `names` of which `index` holds any state: others never had a gradient.
+
+    All of them where it holds none at all: then it is not this optimizer's.
+    """
+    known = {stored.rsplit(".", parts)[0] for stored in index.names for parts in range(1, stored.count(".") + 1)}
+    return known.intersection(names) or set(names)
+
+
+def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = None) -> None:
+    """Make the optimizer allocate its state of `params`, or of all, without changing a parameter: one step with zero
+    gradients and no rate.
+
+    torch's own `set_optimizer_state_dict` does the same; there is no public way to ask an optimizer for empty state.
+    """
+    import torch
+
+    assert not optimizer.state, "the optimizer has stepped already"
+    chosen = None if params is None else {id(param) for param in params}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for param in group["params"]:
+            if chosen is None or id(param) in chosen:
+                param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], names: set[str]) -> None:
+    """Raise CheckpointError unless `index` holds exactly the states `names` (of all ranks), with the right shapes."""
+    missing, extra = sorted(names - set(index.names)), sorted(set(index.names) - names)
+    if missing or extra:
+        what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this optimizer does not keep"
+        raise CheckpointError(
+            f"The optimizer state in {index.root} {what} ({len(missing)} states missing, {len(extra)} not expected of "
+            f"{len(names)}): it was saved by another optimizer or for another model. Use that run's optim settings."
+        )
+    for name, shard in expected.items():
+        if index.entry(name).shape != shard.shape:
+            raise CheckpointError(
+                f"{index.root}: state {name} has shape {list(index.entry(name).shape)}, expected {list(shard.shape)}."
+            )
+
+
+def _slots(optimizer: Optimizer, shard: LocalShard) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    state = optimizer.state.get(shard.tensor, {})
+    for slot in sorted(state):
+        if isinstance(state[slot], torch.Tensor):
+            yield slot, state[slot]
+
+
+def _state_shard(shard: LocalShard, value: torch.Tensor) -> LocalShard:
+    if value.ndim == 0 and shard.shape:
+        holds_first = shard.writes and shard.start == 0 and shard.data.numel() > 0
+        return LocalShard(value, value.view(-1), 0, (), writes=holds_first)
+    return LocalShard(value, shard.view_of(value), shard.start, shard.shape, shard.writes, shard.box)

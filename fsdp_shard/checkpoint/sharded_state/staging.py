@@ -1,0 +1,151 @@
+"""A snapshot of this rank's state, for a save that runs while training goes on.
+
+Parameters and optimizer state do not change before the next `optimizer.step()`. So what lies in host memory is written
+from where it lies during the next forward and backward pass, and only what is not written by then is copied, when the
+copy is `settled` before the weights change. The memory of the copies is allocated once and reused by every save: fresh
+pages cost several times the copy. Buffers, which a forward pass may change, are copied immediately. Tensors on a GPU
+are copied to pinned memory on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard.checkpoint.index import tensor_bytes
+from fsdp_shard.checkpoint.sharded_state.save_step import RunState
+from fsdp_shard.distributed import LocalShard
+
+if TYPE_CHECKING:
+    import torch
+
+_ALIGNMENT = 64  # a multiple of every element's size, and a cache line
+
+Job = tuple["torch.Tensor", "torch.Tensor"]  # (host memory, source), flat and alike
+
+
+class Copy:
+    """What a save reads. `settle` is called before the weights change, from another thread than those that read."""
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self._parts = {id(source): _Part(host, source) for host, source in jobs if source.device.type == "cpu"}
+        self._transfer = _start_transfer([job for job in jobs if job[1].device.type != "cpu"])
+        self._is_over = False
+
+    def wait(self) -> None:
+        """Wait until the transfer from a GPU has ended."""
+        if self._transfer is not None:
+            self._transfer.synchronize()
+
+    @contextmanager
+    def reading(self, shard: LocalShard, part: slice) -> Iterator[memoryview]:
+        """Some bytes of a staged shard, each of which a save reads once; they cannot change in the block."""
+        staged = self._parts.get(id(shard.data))
+        if staged is None:
+            yield tensor_bytes(shard.data)[part]
+            return
+        assert staged.num_unread or staged.is_copied, "they may have changed since"
+        with staged.lock:
+            yield tensor_bytes(staged.host if staged.is_copied else staged.source)[part]
+            staged.num_unread -= part.stop - part.start
+
+    def settle(self) -> None:
+        """Copy what is not read yet, so that it may change; on a GPU the stream waits for that, not this thread."""
+        for part in self._parts.values():
+            with part.lock:
+                if part.num_unread and not (part.is_copied or self._is_over):
+                    _copy(part)
+        if self._transfer is not None:
+            import torch
+
+            torch.cuda.current_stream().wait_event(self._transfer)
+
+    def end(self) -> None:
+        """The save has ended: nothing is left to be read."""
+        self._is_over = True
+
+
+class _Part:
+    """A shard in host memory: `source`, the memory `host` to copy it to, and how many of its bytes are not read yet."""
+
+    def __init__(self, host: torch.Tensor, source: torch.Tensor) -> None:
+        self.host, self.source = host, source
+        self.lock = threading.Lock()
+        self.num_unread = source.nbytes
+        self.is_copied = False
+
+
+class Staging:
+    """The host memory that the saves of one rank use, one save at a time."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def stage(self, state: RunState) -> tuple[RunState, Copy]:
+        """`state` for a save in the background, and the copy that it reads through; the previous save must have ended.
+
+        Shards that another rank writes have no `data`.
+        """
+        from torch import nn
+
+        shards = [*state.weights.values(), *state.optimizer.values()]
+        is_pinned = any(shard.data.device.type == "cuda" for shard in shards)
+        memory = self._get_memory(sum(_aligned(shard.data.nbytes) for shard in shards if shard.writes), is_pinned)
+        used = 0
+        jobs: list[Job] = []
+
+        def staged(shard: LocalShard, *, is_buffer: bool) -> LocalShard:
+            nonlocal used
+            num_bytes = shard.data.nbytes if shard.writes else 0
+            host = memory[used : used + num_bytes].view(shard.data.dtype)
+            used += _aligned(num_bytes)
+            if not num_bytes:
+                return replace(shard, data=host)
+            if is_buffer:
+                host.copy_(shard.data)
+                return replace(shard, data=host)
+            jobs.append((host, shard.data))
+            return shard if shard.data.device.type == "cpu" else replace(shard, data=host)
+
+        weights = {
+            name: staged(shard, is_buffer=not isinstance(shard.tensor, nn.Parameter))
+            for name, shard in state.weights.items()
+        }
+        optimizer = {name: staged(shard, is_buffer=False) for name, shard in state.optimizer.items()}
+        copy = Copy(jobs)
+        return replace(state, weights=weights, optimizer=optimizer, reading=copy.reading), copy
+
+    def _get_memory(self, num_bytes: int, pinned: bool) -> torch.Tensor:
+        import torch
+
+        if self._memory is None or len(self._memory) < num_bytes:
+            self._memory = None  # before the new memory is taken
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._memory
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copy(part: _Part) -> None:
+    part.host.copy_(part.source)
+    part.is_copied = True
+
+
+def _start_transfer(jobs: list[Job]) -> Any:
+    """Have a side stream copy from the GPU, after all that is queued there; the event of its end, if there is a job."""
+    import torch
+
+    if not jobs:
+        return None
+    stream, event = torch.cuda.Stream(), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for host, source in jobs:
+            host.copy_(source, non_blocking=True)
+        event.record(stream)
+    return event

@@ -1,0 +1,97 @@
+"""Which bytes this rank writes where, for each layout: a plan, made before the first byte moves. Pure.
+
+Every rank comes to the same headers and offsets from the same tensor list, so a gathered file needs no gather: each
+rank puts its own elements at their final place. A layout is one function here and one line in `LAYOUTS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fsdp_shard.checkpoint import tensor_slices
+from fsdp_shard.checkpoint.io import dtypes
+from fsdp_shard.checkpoint.io.dtypes import TensorSpec
+from fsdp_shard.checkpoint.steps.file_plan import INDEX_FILE, SINGLE_FILE, FilePlan, plan_gathered, plan_sharded
+from fsdp_shard.distributed import LocalShard
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What all ranks of a save agree on."""
+
+    rank: int
+    world_size: int
+    step: int
+    save: str
+    max_shard_bytes: int | None
+    aliases: Mapping[str, str]
+    single_file: str = SINGLE_FILE
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """What one rank does: files it creates at full size with their headers, small files, and its own elements.
+
+    `offsets` maps a tensor to (file, absolute byte offset of this rank's first element); only tensors of which this
+    rank writes something are in it. With `scatters`, the rows of a box are written where the whole tensor has them.
+    """
+
+    creates: list[FilePlan]
+    offsets: dict[str, tuple[str, int]]
+    small_files: dict[str, bytes] = field(default_factory=dict)
+    scatters: bool = False
+
+    def runs(self, name: str, shard: LocalShard) -> Iterator[tuple[int, slice]]:
+        """(absolute byte offset, bytes of `shard.data` that go there), in order."""
+        offset = self.offsets[name][1]
+        if shard.box is None or not self.scatters:
+            yield offset, slice(0, shard.data.nbytes)
+            return
+        size = shard.data.element_size()
+        for at, inside, count in tensor_slices.runs(shard.shape, *shard.box, 0, math.prod(shard.shape)):
+            yield offset + (at - shard.start) * size, slice(inside * size, (inside + count) * size)
+
+
+def spec_of(name: str, shard: LocalShard) -> TensorSpec:
+    return TensorSpec(name, dtypes.from_torch_name(str(shard.data.dtype)), shard.shape)
+
+
+def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
+    """One Hugging Face directory, created by rank 0, written by all."""
+    specs = [spec_of(name, shard) for name, shard in shards.items()]
+    files, index = plan_gathered(specs, target.max_shard_bytes, target.aliases, target.single_file)
+    starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
+    offsets = {}
+    for spec in specs:
+        file, offset = starts[spec.name]
+        shard = shards[spec.name]
+        if shard.writes and shard.data.numel():
+            offsets[spec.name] = file, offset + shard.start * dtypes.itemsize(spec.dtype)
+    if target.rank != 0:
+        return WritePlan([], offsets, scatters=True)
+    return WritePlan(files, offsets, {INDEX_FILE: index} if index is not None else {}, scatters=True)
+
+
+def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
+    """One file per rank, created and written by that rank; a rank that writes nothing has a file with a header only."""
+    pieces = [
+        (spec_of(name, shard), shard.start, shard.data.numel() if shard.writes else 0) for name, shard in shards.items()
+    ]
+    file = plan_sharded(
+        pieces,
+        target.rank,
+        target.world_size,
+        step=target.step,
+        save=target.save,
+        aliases=target.aliases,
+        boxes={name: shard.box for name, shard in shards.items() if shard.box is not None},
+    )
+    return WritePlan([file], {name: (file.name, offset) for name, offset in file.tensors.items()})
+
+
+LAYOUTS: dict[str, Callable[[Mapping[str, LocalShard], Target], WritePlan]] = {
+    "gathered": plan_gathered_writes,
+    "sharded": plan_sharded_writes,
+}

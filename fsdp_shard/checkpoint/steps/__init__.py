@@ -1,0 +1,1 @@
+"""The steps of a run on disk: their files, manifest and retention."""

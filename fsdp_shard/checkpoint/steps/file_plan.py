@@ -1,0 +1,277 @@
+"""Plans the files of a checkpoint: every header and every byte offset, before the first byte moves. Pure.
+
+*Gathered* is a plain Hugging Face directory; *sharded* is one file per rank. Writers (a saving rank, `convert`) only
+put bytes where a plan says.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.checkpoint.io.dtypes import TensorSpec, itemsize, row_elements
+from fsdp_shard.checkpoint.io.files import parse_json
+from fsdp_shard.checkpoint.io.safetensors_header import PAGE_BYTES, PAGED_BYTES, build_header
+from fsdp_shard.checkpoint.tensor_slices import Box
+from fsdp_shard.errors import CheckpointError
+
+SHARD_FORMAT_VERSION = 1
+SHARD_KEY = "fsdp_shard"  # our entry in the __metadata__ of a rank file
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DCP_METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One file: its name, where each tensor's bytes begin (absolute), its final size, and all that is no tensor.
+
+    `frames` are (byte position, bytes) in file order: of a safetensors file the header alone.
+    """
+
+    name: str
+    frames: tuple[tuple[int, bytes], ...]
+    tensors: dict[str, int]
+    num_bytes: int
+
+    @property
+    def header(self) -> bytes:
+        """All bytes that no tensor owns, in file order: what the manifest's `header_digest` is of."""
+        return b"".join(data for _, data in self.frames)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the flat bytes [start, stop) of a written tensor go: `file` is a file's name, `offset` absolute in it."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """What a format is asked to write. Each takes what it knows of; `ConvertConfig.check` refuses the rest.
+
+    `ranks` None means that the user named no number; `nest` is a key to put the tensors under (`model`).
+    `phases` says at which byte a tensor begins that will be copied from a file as it is (see `build_header`).
+    """
+
+    max_shard_bytes: int | None
+    ranks: int | None
+    step: int | None
+    aliases: Mapping[str, str]
+    nest: str | None = None
+    phases: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TargetPlan:
+    """Everything that a format writes: files, the extents that partition each tensor in flat order, small files."""
+
+    files: tuple[FilePlan, ...]
+    extents: Mapping[str, tuple[Extent, ...]]
+    small_files: Mapping[str, bytes]
+    layout: str
+    world_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(plan.num_bytes for plan in self.files) + sum(map(len, self.small_files.values()))
+
+
+def plan_gathered(
+    specs: Sequence[TensorSpec],
+    max_shard_bytes: int | None,
+    aliases: Mapping[str, str] | None = None,
+    single_file: str = SINGLE_FILE,
+    phases: Mapping[str, int] | None = None,
+) -> tuple[list[FilePlan], bytes | None]:
+    """Files of a Hugging Face directory, and the content of `model.safetensors.index.json` if there are several.
+
+    Tensors keep their order and are never split, so a file exceeds `max_shard_bytes` (header included) only where a
+    single tensor does. `aliases` {tied name: kept name} are noted in the metadata as safetensors' `save_model` does.
+    `single_file` is the name where there is only one.
+    """
+    groups = _split(specs, max_shard_bytes)
+    plans = []
+    for number, group in enumerate(groups, start=1):
+        name = single_file if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        kept = {spec.name for spec in group}
+        tied = {alias: target for alias, target in (aliases or {}).items() if target in kept}
+        plans.append(_plan_file(name, group, {"format": "pt", **tied}, phases or {}))
+    if len(plans) == 1:
+        return plans, None
+    weight_map = {name: plan.name for plan in plans for name in plan.tensors}
+    total = sum(spec.num_bytes for spec in specs)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return plans, (json.dumps(index, indent=2) + "\n").encode()
+
+
+def _split(specs: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[list[TensorSpec]]:
+    groups: list[list[TensorSpec]] = [[]]
+    padding = PAGE_BYTES if max_shard_bytes is not None and max_shard_bytes >= PAGED_BYTES else 0
+    used = padding
+    for spec in specs:
+        size = spec.num_bytes + _entry_bytes(spec)
+        if groups[-1] and max_shard_bytes is not None and used + size > max_shard_bytes:
+            groups.append([])
+            used = padding
+        groups[-1].append(spec)
+        used += size
+    return groups
+
+
+def _entry_bytes(spec: TensorSpec) -> int:
+    """At least the bytes that a tensor takes in a header."""
+    return len(json.dumps(spec.name, ensure_ascii=False).encode()) + 22 * len(spec.shape) + 96
+
+
+def _plan_file(
+    name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str], phases: Mapping[str, int]
+) -> FilePlan:
+    # Wide types first keeps every tensor aligned to its own element, whatever is mixed; else the order stays.
+    ordered = sorted(specs, key=lambda spec: -itemsize(spec.dtype))
+    phase = phases.get(ordered[0].name, 0) if ordered else 0
+    header, offsets = build_header(ordered, metadata, phase)
+    end = offsets[ordered[-1].name] + ordered[-1].num_bytes if ordered else len(header)
+    return FilePlan(name, ((0, header),), offsets, end)
+
+
+def plan_sharded(
+    pieces: Sequence[tuple[TensorSpec, int, int]],
+    rank: int,
+    world_size: int,
+    *,
+    step: int | None = None,
+    save: str = "",
+    aliases: Mapping[str, str] | None = None,
+    boxes: Mapping[str, Box] | None = None,
+) -> FilePlan:
+    """The file of one rank: `pieces` are (tensor, flat element start, number of elements), one per tensor.
+    `boxes` has those that are no flat range.
+
+    A range of whole rows is stored with shape [rows, ...], any other as one dimension, an empty one not at all (rank 0
+    keeps tensors that have no elements). `save` is the same text in all files of one save and different in the next:
+    readers refuse a mix.
+    """
+    specs: list[TensorSpec] = []
+    ranges: dict[str, dict[str, Any]] = {}
+    for spec, start, count in pieces:
+        if not count and (spec.num_elements or rank):
+            continue
+        box = (boxes or {}).get(spec.name)
+        held = stored_shape(spec.shape, start, count) if box is None else box[1]
+        specs.append(TensorSpec(spec.name, spec.dtype, held))
+        ranges[spec.name] = {"shape": list(spec.shape), "start": start}
+        if box is not None:
+            ranges[spec.name]["offsets"] = list(box[0])
+    document = {
+        "format_version": SHARD_FORMAT_VERSION,
+        "rank": rank,
+        "world_size": world_size,
+        "step": step,
+        "save": save,
+        "aliases": dict(aliases or {}),
+        "tensors": ranges,
+    }
+    metadata = {"format": "pt", SHARD_KEY: json.dumps(document, separators=(",", ":"), ensure_ascii=False)}
+    # What is whole pages comes first, and so begins with one: then the parts of all ranks can be mapped in a row.
+    specs.sort(key=lambda spec: spec.num_bytes % PAGE_BYTES != 0)
+    return _plan_file(shard_name(rank, world_size), specs, metadata, {})
+
+
+def stored_shape(shape: tuple[int, ...], start: int, count: int) -> tuple[int, ...]:
+    """The shape under which the flat range [start, start + count) of a tensor is stored in a rank file."""
+    row = row_elements(shape)
+    if not shape:
+        return ()
+    if not row or (start % row == 0 and count % row == 0):
+        return (count // row if row else shape[0], *shape[1:])
+    return (count,)
+
+
+def chunk_rows(spec: TensorSpec, ranks: int) -> list[tuple[int, int]]:
+    """(flat start, number of elements) for each of `ranks` ranks, cutting dim 0 as `torch.chunk` (and FSDP2) does.
+
+    The last ranks may get less or nothing. A scalar goes to rank 0.
+    """
+    rows = spec.shape[0] if spec.shape else 1
+    row, per_rank = row_elements(spec.shape), -(-rows // ranks)
+    edges = [min(rank * per_rank, rows) * row for rank in range(ranks + 1)]
+    return [(start, stop - start) for start, stop in itertools.pairwise(edges)]
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def parse_shard_name(name: str) -> tuple[int, int] | None:
+    """(rank, world size) of a rank file's name, or None for any other name."""
+    match = re.fullmatch(r"shard-(\d{5,})-of-(\d{5,})\.safetensors", name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """Our entry in a rank file's metadata; `ranges` maps a tensor to (full shape, flat element start).
+
+    `offsets` has where those begin that are a box, of the shape that they are stored with, instead of a flat range.
+    """
+
+    rank: int
+    world_size: int
+    step: int | None
+    save: str
+    aliases: dict[str, str]
+    ranges: dict[str, tuple[tuple[int, ...], int]]
+    offsets: dict[str, tuple[int, ...]]
+
+
+def parse_shard_info(metadata: Mapping[str, str], path: Path) -> ShardInfo:
+    """Check and take over what `plan_sharded` wrote into the header of `path`."""
+    if SHARD_KEY not in metadata:
+        raise CheckpointError(f"{path} has no {SHARD_KEY} entry in its metadata: it was not written by fsdp-shard.")
+    where = f"the {SHARD_KEY} metadata of {path}"
+    document = parse_json(metadata[SHARD_KEY].encode(), where)
+    if not isinstance(document, dict) or document.get("format_version") != SHARD_FORMAT_VERSION:
+        found = document.get("format_version") if isinstance(document, dict) else None
+        raise CheckpointError(f"{where} has format version {found!r}; this fsdp-shard reads {SHARD_FORMAT_VERSION}.")
+    try:
+        info = ShardInfo(
+            rank=_count(document["rank"]),
+            world_size=_count(document["world_size"]),
+            step=None if document["step"] is None else _count(document["step"]),
+            save=_text(document["save"]),
+            aliases={_text(alias): _text(kept) for alias, kept in document["aliases"].items()},
+            ranges={
+                name: (tuple(map(_count, item["shape"])), _count(item["start"]))
+                for name, item in document["tensors"].items()
+            },
+            offsets={
+                name: tuple(map(_count, item["offsets"]))
+                for name, item in document["tensors"].items()
+                if "offsets" in item
+            },
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{where} is not what fsdp-shard writes: {error!r}.") from None
+    return info
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is not a count")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value

@@ -1,0 +1,184 @@
+"""Boxes in a row-major tensor: how a flat element range splits into boxes, and a box into flat runs.
+
+Pure arithmetic on tuples: knows no dtype, file or rank. A box is (offsets, shape), one number each per dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+_FEW = 1000
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def flat_boxes(shape: Sequence[int], start: int, count: int) -> list[Box]:
+    """Split the flat element range [start, start + count) of a tensor into boxes, in flat order.
+
+    Each box is itself contiguous in the tensor. There are at most 2 * ndim - 1 of them: a ragged beginning, whole
+    rows, a ragged end, and the same again inside the ragged ones.
+    """
+    if count == 0:
+        return []
+    if not shape:
+        return [((), ())]
+    row = math.prod(shape[1:])
+    first, inside = divmod(start, row)
+    boxes: list[Box] = []
+    if inside:  # begins inside a row: the part that lies in this row first
+        part = min(row - inside, count)
+        boxes += _within_row(first, flat_boxes(shape[1:], inside, part))
+        first, count = first + 1, count - part
+    rows, rest = divmod(count, row)
+    if rows:
+        boxes.append(((first, *[0] * (len(shape) - 1)), (rows, *shape[1:])))
+    if rest:
+        boxes += _within_row(first + rows, flat_boxes(shape[1:], 0, rest))
+    return boxes
+
+
+def _within_row(row: int, boxes: list[Box]) -> list[Box]:
+    return [((row, *offsets), (1, *shape)) for offsets, shape in boxes]
+
+
+def inner_axis(shape: Sequence[int], box: Sequence[int]) -> int:
+    """The last axis along which the box is narrower than the tensor (0 if none): runs go along it."""
+    axis = len(shape) - 1
+    while axis > 0 and box[axis] == shape[axis]:
+        axis -= 1
+    return axis
+
+
+def is_contiguous(shape: Sequence[int], box: Sequence[int]) -> bool:
+    """Whether the box is one flat run of the tensor, wherever it lies."""
+    return not shape or math.prod(box[: inner_axis(shape, box)]) == 1
+
+
+def run_elements(shape: Sequence[int], box: Sequence[int]) -> int:
+    """Elements of each flat run of the box."""
+    axis = inner_axis(shape, box)
+    return math.prod(box[axis:])
+
+
+def flat_start(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """The flat position of a box's first element."""
+    position = 0
+    for size, offset in zip(shape, offsets, strict=True):
+        position = position * size + offset
+    return position
+
+
+def contains(shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], position: int) -> bool:
+    """Whether the element at a flat `position` of the tensor is in the box."""
+    for extent, offset, size in zip(reversed(shape), reversed(offsets), reversed(box), strict=True):
+        position, at = divmod(position, extent)
+        if not offset <= at < offset + size:
+            return False
+    return True
+
+
+def runs(
+    shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[int, int, int]]:
+    """The parts of a box that lie in the flat range [start, stop) of the tensor.
+
+    Yields (flat position in the tensor, flat position in the box, number of elements), in order.
+    """
+    if not shape:
+        if start <= 0 < stop:
+            yield 0, 0, 1
+        return
+    axis = inner_axis(shape, box)
+    length = box[axis] * math.prod(shape[axis + 1 :])
+    if not length or stop <= start:
+        return
+    outer = [range(size) for size in box[:axis]]
+    if axis:  # only the rows that the range touches: keeps a walk over a tensor by ranges linear
+        row = math.prod(shape[1:])
+        low, high = start // row - offsets[0], -(-stop // row) - offsets[0]
+        outer[0] = range(max(low, 0), min(high, box[0]))
+    for index in itertools.product(*outer):
+        in_box = flat_start(box[:axis], index) * length
+        here = [a + b for a, b in zip(offsets[:axis], index, strict=True)]
+        in_tensor = flat_start(shape, (*here, *offsets[axis:]))
+        low, high = max(start, in_tensor), min(stop, in_tensor + length)
+        if low < high:
+            yield low, in_box + low - in_tensor, high - low
+
+
+class Strided(NamedTuple):
+    """`repeats` runs of `size` elements: each is `step` elements after the one before in the tensor, and directly
+    after it in the box. `at` and `inside` are where the first one begins, in the tensor and in the box.
+    """
+
+    at: int
+    inside: int
+    size: int
+    repeats: int
+    step: int
+
+
+def strided_runs(
+    shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], start: int, stop: int
+) -> Iterator[Strided]:
+    """`runs`, with those of neighboring rows taken together: a column of a matrix is one, but for its ragged ends."""
+    axis = inner_axis(shape, box)
+    length, row = run_elements(shape, box), math.prod(shape[axis:])
+    is_matrix = axis > 0 and all(part == size for part, size in zip(box[1:axis], shape[1:axis], strict=True))
+    if not is_matrix or not length:
+        yield from (Strided(at, inside, count, 1, row) for at, inside, count in runs(shape, offsets, box, start, stop))
+        return
+    # As a matrix of rows of `row` elements: the box has whole columns from `left` on, in rows [top, bottom).
+    left = offsets[axis] * math.prod(shape[axis + 1 :])
+    top = offsets[0] * math.prod(shape[1:axis])
+    bottom = top + math.prod(box[:axis])
+    whole_first = max(top, -(-(start - left) // row))
+    whole_last = min(bottom, (stop - left - length) // row + 1)
+    for number in range(max(top, (start - left - length) // row + 1), min(bottom, whole_first)):
+        yield from _part_of_row(number, row, left, length, top, start, stop)
+    if whole_first < whole_last:
+        yield Strided(whole_first * row + left, (whole_first - top) * length, length, whole_last - whole_first, row)
+    for number in range(max(whole_last, whole_first), min(bottom, -(-(stop - left) // row))):
+        yield from _part_of_row(number, row, left, length, top, start, stop)
+
+
+def _part_of_row(number: int, row: int, left: int, length: int, top: int, start: int, stop: int) -> Iterator[Strided]:
+    begin = number * row + left
+    low, high = max(start, begin), min(stop, begin + length)
+    if low < high:
+        yield Strided(low, (number - top) * length + low - begin, high - low, 1, row)
+
+
+def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """What is wrong with `boxes` as a partition of the tensor, in words, or None if each element is in exactly one."""
+    for offsets, box in boxes:
+        if len(offsets) != len(shape) or len(box) != len(shape):
+            return f"a piece has {len(box)} dimensions where the tensor has {len(shape)}"
+        if any(o < 0 or n < 0 or o + n > size for o, n, size in zip(offsets, box, shape, strict=True)):
+            return f"the piece at {list(offsets)} of shape {list(box)} reaches outside the shape {list(shape)}"
+    filled = [(offsets, box) for offsets, box in boxes if math.prod(box)]
+    stored, expected = sum(math.prod(box) for _, box in filled), math.prod(shape)
+    # Looking for an overlap takes long only where boxes were made to; those do not add up to the tensor.
+    looks = stored == expected or len(filled) <= _FEW
+    if looks and (clash := _overlap(shape, filled)) is not None:
+        return f"the pieces at {list(clash[0])} and {list(clash[1])} overlap"
+    if stored != expected:
+        return f"its pieces hold {stored} of {expected} elements"
+    return None
+
+
+def _overlap(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    if not shape:
+        return (boxes[0][0], boxes[1][0]) if len(boxes) > 1 else None
+    # Sweep along the axis with most distinct offsets, so that rank files (sharded on any one dim) take linear time.
+    axis = max(range(len(shape)), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
+    open_boxes: list[Box] = []
+    for offsets, box in sorted(boxes, key=lambda item: item[0][axis]):
+        open_boxes = [(o, b) for o, b in open_boxes if o[axis] + b[axis] > offsets[axis]]
+        for other, other_box in open_boxes:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, box, other, other_box, strict=True)):
+                return other, offsets
+        open_boxes.append((offsets, box))
+    return None

@@ -1,0 +1,217 @@
+"""Pickles that checkpoints hold, read without running anything: the list of what they may name, and what stands for it.
+
+Imports neither torch nor numpy. Whatever is not on the list is a CheckpointError that says what the file asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_shard.checkpoint.torch_pickle.dtensor import rebuild_from_type, rebuild_parameter
+from fsdp_shard.checkpoint.torch_pickle.metadata_classes import (
+    DCP_CLASSES as DCP_CLASSES,
+    BytesStorageMetadata as BytesStorageMetadata,
+    ChunkStorageMetadata as ChunkStorageMetadata,
+    Constant as Constant,
+    Metadata as Metadata,
+    MetadataIndex as MetadataIndex,
+    OrderedDict,
+    Record as Record,
+    StorageInfo as StorageInfo,
+    StorageMeta as StorageMeta,
+    TensorProperties as TensorProperties,
+    TensorStorageMetadata as TensorStorageMetadata,
+    counts,
+    record,
+    text,
+)
+from fsdp_shard.checkpoint.torch_pickle.tensor import (
+    STORAGE_NAMES,
+    rebuild_tensor_v2,
+    rebuild_tensor_v3,
+    rebuild_unreadable,
+)
+from fsdp_shard.checkpoint.torch_pickle.unpickler import Machine
+from fsdp_shard.errors import CheckpointError
+
+
+def load(data: bytes, where: str, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """The object of a pickle that is all of `data`, with stand-ins for whatever is of a library's class.
+
+    `where` names the file in errors, all of them CheckpointError. `persistent(id)` answers for storages beside it.
+    """
+    value, end = load_from(data, 0, where, persistent)
+    if end != len(data):
+        raise CheckpointError(f"{where} has {len(data) - end} bytes behind the end of its pickle.")
+    return value
+
+
+def load_from(data: bytes, start: int, where: str, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int]:
+    """The object of the pickle that begins at byte `start`, and the position behind it."""
+    machine = Machine(data, start, _NAMES, persistent)
+    try:
+        return machine.run(), machine.end
+    except CheckpointError as error:
+        raise CheckpointError(f"{where} {error}.") from None
+
+
+# Constructors of plain values. Each takes what Python's own takes in a pickle, and refuses what it would not be given.
+
+
+def _ordered_dict(items: Any = (), /, **keywords: Any) -> OrderedDict:
+    if not isinstance(items, (list, tuple, dict)) or (items and not isinstance(items, dict)):
+        raise TypeError("items of an OrderedDict that are not set one by one")
+    return OrderedDict(items)
+
+
+def _default_dict(factory: Any = None, items: Any = ()) -> OrderedDict:
+    return _ordered_dict(items)
+
+
+def _list(items: Any = ()) -> list[Any]:
+    if not isinstance(items, (list, tuple)):
+        raise TypeError("a list of something else than a list")
+    return list(items)
+
+
+def _set(items: Any = ()) -> set[Any]:
+    if not all(isinstance(item, (str, int, float, bool, type(None))) for item in _list(items)):
+        raise TypeError("a set of something else than plain values")
+    return set(items)
+
+
+def _encode(value: Any, encoding: Any = "latin1") -> bytes:
+    """`_codecs.encode`: how protocol 2 writes bytes."""
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError("an encoding that pickle does not use")
+    return text(value).encode("latin-1")
+
+
+def _bytes(value: Any = b"") -> bytes:
+    if not isinstance(value, (bytes, bytearray)):
+        raise TypeError("bytes of something else than bytes")
+    return bytes(value)
+
+
+def _path(*parts: Any) -> Constant:
+    return Constant("/".join(map(text, parts)))
+
+
+def _device(kind: Any, index: Any = None) -> Constant:
+    return Constant(text(kind) if index is None else f"{text(kind)}:{int(index)}")
+
+
+def _layout(name: Any) -> Constant:
+    return Constant(text(name))
+
+
+def _blank(cls: type[Any]) -> Callable[[], Any]:
+    """Attributes come with the state, where they are checked; never with the call."""
+    return lambda: cls()
+
+
+def _memory_format(value: Any) -> Any:
+    if value not in (0, 1, 2):
+        raise ValueError("an unknown memory format")
+    return DCP_CLASSES["torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"](value)  # type: ignore[call-arg]  # an enumeration, unlike others of the table
+
+
+_TORCH = """
+    float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e8m0fnu float8_e4m3fnuz float8_e5m2fnuz
+    float4_e2m1fn_x2 complex32 complex64 complex128 int64 int32 int16 int8 int4 int2 int1
+    uint64 uint32 uint16 uint8 uint4 uint2 uint1 bool
+    qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 bits2x4 bits4x2
+    strided sparse_coo sparse_csr sparse_csc sparse_bsr sparse_bsc jagged
+    contiguous_format channels_last channels_last_3d preserve_format
+    per_tensor_affine per_channel_affine per_tensor_symmetric per_channel_symmetric
+    per_channel_affine_float_qparams
+"""
+_UNREADABLE = {
+    "_rebuild_sparse_tensor": "is sparse; save it after to_dense()",
+    "_rebuild_sparse_csr_tensor": "is sparse; save it after to_dense()",
+    "_rebuild_qtensor": "is quantized; save it after dequantize()",
+    "_rebuild_nested_tensor": "is nested (ragged), which safetensors cannot hold",
+    "_rebuild_meta_tensor_no_storage": "is on the meta device: only its shape was saved, and no values",
+    "_rebuild_device_tensor_from_numpy": "was saved from a device by way of numpy, and is not read",
+}
+# Classes whose objects stand in optimizer, trainer and engine states, and matter to no weight.
+_RECORDS = {
+    "torch": "Tensor Generator",
+    "torch.nn.parameter": "Parameter Buffer UninitializedParameter",
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed.tensor._api": "DTensor",
+    "torch.distributed._tensor.api": "DTensor",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
+    "torch.distributed._tensor._dtensor_spec": "DTensorSpec TensorMeta",
+    "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta Shard Replicate _Partial Partial",
+    "torch.distributed.tensor.placement_types": "Shard Replicate Partial _Partial _StridedShard",
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
+    "torch.distributed._shard.metadata": "ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.api": "ShardedTensor ShardedTensor.ProcessGroupState",
+    "torch.distributed._shard.sharded_tensor.shard": "Shard",
+    "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec DevicePlacementSpec",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "torch.distributed.remote_device": "_remote_device",
+    "torch.distributed.distributed_c10d": "ReduceOp",
+    "numpy": "dtype ndarray",
+    "numpy.core.multiarray": "_reconstruct scalar",
+    "numpy._core.multiarray": "_reconstruct scalar",
+    "numpy.core.numeric": "_frombuffer",
+    "numpy._core.numeric": "_frombuffer",
+    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment": "fragment_address",
+    "argparse": "Namespace",
+    "types": "SimpleNamespace",
+    "datetime": "datetime timedelta",
+}
+
+
+def _names() -> dict[tuple[str, str], Any]:
+    names: dict[tuple[str, str], Any] = {
+        ("collections", "OrderedDict"): _ordered_dict,
+        ("collections", "defaultdict"): _default_dict,
+        ("collections", "Counter"): _ordered_dict,
+        ("collections", "deque"): lambda items=(), size=None: _list(items),
+        ("builtins", "dict"): _ordered_dict,
+        ("builtins", "list"): _list,
+        ("builtins", "tuple"): lambda items=(): tuple(_list(items)),
+        ("builtins", "set"): _set,
+        ("builtins", "frozenset"): _set,
+        ("builtins", "bytes"): _bytes,
+        ("builtins", "bytearray"): lambda value=b"", *encoding: (
+            _encode(value, *encoding) if encoding else _bytes(value)
+        ),
+        ("builtins", "complex"): lambda real=0.0, imaginary=0.0: (real, imaginary),
+        ("builtins", "slice"): record("builtins.slice"),
+        ("builtins", "getattr"): record("builtins.getattr"),  # the machine answers it by a look into this list
+        ("_codecs", "encode"): _encode,
+        ("pathlib", "PosixPath"): _path,
+        ("pathlib", "WindowsPath"): _path,
+        ("pathlib._local", "PosixPath"): _path,  # Python 3.13
+        ("torch", "Size"): lambda sizes=(): counts(sizes),
+        ("torch", "device"): _device,
+        ("torch.serialization", "_get_layout"): _layout,
+        ("torch._utils", "_rebuild_tensor"): rebuild_tensor_v2,
+        ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,
+        ("torch._utils", "_rebuild_tensor_v3"): rebuild_tensor_v3,
+        ("torch._utils", "_rebuild_parameter"): rebuild_parameter,
+        ("torch._utils", "_rebuild_parameter_with_state"): rebuild_parameter,
+        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): rebuild_parameter,
+        ("torch._utils", "_rebuild_wrapper_subclass"): record("torch._utils._rebuild_wrapper_subclass"),
+        ("torch._tensor", "_rebuild_from_type"): rebuild_from_type,
+        ("torch._tensor", "_rebuild_from_type_v2"): rebuild_from_type,
+    }
+    names |= {("torch._utils", name): rebuild_unreadable(problem) for name, problem in _UNREADABLE.items()}
+    names |= {("torch", name): Constant(f"torch.{name}") for name in (*_TORCH.split(), *STORAGE_NAMES)}
+    names |= {("torch.storage", name): Constant(f"torch.{name}") for name in ("UntypedStorage", *STORAGE_NAMES)}
+    names |= {(module, name): record(f"{module}.{name}") for module, some in _RECORDS.items() for name in some.split()}
+    names |= {key: _blank(cls) for key, cls in DCP_CLASSES.items()}
+    names["torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"] = _memory_format
+    return names
+
+
+_NAMES = _names()

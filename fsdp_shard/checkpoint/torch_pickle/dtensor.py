@@ -1,0 +1,189 @@
+"""One rank's part of a sharded tensor as torch.save writes it: DTensors with their mesh, FSDP1's ShardedTensors.
+
+Sources: torch/distributed/tensor, torch/distributed/device_mesh.py and torch/distributed/_shard of torch 2.13; where a
+DeviceMesh of an older torch keeps its ranks otherwise, that is said. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_shard.checkpoint.io import dtypes
+from fsdp_shard.checkpoint.tensor_slices import Box
+from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Record, count, counts, text
+from fsdp_shard.checkpoint.torch_pickle.placements import Placement
+from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor, Unreadable
+
+
+@dataclass(frozen=True)
+class StoredDTensor:
+    """One rank's part of a DTensor. `shape` is the whole tensor's; `mesh_ranks` are in row-major order of `mesh_shape`.
+
+    `coordinate` is where on that mesh the rank that wrote the file stands.
+    """
+
+    local: StoredTensor | Unreadable
+    shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    mesh_ranks: tuple[int, ...]
+    mesh_names: tuple[str, ...] | None
+    placements: tuple[Placement, ...]
+    coordinate: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class StoredShards:
+    """One rank's part of an FSDP1 ShardedTensor: the shards in this file, and all boxes that there are, on any rank."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[tuple[tuple[int, ...], StoredTensor], ...]
+    boxes: tuple[Box, ...]
+
+
+AnyTensor = StoredTensor | StoredDTensor | StoredShards | Unreadable
+
+
+def rebuild_parameter(data: Any, *rest: Any) -> Any:
+    """`torch._utils._rebuild_parameter` and its kin: the tensor that the parameter wraps."""
+    if not isinstance(data, AnyTensor):
+        raise TypeError(f"a parameter that wraps a {type(data).__name__}")
+    return data
+
+
+def rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """`torch._tensor._rebuild_from_type_v2`: a tensor of a subclass, or one that has attributes."""
+    name = getattr(function, "name", "")
+    if not isinstance(arguments, tuple):
+        raise TypeError("a tensor's arguments are no tuple")
+    if name == "torch._utils._rebuild_wrapper_subclass":
+        return _wrapper(getattr(kind, "name", ""), arguments, state)
+    if not name.startswith("torch._utils._rebuild_"):
+        raise TypeError(f"{name[:100] or 'something'} rebuilds no tensor")
+    return function.make(*arguments)
+
+
+def _wrapper(kind: str, arguments: tuple[Any, ...], state: Any) -> AnyTensor:
+    """A subclass without storage. `arguments`: (type, dtype, size, stride, offset, layout, device, grad)."""
+    shape = counts(arguments[2])
+    if kind.endswith(".DTensor"):
+        return _dtensor(shape, state)
+    if kind.endswith(".ShardedTensor"):
+        return _sharded_tensor(shape, state)
+    return Unreadable(f"is a {kind.rpartition('.')[2] or 'subclass of a tensor'}, which has no bytes of its own")
+
+
+def _dtensor(shape: tuple[int, ...], state: Any) -> StoredDTensor:
+    if isinstance(state, tuple) and len(state) == 2:
+        state = {**(state[0] or {}), **(state[1] or {})}
+    local, spec = state["_local_tensor"], state["_spec"]
+    if not isinstance(local, (StoredTensor, Unreadable)) or not isinstance(spec, Record):
+        raise TypeError("a DTensor without a local tensor or a spec")
+    placements = spec.get("placements")
+    if not isinstance(placements, tuple) or not all(isinstance(item, Record) for item in placements):
+        raise TypeError("a DTensor without placements")
+    mesh = _mesh(spec.get("mesh"))
+    return StoredDTensor(local, shape, *mesh[:3], tuple(map(_placement, placements)), mesh[3])
+
+
+def _placement(item: Record) -> Placement:
+    kind = item.name.rpartition(".")[2]
+    if kind in ("Shard", "_StridedShard"):
+        factor = count(item.get("split_factor")) if kind == "_StridedShard" else 1
+        return Placement("shard", count(item.get("dim")), factor)
+    return Placement("replicate" if kind == "Replicate" else "partial")
+
+
+def _mesh(
+    mesh: Any,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None, tuple[int, ...] | None]:
+    """(shape, ranks, names, coordinate of the writer) of a DeviceMesh."""
+    if not isinstance(mesh, Record):
+        raise TypeError("a DTensor without a mesh")
+    names, coordinate = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names"), mesh.get("_coordinate_on_dim")
+    names = tuple(map(text, names)) if names is not None else None
+    coordinate = counts(coordinate) if coordinate is not None else None
+    if isinstance(mesh.get("mesh"), StoredTensor):  # before torch 2.9
+        shape = mesh.get("mesh").shape
+        ranks = counts(mesh.get("_flatten_mesh_list"), 1 << 20)
+    else:
+        axes = _axes(mesh.get("_layout"))
+        shape = tuple(len(axis) for axis in axes)
+        ranks = _ranks_on(axes, counts(mesh.get("_flatten_rank_map"), 1 << 20), mesh.get("_rank"), coordinate)
+    if math.prod(shape) != len(ranks) or (coordinate is not None and len(coordinate) != len(shape)):
+        raise ValueError(f"a mesh of shape {list(shape)} with {len(ranks)} ranks")
+    return shape, ranks, names, coordinate
+
+
+def _axes(layout: Any) -> list[list[int]]:
+    """For each dimension of a mesh, how far along the root mesh's ranks each index lies (torch's `_MeshLayout`)."""
+    if not isinstance(layout, Record):
+        raise TypeError("a mesh without a layout")
+    axes = layout.get("axes")
+    if axes is None:  # torch 2.9 kept one shape and one stride, nested where a dimension was flattened
+        shape, stride = layout.get("shape"), layout.get("stride")
+        pairs = [(shape, stride)] if isinstance(shape, int) else list(zip(shape, stride, strict=True))
+    else:
+        pairs = [(axis.get("shape"), axis.get("stride")) for axis in axes]
+    found = [_along(_flat(shape), _flat(stride)) for shape, stride in pairs]
+    if math.prod(map(len, found)) > 1 << 20:
+        raise ValueError("a mesh of more than a million ranks")
+    return found
+
+
+def _flat(value: Any) -> tuple[int, ...]:
+    return (count(value),) if isinstance(value, int) else counts(value)
+
+
+def _along(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
+    positions = [0]
+    for size, step in zip(shape, stride, strict=True):
+        if size * len(positions) > 1 << 20:
+            raise ValueError("a mesh of more than a million ranks")
+        positions = [position + index * step for position in positions for index in range(size)]
+    return positions
+
+
+def _ranks_on(axes: list[list[int]], rank_map: tuple[int, ...], rank: Any, coordinate: Any) -> tuple[int, ...]:
+    """The ranks of the (sub)mesh that the writer is on; of a mesh that it is not on, those that begin at rank 0."""
+    base = 0
+    if coordinate is not None and rank in rank_map:
+        base = rank_map.index(rank) - sum(axis[index] for axis, index in zip(axes, coordinate, strict=True))
+    positions = [base]
+    for axis in axes:
+        positions = [position + step for position in positions for step in axis]
+    if min(positions, default=0) < 0:
+        raise ValueError("a mesh that reaches outside its ranks")
+    return tuple(rank_map[position] for position in positions)
+
+
+def _sharded_tensor(shape: tuple[int, ...], state: Any) -> StoredShards | Unreadable:
+    """State: (local shards, ShardedTensorMetadata, process group, sharding spec, whether it uses RPC)."""
+    shards, metadata = state[0], state[1]
+    if not isinstance(shards, list) or not isinstance(metadata, Record):
+        raise TypeError("a ShardedTensor without shards or metadata")
+    boxes = tuple(_box(item) for item in metadata.get("shards_metadata"))
+    if counts(metadata.get("size")) != shape:
+        raise ValueError("a ShardedTensor whose metadata has another shape")
+    found, dtype = [], None
+    for shard in shards:
+        tensor, box = shard.get("tensor"), _box(shard.get("metadata"))
+        if isinstance(tensor, Unreadable):
+            return tensor
+        if not isinstance(tensor, StoredTensor) or tensor.shape != box[1] or box not in boxes:
+            raise ValueError("a shard whose tensor is not of the shape that its metadata says")
+        dtype = tensor.dtype
+        found.append((box[0], tensor))
+    if dtype is None:
+        dtype = _dtype_of(metadata.get("tensor_properties"))
+    return StoredShards(dtype, shape, tuple(found), boxes)
+
+
+def _dtype_of(properties: Any) -> str:
+    return dtypes.from_torch_name(properties.state[0])
+
+
+def _box(item: Any) -> Box:
+    return counts(item.get("shard_offsets")), counts(item.get("shard_sizes"))

@@ -1,0 +1,91 @@
+"""The stream that torch.save wrote before 1.6, and still writes with `_use_new_zipfile_serialization=False`.
+
+Pickles of a magic number, a version, the machine, the object and the keys of its storages; then, storage by storage,
+the number of its elements and their bytes. Source: `_legacy_save` and `_legacy_load` in torch/serialization.py (2.13).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_shard.checkpoint.io.dtypes import is_known, itemsize
+from fsdp_shard.checkpoint.torch_pickle.allow_list import load_from
+from fsdp_shard.checkpoint.torch_pickle.tensor import Storage, storage_reference
+from fsdp_shard.errors import CheckpointError
+
+_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
+_FIRST_READ, _MAX_PICKLE = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The pickled part: the object, the keys of its storages in file order, and where the first one begins."""
+
+    value: Any
+    keys: list[str]
+    end: int
+
+
+def read_stream(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
+    """What torch.save wrote to bytes [start, start + num_bytes) of an open file; errors begin with `where`."""
+    sizes: dict[str, tuple[int, int]] = {}  # key -> (bytes, bytes of an element)
+    head, data = _read_head(descriptor, start, num_bytes, where, sizes)
+    if not head.keys:
+        return head.value
+    positions, at = {}, start + head.end
+    for key in head.keys:
+        length, item = sizes.get(key, (0, 1))
+        stored = int.from_bytes(os.pread(descriptor, 8, at), "little", signed=True)
+        if stored * item != length or at + 8 + length > start + num_bytes:
+            raise CheckpointError(
+                f"{where} has storage {key[:100]!r} at byte {at}, with {stored} elements of {item} bytes where its "
+                f"tensors need {length} bytes: the file is damaged or cut short."
+            )
+        positions[key] = at + 8
+        at += 8 + length
+    if at != start + num_bytes:
+        raise CheckpointError(f"{where} has {start + num_bytes - at} bytes behind its last storage.")
+    # Where storages lie is known only behind the object that refers to them: now it is read with their positions.
+    return _parse(data, where, positions, sizes).value
+
+
+def _read_head(
+    descriptor: int, start: int, num_bytes: int, where: str, sizes: dict[str, tuple[int, int]]
+) -> tuple[_Head, bytes]:
+    """Read more and more of the file until the pickles are whole: how long they are, nothing says."""
+    limit = _FIRST_READ
+    while True:
+        data = os.pread(descriptor, min(limit, num_bytes), start)
+        try:
+            return _parse(data, where, {}, sizes), data
+        except CheckpointError:
+            if limit >= min(num_bytes, _MAX_PICKLE):
+                raise
+        limit *= 8
+
+
+def _parse(data: bytes, where: str, positions: dict[str, int], sizes: dict[str, tuple[int, int]]) -> _Head:
+    def find(identifier: Any) -> Storage:
+        key, dtype, length = storage_reference(identifier)
+        item = itemsize(dtype) if dtype is not None and is_known(dtype) else 1
+        sizes.setdefault(key, (length, item))
+        return Storage(positions.get(key, 0), sizes[key][0], dtype, key)
+
+    magic, end = load_from(data, 0, where)
+    if magic != _MAGIC:
+        raise CheckpointError(f"{where} is a plain pickle, not a file of torch.save.")
+    version, end = load_from(data, end, where)
+    machine, end = load_from(data, end, where)
+    if version != _PROTOCOL or not isinstance(machine, dict):
+        raise CheckpointError(f"{where} is of a version of torch.save's stream that is not known.")
+    if machine.get("little_endian") is not True:
+        raise CheckpointError(f"{where} was saved with big-endian byte order; only little-endian files are read.")
+    value, end = load_from(data, end, where, find)
+    keys, end = load_from(data, end, where)
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
+        raise CheckpointError(f"{where} has no list of its storages behind its pickle.")
+    if missing := sizes.keys() - set(keys):
+        raise CheckpointError(f"{where} has no storage {min(missing)[:100]!r}, but a tensor lies in it.")
+    return _Head(value, keys, end)

@@ -1,0 +1,104 @@
+"""Which box of a tensor a rank holds under DTensor placements on a mesh. Pure arithmetic on tuples, no torch.
+
+Source: `compute_local_shape_and_global_offset` of torch.distributed.tensor._utils (2.13), against which it is tested.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_shard.checkpoint.tensor_slices import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a tensor lies along one dimension of the mesh.
+
+    `dim` and `split_factor` are those of a shard. A factor above 1 is torch's `_StridedShard`: the tensor was cut into
+    that many parts by a later mesh dimension first (FSDP over tensor parallelism), and each part is cut again here.
+    """
+
+    kind: Literal["shard", "replicate", "partial"]
+    dim: int = 0
+    split_factor: int = 1
+
+    def __str__(self) -> str:
+        if self.kind != "shard":
+            return self.kind
+        return f"shard({self.dim})" if self.split_factor == 1 else f"shard({self.dim}, in {self.split_factor} parts)"
+
+
+Span = tuple[int, int]
+
+
+def local_spans(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> list[list[Span]]:
+    """For each dimension of the tensor, the ranges [start, stop) of its indices that the rank at `coordinate` holds.
+
+    The local tensor is their product, one range after the other; more than one range in a dimension only under strided
+    shards. ValueError for a mesh or dimension that is not there, and for partial placements, which hold summands.
+    """
+    spans = [[(0, size)] for size in shape]
+    for num_chunks, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if placement.kind == "partial":
+            raise ValueError("it holds partial sums that were never reduced")
+        if placement.kind == "replicate":
+            continue
+        if placement.dim >= len(shape) or not 0 <= index < num_chunks or placement.split_factor < 1:
+            raise ValueError(f"it is sharded on dimension {placement.dim} of {len(shape)}")
+        spans[placement.dim] = _cut(spans[placement.dim], placement.split_factor, num_chunks, index)
+    return spans
+
+
+def local_boxes(spans: Sequence[Sequence[Span]]) -> list[tuple[tuple[int, ...], Box]]:
+    """The boxes that make up a rank's part: (offsets within the local tensor, box in the whole tensor)."""
+    placed = [_placed(ranges) for ranges in spans]
+    return [
+        (tuple(local for local, _, _ in part), (tuple(start for _, start, _ in part), tuple(n for *_, n in part)))
+        for part in itertools.product(*placed)
+    ]
+
+
+def _placed(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """(index in the local tensor, index in the whole one, length) of each range; an empty one if there are none."""
+    placed, local = [], 0
+    for start, stop in spans:
+        placed.append((local, start, stop - start))
+        local += stop - start
+    return placed or [(0, 0, 0)]
+
+
+def _cut(spans: Sequence[Span], num_parts: int, num_chunks: int, index: int) -> list[Span]:
+    """Cut what the spans hold into parts and each part into chunks, as torch.chunk does; chunk `index` of each part."""
+    total = sum(stop - start for start, stop in spans)
+    size = -(-total // num_parts)
+    kept: list[Span] = []
+    for begin in range(0, total, size) if size else ():
+        end = min(begin + size, total)
+        chunk = -(-(end - begin) // num_chunks)
+        kept += _slice(spans, min(begin + index * chunk, end), min(begin + (index + 1) * chunk, end))
+    return _joined(kept)
+
+
+def _slice(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
+    """What lies from position `begin` to `end` of the spans, counted as if they stood end to end."""
+    found, position = [], 0
+    for start, stop in spans:
+        low, high = max(begin - position, 0), min(end - position, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        position += stop - start
+    return found
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return joined

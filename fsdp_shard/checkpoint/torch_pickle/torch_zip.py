@@ -1,0 +1,100 @@
+"""Files that torch.save wrote, read without torch: what is in them, and at which byte of the file each tensor lies.
+
+Tensors come back as `StoredTensor` and its kin (see `stored_tensors`), everything else as plain Python values or inert
+stand-ins. No weights are read. Sources: torch/serialization.py and caffe2/serialize/inline_container.cc of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.checkpoint.io.files import open_regular
+from fsdp_shard.checkpoint.torch_pickle.allow_list import load
+from fsdp_shard.checkpoint.torch_pickle.dtensor import StoredDTensor as StoredDTensor, StoredShards as StoredShards
+from fsdp_shard.checkpoint.torch_pickle.legacy_stream import read_stream
+from fsdp_shard.checkpoint.torch_pickle.strided import piece_of as piece_of
+from fsdp_shard.checkpoint.torch_pickle.tensor import (
+    Storage,
+    StoredTensor as StoredTensor,
+    Unreadable as Unreadable,
+    storage_reference,
+)
+from fsdp_shard.checkpoint.torch_pickle.zip_reader import Member, read_members
+from fsdp_shard.errors import CheckpointError
+
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_MAX_PICKLE = 1 << 30
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether a regular file begins as one that torch.save wrote; raises nothing."""
+    try:
+        descriptor = open_regular(path)
+    except CheckpointError:
+        return False
+    try:
+        start = os.pread(descriptor, len(_ZIP), 0)
+    finally:
+        os.close(descriptor)
+    return start == _ZIP or start[:1] == _PICKLE
+
+
+def read_torch_file(path: Path) -> Any:
+    """What torch.save wrote to `path`; all that can be wrong is a CheckpointError that names it."""
+    descriptor = open_regular(path)
+    try:
+        return read_torch_bytes(descriptor, 0, os.fstat(descriptor).st_size, str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    finally:
+        os.close(descriptor)
+
+
+def read_torch_bytes(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
+    """The same of bytes [start, start + num_bytes) of an open file, as an item of a `.distcp` file.
+
+    The positions of tensors are those in the whole file. `where` begins the messages.
+    """
+    head = os.pread(descriptor, min(len(_ZIP), num_bytes), start)
+    if head == _ZIP:
+        return _read_zip(descriptor, start, num_bytes, where)
+    if head[:1] == _PICKLE:
+        return read_stream(descriptor, start, num_bytes, where)
+    problem = "is empty" if not num_bytes else "begins as no file of torch.save does"
+    raise CheckpointError(f"{where} {problem}: neither a zip archive nor torch's older stream.")
+
+
+# The zip archive: NAME/data.pkl, NAME/data/KEY for each storage, NAME/byteorder.
+
+
+def _read_zip(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
+    members = read_members(descriptor, start, num_bytes, where)
+    top = next(iter(members), "").partition("/")[0]
+    if f"{top}/data.pkl" not in members:
+        raise CheckpointError(f"{where} is a zip archive, but not one of torch.save: it has no data.pkl.")
+    order = members.get(f"{top}/byteorder")
+    if order is not None and (text := _contents(descriptor, order, 16, where)) != b"little":
+        raise CheckpointError(f"{where} was saved with byte order {text[:16]!r}; only little-endian files are read.")
+    storages: dict[str, Storage] = {}
+
+    def find(identifier: Any) -> Storage:
+        key, dtype, size = storage_reference(identifier)
+        if key not in storages:
+            member = members.get(f"{top}/data/{key}")
+            if member is None:
+                raise CheckpointError(f"has no storage {key[:100]!r}, but a tensor lies in it")
+            if size > member.num_bytes:
+                raise CheckpointError(f"has {member.num_bytes} bytes of storage {key!r}, but says they are {size}")
+            storages[key] = Storage(member.start, member.num_bytes, dtype, key)
+        known = storages[key]
+        return known if known.dtype == dtype else Storage(known.start, known.num_bytes, dtype, key)
+
+    return load(_contents(descriptor, members[f"{top}/data.pkl"], _MAX_PICKLE, where), where, find)
+
+
+def _contents(descriptor: int, member: Member, limit: int, where: str) -> bytes:
+    if member.num_bytes > limit:
+        raise CheckpointError(f"{where} has {member.num_bytes} bytes where at most {limit} are expected.")
+    return os.pread(descriptor, member.num_bytes, member.start)

@@ -1,1 +1,0 @@
-"""What torch.save writes, read and written without torch: containers, pickles by an allow-list, tensors in place."""

@@ -1,0 +1,123 @@
+"""How a command ends: its exit status, and the one paragraph that says why.
+
+Everything a user sees of an error is written here. Knows the error tree and no command.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeGuard
+
+from fsdp_shard.distributed import Stopped, interrupt_on_signals, is_joined_rank, joined_rank
+from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
+from fsdp_shard.utils import redact
+
+
+def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
+    """Call `body` and leave the process with the status that its outcome has; an error is told in one paragraph.
+
+    The garbage collector is off until `body` calls `start_garbage_collection`: imports make a million objects, all of
+    which stay, and looking at them again and again takes a fifth of their time.
+    """
+    gc.disable()
+    interrupt_on_signals(ctrl_c=False)
+    status = _outcome(body, debug)
+    if status:
+        # What the error's frames held, such as process groups, must go while the interpreter is whole: torch aborts
+        # when its threads outlive it.
+        gc.collect()
+    # Python would look through all that is left three times as it ends, which takes a second after importing torch and
+    # transformers. What nothing refers to any more is still destroyed, and so are the modules.
+    gc.freeze()
+    sys.exit(status)
+
+
+def start_garbage_collection() -> None:
+    """Turn on the garbage collector once a program has imported what it needs, without looking at that again.
+
+    Does nothing in a process that `run_as_program` has not started.
+    """
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def _outcome(body: Callable[[], None], debug: bool) -> int:
+    """The exit status, after all has been told. No reference to what was raised is left."""
+    try:
+        body()
+        sys.stdout.flush()
+    except SystemExit:
+        raise
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BaseException as raised:  # torch has errors of its own that are no Exception
+        error = raised.as_error() if isinstance(raised, Stopped) else raised
+        if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of ranks that are told to stop, one says so
+            tell(error, debug)
+        return error.exit_status if isinstance(error, FsdpShardError) else 1
+    return 0
+
+
+def wants_debug(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for tracebacks; it may be too wrong to be composed."""
+    return "--debug" in arguments or any(argument.lower() == "debug=true" for argument in arguments)
+
+
+def tell(error: BaseException, debug: bool) -> None:
+    """Write what went wrong to standard error; one of several ranks that something else started says which it is."""
+    if debug:
+        sys.stderr.write(redact(_traceback(error)))
+    # What is wrong for all of them is told by the first, and needs no number.
+    is_shared = isinstance(error, InputError) and joined_rank() == 0
+    where = f"rank {joined_rank()}: " if is_joined_rank() and not is_shared else ""
+    hint = " Give debug=true or --debug to see how it came to that." if _is_unexpected(error) and not debug else ""
+    print(paragraph(f"{where}{message(error)}{hint}", error), file=sys.stderr)
+
+
+def message(error: BaseException) -> str:
+    """What went wrong, in one line; for a mistake of our own, where it happened too."""
+    if isinstance(error, FsdpShardError):
+        return str(error)
+    if _names_a_file(error):
+        return f"{error.filename}: {error.strerror}."
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" at {last[0].filename}:{last[0].lineno}" if last else ""
+    return f"{type(error).__name__}: {error}{place}."
+
+
+def _names_a_file(error: BaseException) -> TypeGuard[OSError]:
+    """Whether the system says all there is to say: which file, and what is wrong with it."""
+    return isinstance(error, OSError) and error.filename is not None and bool(error.strerror)
+
+
+def _is_unexpected(error: BaseException) -> bool:
+    """Whether nobody foresaw it, so that only its traceback can explain it."""
+    return not (isinstance(error, FsdpShardError) or _names_a_file(error)) or bool(getattr(error, "traceback", ""))
+
+
+def paragraph(text: str, error: BaseException) -> str:
+    """`error: ...` on one line, unless standard error is a terminal that would break it in the middle of words."""
+    start = "" if isinstance(error, Interrupted) else "error: "
+    text = redact(start + " ".join(text.split()))
+    if not sys.stderr.isatty():
+        return text
+    width = os.get_terminal_size(sys.stderr.fileno()).columns
+    return textwrap.fill(text, max(width - 1, 40), break_long_words=False, break_on_hyphens=False)
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback of `error`; of one that a rank raised, that rank's own."""
+    told = getattr(error, "traceback", "") or getattr(error.__cause__, "traceback", "")
+    return told or "".join(traceback.format_exception(error))

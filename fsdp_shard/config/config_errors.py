@@ -1,0 +1,154 @@
+"""What is wrong with a composed config, in one paragraph: the setting, what was found, what was expected, what is near.
+
+Turns Hydra's and OmegaConf's exceptions into ConfigError. Knows the settings and groups of a command, not its work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.config.common import command_of
+from fsdp_shard.config.reference import groups_of, settings_of
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import nearest
+
+
+def explain(error: BaseException, schema: type, arguments: Sequence[str]) -> ConfigError:
+    """ConfigError for what Hydra or OmegaConf raised while it composed `schema` from `arguments`."""
+    said = _wrong_override(error, schema, arguments) or _wrong_value(error, schema)
+    return ConfigError(said or _in_one_paragraph(error))
+
+
+def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]) -> str | None:
+    """The first override that names a setting, group or option that is not there, or that cannot be read."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        is_value_of_flag = before.startswith("-") and "=" not in argument
+        if argument.startswith("-") or is_value_of_flag or "hydra" in argument.partition("=")[0]:
+            continue
+        try:
+            override = OverridesParser.create().parse_override(argument)
+        except HydraException:
+            return _unreadable(argument)
+        if (said := _unknown(override, schema, error)) is not None:
+            return said
+    return None
+
+
+def _unreadable(argument: str) -> str:
+    if "=" not in argument:
+        return f"{argument} is not of the form name=value, such as train.steps=100."
+    name, _, value = argument.partition("=")
+    return (
+        f"{argument} cannot be read: the value of {name} has a character that Hydra gives a meaning to. "
+        f"Quote it twice, such as '{name}=\"{value}\"'."
+    )
+
+
+def _unknown(override: Any, schema: type, error: BaseException) -> str | None:
+    settings = {setting.name: setting for setting in settings_of(schema)}
+    groups = groups_of(schema)
+    name = override.key_or_group
+    if name in groups:
+        return _unknown_option(override, groups, error)
+    if name in settings:
+        return None
+    if inside := [setting.name for setting in settings.values() if setting.name.startswith(f"{name}.")]:
+        return None if isinstance(override.value(), dict) else _whole_section(override, inside)
+    if (outer := next((setting for setting in settings if name.startswith(f"{setting}.")), None)) is not None:
+        inside = name.removeprefix(f"{outer}.")
+        value = settings[outer].default
+        return None if value.startswith("{") else f"{name}: {outer} is {value}, not a mapping that has {inside}."
+    return unknown(name, schema)
+
+
+def _whole_section(override: Any, inside: Sequence[str]) -> str:
+    name, value = override.key_or_group, override.get_value_element_as_str()
+    likely = f"{name}.path" if f"{name}.path" in inside else inside[0]
+    return f"{name}={value}: {name} is a section of settings and has no value itself; did you mean {likely}={value}?"
+
+
+def unknown(name: str, schema: type) -> str:
+    """The sentence for a setting that is not there."""
+    known = sorted({*(setting.name for setting in settings_of(schema)), *groups_of(schema)})
+    return f"{name} is no setting of {command_of(schema)}{_near(name, known)}. See --help for all of them."
+
+
+def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseException) -> str | None:
+    """Only what Hydra could not find is unknown: a preset may also lie in the user's --config-dir."""
+    group, option = override.key_or_group, override.get_value_element_as_str()
+    if override.is_sweep_override() or not (override.value() is None or "Could not find" in str(error)):
+        return None
+    options = groups[group]
+    if option in options:
+        return None
+    there_are = f"{group} has {', '.join(options) or 'none'}"
+    return f"{group}={option}: there is no such option; {there_are}{nearest(option, options)}."
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    """The nearest known full name; a last part that is right, or nearly so, counts even if what is before it is not."""
+    if close := nearest(name, known):
+        return close
+    last_parts = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
+    found = re.search(r"did you mean (.*)\?", nearest(name.rpartition(".")[2], list(last_parts)))
+    return f" (did you mean {last_parts[found[1]]}?)" if found else ""
+
+
+def _wrong_value(error: BaseException, schema: type) -> str | None:
+    """What OmegaConf says of a value whose type is wrong, or of a key in a YAML file that is unknown."""
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    name = str(getattr(cause, "full_key", None) or "")
+    where = _preset_in(str(error))
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and name:
+        return f"{where}{unknown(name, schema)}"
+    if isinstance(cause, ValidationError) and name:
+        return f"{where}{_expected(name, str(cause.msg))}."
+    return None
+
+
+def _preset_in(message: str) -> str:
+    """Hydra's `In 'group/option': ...` names the YAML file that is at fault."""
+    match = re.match(r"In '([^']+)'", message)
+    return f"{match[1]}.yaml: " if match else ""
+
+
+_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
+
+_NAMES = {"int": "Integer", "float": "Float", "bool": "Boolean", "str": "String"}
+
+
+def _expected(name: str, message: str) -> str:
+    """`Value 'abc' of type 'str' could not be converted to Integer` in a user's words."""
+    message = message.partition("\n")[0]
+    match = re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", message)
+    if match is None:
+        match = re.match(r"Value '(.*)' is not a valid (\w+)", message)
+        kind = {"bool": "Boolean"}.get(match[2], match[2]) if match else ""
+    else:
+        kind = match[2]
+    if match is None and (several := re.match(r"Value '(.*)' of type .* type hint '.*Union\[(.*)\]+'", message)):
+        kinds = [_TYPES[_NAMES[kind]] for kind in several[2].rstrip("]").split(", ") if kind in _NAMES]
+        return f"{name}={several[1]} is not {' or '.join(kinds)}"
+    if match is None and message.endswith("is not Optional"):
+        return f"{name}=null: this setting needs a value; leave it out to have its default"
+    if match is None:
+        return f"{name}: {message.rstrip('.')}"
+    return f"{name}={match[1]} is not {_TYPES.get(kind, kind)}"
+
+
+def _in_one_paragraph(error: BaseException) -> str:
+    said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+    text = " ".join(said.split())
+    return text.replace(str(Path.cwd()) + "/", "")

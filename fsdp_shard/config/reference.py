@@ -1,0 +1,153 @@
+"""Every setting of every command, told from its declaration: the text of `--help` and of docs/config.md.
+
+`python -m fsdp_shard.reference` prints docs/config.md. Knows the config dataclasses and the names of presets, and
+nothing of how a config is composed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_shard.config.common import RunConfig, command_of, is_used, options_of
+from fsdp_shard.config.schemas import COMMANDS, schema_of
+from fsdp_shard.utils import REQUIRED, configs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of a config: its dotted name, default as written on a command line, and what its declaration says."""
+
+    name: str
+    default: str
+    help: str
+    accepts: str
+    only_with: str = ""  # the group option that has it, when not all of the group's options do
+
+    @property
+    def sentence(self) -> str:
+        """The help text with what is accepted and where."""
+        extra = "; ".join(part for part in (self.accepts, self.only_with and f"only {self.only_with}") if part)
+        return f"{self.help} ({extra})" if extra else self.help
+
+
+def settings_of(schema: type[RunConfig]) -> list[Setting]:
+    """Every setting that the command reads, those of all options of a group too, in the order declared."""
+    return [setting for setting in _walk(schema(), "") if is_used(schema, setting.name)]
+
+
+def _walk(config: Any, prefix: str) -> Iterator[Setting]:
+    # Leaves before sections, so that a reader meets the short names first.
+    fields = sorted(dataclasses.fields(config), key=lambda f: dataclasses.is_dataclass(getattr(config, f.name)))
+    for field in fields:
+        name, value = prefix + field.name, getattr(config, field.name)
+        options = {option: node for option, node in options_of(name).items() if issubclass(node, type(value))}
+        if options:
+            yield from _walk_options(name, options)
+        elif dataclasses.is_dataclass(value):
+            yield from _walk(value, f"{name}.")
+        else:
+            yield Setting(name, _written(value), field.metadata.get("help", ""), _accepts(field.metadata))
+
+
+def _walk_options(group: str, nodes: dict[str, type]) -> Iterator[Setting]:
+    """The settings of all options of a group, each once, with the options that have it where not all do."""
+    options = {name: list(_walk(node(), f"{group}.")) for name, node in nodes.items()}
+    seen: set[str] = set()
+    for settings in options.values():
+        for setting in settings:
+            if setting.name in seen:
+                continue
+            seen.add(setting.name)
+            having = [name for name, others in options.items() if setting.name in {other.name for other in others}]
+            only = "" if len(having) == len(options) else " or ".join(f"{group}={name}" for name in having)
+            yield dataclasses.replace(setting, only_with=only)
+
+
+def _written(value: Any) -> str:
+    """`value` as Hydra reads it; the time in the default of run_dir as a reader expects it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return value.replace("${now:%Y-%m-%d_%H-%M-%S}", "<date>_<time>")
+    if isinstance(value, list):
+        return "[" + ",".join(_written(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def _accepts(rules: Any) -> str:
+    if (choices := rules.get("choices")) is not None:
+        return " | ".join(map(_written, choices))
+    words = (("minimum", "at least"), ("above", "more than"), ("maximum", "at most"))
+    return ", ".join(f"{word} {rules[rule]}" for rule, word in words if rules.get(rule) is not None)
+
+
+def groups_of(schema: type) -> dict[str, list[str]]:
+    """The groups in the defaults list of the command and the options of each, dataclasses before presets."""
+    root = next(item.path for item in configs() if item.name == f"{command_of(schema)}.yaml")
+    groups = re.findall(r"^  - (\w+): ", root.read_text(encoding="utf-8"), re.MULTILINE)
+    presets = [item.name.removesuffix(".yaml").rpartition("/") for item in configs()]
+    options = {group: [*options_of(group), *(name for of, _, name in presets if of == group)] for group in groups}
+    return {group: names for group, names in options.items() if names}
+
+
+def help_text(schema: type, command: str) -> str:
+    """What `--help` says of a command."""
+    lines = [
+        f"{command} [name=value ...]",
+        "",
+        f"  {(schema.__doc__ or '').strip().partition(chr(10))[0]}",
+        "",
+        "name=value changes a setting, group=option takes a set of them. -m with name=a,b runs once for each value.",
+        "--cfg job shows the config and runs none, --config-dir DIR adds presets of yours, --debug shows tracebacks.",
+        "",
+        *_group_lines(groups_of(schema)),
+        "Settings and their defaults (??? must be given)",
+    ]
+    for setting in settings_of(schema):
+        lines.append(f"  {setting.name}={setting.default}")
+        lines += textwrap.wrap(setting.sentence, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _group_lines(groups: dict[str, list[str]]) -> list[str]:
+    lines = [f"  {group:<12} {', '.join(options)}" for group, options in groups.items()]
+    return ["Groups", *lines, ""] if lines else []
+
+
+def markdown() -> str:
+    """The whole of docs/config.md."""
+    lines = [
+        "# Settings",
+        "",
+        "Made by `make docs` from the declarations in the code. On a command line `name=value` changes a setting and",
+        f"`group=option` takes a set of them. `{REQUIRED}` must be given.",
+    ]
+    for command in COMMANDS:
+        schema = schema_of(command)
+        lines += ["", f"## fsdp-shard {command}", "", (schema.__doc__ or "").strip().partition("\n")[0], ""]
+        if base := next((other for other in COMMANDS if schema_of(other) in schema.__mro__[1:]), None):
+            lines.append(f"Its settings are those of `{base}`, of which none must be given.")
+            continue
+        groups = (
+            f"- `{group}=` {', '.join(f'`{o}`' for o in options)}" for group, options in groups_of(schema).items()
+        )
+        lines += [*groups, "", "| setting | default | what it is |", "|---|---|---|"]
+        lines += [f"| `{s.name}` | `{s.default}` | {_cell(s.sentence)} |" for s in settings_of(schema)]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

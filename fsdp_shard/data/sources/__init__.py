@@ -1,0 +1,1 @@
+"""Reading rows from files and from hub data sets."""

@@ -1,0 +1,1 @@
+"""Samples of rows that are read and tokenized while training."""

@@ -1,0 +1,19 @@
+from .launcher import (
+    LaunchConfig as LaunchConfig,
+    check_machine as check_machine,
+    count_gpus as count_gpus,
+    is_joined_rank as is_joined_rank,
+    joined_rank as joined_rank,
+    launch as launch,
+    num_cores as num_cores,
+    shares_memory as shares_memory,
+    uses_gpus as uses_gpus,
+    world_sizes as world_sizes,
+)
+from .local_shard import LocalShard as LocalShard, row_major_range as row_major_range
+from .process_group import (
+    DistributedContext as DistributedContext,
+    distributed as distributed,
+    is_restarted as is_restarted,
+)
+from .signals import Stopped as Stopped, interrupt_on_signals as interrupt_on_signals, noting_ctrl_c as noting_ctrl_c

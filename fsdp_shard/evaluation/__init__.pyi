@@ -1,0 +1,2 @@
+from .config import EvaluateSettings as EvaluateSettings, check_evaluation as check_evaluation, check_text as check_text
+from .registry import EVALUATIONS as EVALUATIONS

@@ -1,0 +1,1 @@
+"""Assigning blocks to devices."""

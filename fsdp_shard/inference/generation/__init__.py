@@ -1,0 +1,1 @@
+"""From prompts to completions: tokenizing, batching, decoding, chat, the output file."""

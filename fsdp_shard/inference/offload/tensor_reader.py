@@ -1,0 +1,68 @@
+"""Tensors out of a checkpoint into memory that is already there, on any device and in any dtype, with no whole copy.
+
+What is stored in the dtype that is wanted is read straight into CPU memory. All else goes through a staging buffer a
+thread, which is reused: writing into fresh pages is several times slower than into used ones. Several threads read at
+once, which disks are faster with. Knows no model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from fsdp_shard.checkpoint import TensorIndex, tensor_bytes, to_torch
+
+NUM_THREADS = 4  # docs/decisions.md
+_STAGING_BYTES = 4 << 20
+
+
+class TensorReader:
+    """Fills tensors from `index`, from several threads."""
+
+    def __init__(self, index: TensorIndex) -> None:
+        self.index = index
+        self._local = threading.local()
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="fsdp-shard-read")
+
+    def fill_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """`fill` each, several at once; the first error is raised once none of them is being written to any more."""
+        self._together([partial(self.fill, name, out) for name, out in wanted])
+
+    def fill(self, name: str, out: torch.Tensor) -> None:
+        """Copy the stored tensor `name` into `out` (contiguous, same shape), cast to its dtype."""
+        entry = self.index.entry(name)
+        dtype = to_torch(entry.dtype)
+        with torch.no_grad():
+            if out.device.type == "cpu" and out.dtype == dtype:
+                self.index.read_into(name, 0, tensor_bytes(out))
+            elif any(piece.codec is not None for piece in entry.pieces):
+                out.copy_(self.index.read(name))  # a codec may have to decode the whole tensor for any part of it
+            else:
+                self._fill_by_parts(name, dtype, out.view(-1))
+
+    def release(self) -> None:
+        """Close the files; a later `fill` opens them again."""
+        self.index.close()
+
+    def _fill_by_parts(self, name: str, dtype: torch.dtype, out: torch.Tensor) -> None:
+        if not hasattr(self._local, "staging"):
+            with torch.inference_mode(False):
+                self._local.staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=out.is_cuda)
+        staging = self._local.staging.view(dtype)
+        for start in range(0, len(out), len(staging)):
+            part = staging[: len(out) - start]
+            self.index.read_into(name, start, tensor_bytes(part))
+            out[start : start + len(part)].copy_(part)
+
+    def _together(self, works: Sequence[Callable[[], None]]) -> None:
+        if len(works) == 1:
+            works[0]()
+            return
+        futures = [self._pool.submit(work) for work in works]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]

@@ -1,0 +1,86 @@
+"""Expert parallelism: the experts of a mixture divided over neighboring ranks, to which each token is sent.
+
+transformers names, for most mixtures, the modules that hold experts (`ep_plan`), and has the exchange of tokens. This
+applies such a plan to a model on meta. Every rank sees samples of its own. An expert parameter is cut by experts over
+the ranks of the mesh dimension `expert`, and its part by experts again over `shard`: whole rows, as elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fsdp_shard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+    from fsdp_shard.distributed import DistributedContext
+
+_SETTING = "shard.expert_parallel"
+# Styles of a module that sends tokens to its experts, and of a parameter that is cut by experts.
+_SENDS, _CUT = "ep_dispatch_experts", "grouped_gemm"
+
+
+def check_experts(model: nn.Module, num_ranks: int) -> None:
+    """Raise ConfigError unless `model` has experts, and a plan for them that can be followed on `num_ranks` ranks."""
+    where, name = f"{_SETTING}={num_ranks}", type(model).__name__
+    plan, instead = _plan(model), f"use {_SETTING}=1."
+    if not plan:
+        raise ConfigError(
+            f"{where}: transformers has no expert-parallel plan for {name}, or it has no experts, so there is nothing "
+            f"to divide; {instead}"
+        )
+    if others := sorted(set(plan.values()) - {_SENDS, _CUT}):
+        raise ConfigError(
+            f"{where}: the plan of {name} asks for {', '.join(others)}, which fsdp-shard cannot load and save; it "
+            f"knows {_SENDS}, {_CUT}. To train it, {instead}"
+        )
+    shapes = {fqn: tuple(param.shape) for fqn, param in model.named_parameters()}
+    sending = [fqn for fqn in plan if fqn not in shapes]
+    inside = {fqn for fqn in shapes if fqn.rpartition(".")[0] in sending}
+    if uneven := sorted(inside ^ {fqn for fqn in shapes if plan.get(fqn) == _CUT}):
+        raise ConfigError(
+            f"{where}: the plan of {name} does not say of {uneven[0]} both that it is cut by experts and that tokens "
+            f"are sent there, so it cannot be trained in parts; {instead}"
+        )
+    for fqn in sorted(inside):
+        if shapes[fqn][0] % num_ranks:
+            raise ConfigError(
+                f"{where} does not divide the {shapes[fqn][0]} experts of {name} ({fqn}); give a divisor of it."
+            )
+
+
+def divide_experts(model: nn.Module, context: DistributedContext) -> dict[str, nn.Module]:
+    """Cut the experts of `model`, on meta, over neighboring ranks, and have tokens sent to them.
+
+    Returns the modules that hold experts, by FQN.
+    """
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    plan, mesh = _plan(model), context.expert_mesh
+    assert mesh is not None
+    assert plan, "check_experts was asked before"
+    apply_expert_parallelism(model, mesh["expert"], mesh["tensor"], plan, "all_to_all")
+    return {fqn: model.get_submodule(fqn) for fqn, style in plan.items() if style == _SENDS}
+
+
+def average_over(module: FSDPModule, num_samples: int, num_shards: int) -> None:
+    """Have a sharded module of experts divide its gradients by `num_samples`, the ranks that see samples of their own.
+
+    Tokens of all of these reach its experts, but its gradients are reduced over the ranks that hold the same experts
+    only, `num_shards` of them parts of one copy, and that number is what `fully_shard` divides by.
+    """
+    module.set_gradient_divide_factor(float(num_samples))
+    # Only NCCL can scale while it sums; elsewhere the sum is scaled afterwards. Without a sum torch scales anyhow, and
+    # would do so twice.
+    module.set_force_sum_reduction_for_comms(num_shards > 1)
+
+
+def _plan(model: Any) -> dict[str, str]:
+    """Each module and parameter of `model` that its plan names, with its style; parameters before their module."""
+    plan = getattr(model, "ep_plan", None)
+    if not plan or not hasattr(model, "_expand_parallel_plan"):
+        return {}
+    return dict(model._expand_parallel_plan(dict(plan)))

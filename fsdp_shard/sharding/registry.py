@@ -1,0 +1,43 @@
+"""The wrappers by name, and sharding a model from Python. A new wrapper is one more line here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.sharding.config import ShardConfig, ShardedModel
+from fsdp_shard.sharding.ddp import DdpConfig
+from fsdp_shard.sharding.fsdp1 import Fsdp1Config
+from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.utils import check, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fsdp_shard.distributed import DistributedContext
+
+WRAPPERS: dict[str, type[ShardConfig]] = {"fsdp2": Fsdp2Config, "fsdp1": Fsdp1Config, "ddp": DdpConfig}
+
+
+def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2", **settings: Any) -> ShardedModel:
+    """Shard `model` along its no-split blocks over the ranks of `context`.
+
+    `settings` are those of `shard.*`, such as `param_dtype="float32"`. Weights that are there are kept; those of a
+    model on the meta device are left unfilled. Raises ConfigError for a wrapper or setting that is not there.
+    """
+    if wrapper not in WRAPPERS:
+        raise ConfigError(f"shard={wrapper} is not one of {', '.join(WRAPPERS)}{nearest(wrapper, list(WRAPPERS))}.")
+    known = list(WRAPPERS[wrapper].__dataclass_fields__)
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"shard.{name} is no setting of {wrapper}{nearest(name, known)}.")
+    config = WRAPPERS[wrapper](**settings)
+    check(config)
+    config.check_ranks(context.world_size, on_gpu=context.device.type == "cuda")
+    joined = {"tensor_parallel": context.num_tensor_ranks, "expert_parallel": context.num_expert_ranks}
+    for name, ranks in joined.items():
+        if (given := getattr(config, name)) != ranks:
+            raise ConfigError(
+                f"{name}={given}, but the ranks were joined with {name}={ranks}; give distributed(...) the same."
+            )
+    return config.shard(model, context)

@@ -1,0 +1,180 @@
+"""Tensor parallelism: layers divided over neighboring ranks as the model's own plan says, before they are sharded.
+
+transformers names, for many models, how each linear layer is cut (`tp_plan`), and has the layers' communication. This
+applies such a plan to a model on meta. A parameter is then cut by columns or rows over the tensor ranks, and its part
+by rows over the sharding ranks: one box of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_shard.distributed import LocalShard, row_major_range
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import tied_names
+from fsdp_shard.sharding.shard_sizes import Shape
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+    from torch.optim import Optimizer
+
+# Styles that cut a parameter along one dimension, or leave it whole on each rank with the same gradient.
+_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"})
+
+
+# Styles of what is whole on each rank, and whose gradient would have to be added up.
+RUN_ONLY_STYLES = frozenset({"replicated_with_grad_allreduce"})
+
+
+def check_plan(
+    model: nn.Module, num_ranks: int, setting: str = "shard.tensor_parallel", *, also: frozenset[str] = frozenset()
+) -> None:
+    """Raise ConfigError, naming `setting`, unless `model` has a plan that can be followed on `num_ranks` ranks.
+
+    `also` are styles that are understood beside those that can be trained.
+    """
+    styles = _STYLES | also
+    where, name = f"{setting}={num_ranks}", type(model).__name__
+    plan = _plan(model)
+    if not plan:
+        raise ConfigError(
+            f"{where}: transformers has no tensor-parallel plan for {name}, so its layers cannot be divided; use "
+            f"{setting}=1."
+        )
+    if others := sorted(set(plan.values()) - styles):
+        raise ConfigError(
+            f"{where}: the plan of {name} asks for {', '.join(others)}, which fsdp-shard cannot load and save; it "
+            f"knows {', '.join(sorted(styles))}. Use {setting}=1."
+        )
+    # A matter of gradients, so of no concern to who only runs the model.
+    if not also and (alone := _between_cut_layers(model, plan)):
+        raise ConfigError(
+            f"{where}: {name} has {alone} among layers that are cut, and its plan does not name it: each rank would "
+            f"train it on its own heads alone. Use {setting}=1."
+        )
+    config: Any = model.config
+    text = config.get_text_config()
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(text, key, None)) is not None and heads % num_ranks:
+            raise ConfigError(
+                f"{where} does not divide the {heads} {key} of {name}, and a head cannot be cut; give a divisor of it."
+            )
+
+
+def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
+    """A module with parameters, as a norm of queries, that gets what a layer beside it was cut to; or nothing."""
+    cut = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
+    beside = (
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[0] in cut and name not in plan and next(module.parameters(), None) is not None
+    )
+    return next(beside, "")
+
+
+def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the parameters of `model`, on meta, over the ranks of `mesh`, and have its layers communicate."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    ties = tied_names(model)
+    plan = {name: style for name, style in _plan(model).items() if name not in ties}
+    apply_tensor_parallelism(model, mesh, plan)
+    for alias, kept in ties.items():  # each parameter was replaced, under its first name only
+        owner, _, name = alias.rpartition(".")
+        model.get_submodule(owner)._parameters[name] = model.get_parameter(kept)
+
+
+def local_box(shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Shape, Shape]:
+    """(shape, offset) of this rank's part of a tensor of `shape`."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def part_of(
+    param: nn.Parameter,
+    *,
+    writes: bool,
+    box: Callable[[Shape, DeviceMesh, tuple[Placement, ...]], tuple[Shape, Shape]] = local_box,
+) -> LocalShard:
+    """What this rank holds of a parameter: all of it, some rows, or where columns were cut, a box."""
+    from torch.distributed.tensor import DTensor
+
+    shape = tuple(param.shape)
+    if not isinstance(param, DTensor):
+        return LocalShard(param, param.detach().view(-1), 0, shape, writes)
+    local, offset = box(shape, param.device_mesh, param.placements)
+    with torch.no_grad():  # a tenth of the time
+        data = param.to_local().detach().view(-1)
+    if tuple(local[1:]) == shape[1:]:
+        start, _ = row_major_range(shape, range(offset[0], offset[0] + local[0]))
+        return LocalShard(param, data, start, shape, writes)
+    start = sum(at * prod(shape[axis + 1 :]) for axis, at in enumerate(offset)) if data.numel() else 0
+    return LocalShard(param, data, start, shape, writes, box=(tuple(offset), tuple(local)))
+
+
+def is_divided(param: DTensor) -> bool:
+    """Whether tensor ranks have different parts of it. Of norms, and of biases of layers that are cut by rows, each has
+    the same.
+    """
+    names = param.device_mesh.mesh_dim_names or ()
+    return "tensor" in names and not param.placements[names.index("tensor")].is_replicate()
+
+
+def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """`clip_grad_norm_` over parameters that lie on several meshes, which torch's own does not take."""
+    from torch.distributed.tensor import DTensor
+
+    params = [param for param in parameters if param.grad is not None]
+    groups = by_mesh(params).values()
+    squares = [_squared_norm([param.grad for param in members if param.grad is not None]) for members in groups]
+    total = torch.stack(squares).sum().sqrt()
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for param in params:
+        assert param.grad is not None
+        local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        local.mul_(scale)
+    return total
+
+
+def _squared_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of `grads`, all on one mesh, over all ranks."""
+    from torch.distributed.tensor import DTensor
+
+    norm = torch.nn.utils.get_total_norm(grads)
+    if not isinstance(norm, DTensor):
+        return norm.square()
+    square = norm.to_local().square()
+    for dim, placement in enumerate(norm.placements):  # as `full_tensor` does, which warns of doing so
+        if placement.is_partial():
+            dist.all_reduce(square, group=norm.device_mesh.get_group(dim))
+    return square
+
+
+def by_mesh(params: Iterable[nn.Parameter]) -> Mapping[Any, list[nn.Parameter]]:
+    """`params` in groups of those that are divided over the same mesh."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    return groups
+
+
+def split_groups(optimizer: Optimizer) -> None:
+    """Give parameters on different meshes groups of their own: one call of a fused kernel takes one mesh."""
+    groups = [(group, members) for group in optimizer.param_groups for members in by_mesh(group["params"]).values()]
+    optimizer.param_groups = [{**group, "params": members} for group, members in groups]
+
+
+def _plan(model: nn.Module) -> dict[str, str]:
+    """Each module and parameter of `model` that its plan names, with its style."""
+    plan = getattr(model, "tp_plan", None)
+    if not plan or not hasattr(model, "_expand_parallel_plan"):
+        return {}
+    return dict(model._expand_parallel_plan(dict(plan)))  # type: ignore[operator]  # transformers' own method

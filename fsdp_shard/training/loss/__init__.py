@@ -1,0 +1,1 @@
+"""Loss functions: cross-entropy, computed in chunks of the vocabulary projection, and fused kernels."""

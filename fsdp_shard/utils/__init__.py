@@ -1,0 +1,5 @@
+"""Helpers without a subject of their own: sizes, settings, process memory, secrets."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

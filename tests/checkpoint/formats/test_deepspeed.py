@@ -1,0 +1,156 @@
+"""ZeRO checkpoints that DeepSpeed itself wrote are what DeepSpeed's own script makes of them, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_shard.checkpoint.conversion import convert
+from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.errors import CheckpointError
+from tests.checkpoint.files import assert_refused, assert_same
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # DeepSpeed's own
+]
+_ROOT = Path(__file__).resolve().parents[3]
+KINDS = [(1, "bf16"), (2, "bf16"), (2, "fp32"), (3, "bf16")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Path]:
+    """The directory of each kind, written by two processes of DeepSpeed."""
+    root, port = tmp_path_factory.mktemp("zero"), str(free_port())
+    kinds = [f"{stage}-{dtype}" for stage, dtype in KINDS]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.deepspeed_writer", str(root)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), port, *kinds], cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            output, _ = rank.communicate(timeout=200)
+            assert rank.returncode == 0, output.decode()[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return {(stage, dtype): root / f"{stage}-{dtype}" for stage, dtype in KINDS}
+
+
+def by_deepspeed(path: Path) -> dict[str, torch.Tensor]:
+    """What `zero_to_fp32` gathers: float32, without tied names."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(path))
+    return {name: tensor.contiguous() for name, tensor in found.items() if name != "head.weight"}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_equals_zero_to_fp32(saves: dict[tuple[int, str], Path], kind: tuple[int, str], tmp_path: Path) -> None:
+    expected = by_deepspeed(saves[kind])
+    for path in (saves[kind], saves[kind] / "global_step1"):
+        with open_checkpoint(path) as index:
+            assert (index.format, index.step, index.world_size) == ("deepspeed", 1, 2)
+            assert_same(index, expected)
+            assert index.aliases == {"head.weight": "embed.weight"}
+            assert index.dtypes["a.weight"] == "F32"
+            assert index.extras["optimizer"].num_tensors == 12  # 3 of AdamW, for 2 groups on 2 ranks
+    convert(saves[kind], tmp_path / "out")
+    with open_checkpoint(tmp_path / "out") as index:
+        assert_same(index, expected)
+
+
+def zero(rank: int) -> str:
+    return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def changed(change: Callable[[dict[str, Any]], object], name: str) -> Callable[[Path], object]:
+    def apply(path: Path) -> None:
+        state = torch.load(path / name, weights_only=False)
+        change(state)
+        torch.save(state, path / name)
+
+    return apply
+
+
+MODEL = "mp_rank_00_model_states.pt"
+DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
+    "no rank 0": (2, lambda p: (p / zero(0)).unlink(), "no optimizer file of rank 0"),
+    "no rank 1": (2, lambda p: (p / zero(1)).unlink(), "files of 1 ranks, but 2 ranks wrote it"),
+    "two of a rank": (2, lambda p: shutil.copy(p / zero(1), p / zero(1)[5:]), "two files of rank 1"),
+    "tensor parallel": (2, lambda p: shutil.copy(p / zero(1), p / zero(1).replace("00", "01")), "tensor parallelism"),
+    "another stage": (
+        3,
+        lambda p: shutil.copy(p.parents[1] / "2-bf16/global_step1" / zero(1), p / zero(1)),
+        "of stage 3",
+    ),
+    "no model": (2, lambda p: (p / MODEL).unlink(), "no model states of rank 0"),
+    "no model of a rank": (3, lambda p: (p / f"zero_pp_rank_1_{MODEL}").unlink(), "no model states of rank 1"),
+    "a parameter more": (
+        2,
+        changed(lambda s: s["param_shapes"][0].update(x=torch.Size([40])), MODEL),
+        "other groups of parameters",
+    ),
+    "a larger parameter": (
+        2,
+        changed(lambda s: s["param_shapes"][0].update({"a.weight": torch.Size([90, 5])}), MODEL),
+        "tensor a.weight of shape .* is not whole|b.weight",
+    ),
+    "a smaller parameter": (
+        3,
+        changed(lambda s: s["param_shapes"][0].update({"a.weight": torch.Size([2, 5])}), f"zero_pp_rank_0_{MODEL}"),
+        "these are files of different saves",
+    ),
+    "no shapes": (2, changed(lambda s: s.pop("param_shapes"), MODEL), "no shapes of parameters"),
+    "no partitions": (
+        2,
+        changed(lambda s: s["optimizer_state_dict"].pop("single_partition_of_fp32_groups"), zero(1)),
+        "does not say how",
+    ),
+    "a list": (2, lambda p: torch.save([1], p / MODEL), "not the state of a DeepSpeed engine"),
+    "a rank cut short": (2, lambda p: (p / zero(1)).write_bytes((p / zero(1)).read_bytes()[:3000]), "cut short"),
+    "a link outside": (
+        2,
+        lambda p: ((p / MODEL).rename(p.parents[1] / "elsewhere"), (p / MODEL).symlink_to(p.parents[1] / "elsewhere")),
+        "outside the directory",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_wrong_is_refused(saves: dict[tuple[int, str], Path], name: str) -> None:
+    stage, damage, message = DAMAGES[name]
+    source = saves[stage, "bf16"]
+    root = source.parent / name.replace(" ", "_") / "global_step1"
+    shutil.copytree(source / "global_step1", root)
+    damage(root)
+    assert_refused(root, message)
+
+
+def test_latest_leads_nowhere_outside(saves: dict[tuple[int, str], Path], tmp_path: Path) -> None:
+    shutil.copytree(saves[2, "bf16"], tmp_path / "run")
+    (tmp_path / "run" / "global_step1").rename(tmp_path / "global_step1")
+    (tmp_path / "run" / "latest").write_text("../global_step1")
+    with pytest.raises(CheckpointError, match="no checkpoint that fsdp-shard reads"):
+        open_checkpoint(tmp_path / "run")

@@ -1,0 +1,81 @@
+"""Open files of a checkpoint: as many as it takes at a time, and no more."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_shard.checkpoint.conversion import convert
+from fsdp_shard.checkpoint.io.atomicity import allocate
+from fsdp_shard.checkpoint.io.files import Handles, aligned
+from fsdp_shard.checkpoint.open import open_checkpoint
+from tests.checkpoint.files import assert_same, write_huggingface
+
+
+def is_open(handle: int) -> bool:
+    try:
+        os.fstat(handle)
+    except OSError:
+        return False
+    return True
+
+
+def test_the_longest_unused_files_close_and_open_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handles, "MAX_HANDLES", 3)
+    for number in range(6):
+        (tmp_path / str(number)).write_text(str(number))
+    opened: list[int] = []
+
+    def open_file(name: str) -> int:
+        opened.append(os.open(tmp_path / name, os.O_RDONLY))
+        return opened[-1]
+
+    handles = Handles(open_file)
+    for number in [*range(6), 0, 5]:
+        with handles.use(str(number)) as handle:
+            assert os.pread(handle, 1, 0) == str(number).encode()
+    assert len(opened) == 7  # 0 a second time; 5 was still open
+    with ExitStack() as stack:  # files in use stay, however many
+        held = [stack.enter_context(handles.use(str(number))) for number in range(6)]
+        assert all(map(is_open, held))
+    handles.close()
+    assert not any(map(is_open, opened))
+
+
+def test_more_ranks_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handles, "MAX_HANDLES", 4)
+    tensors = {"a": torch.randn(40, 3), "b": torch.randn(7)}
+    write_huggingface(tmp_path / "one", tensors)
+    convert(tmp_path / "one", tmp_path / "ranks", format="sharded", ranks=20)
+    convert(tmp_path / "ranks", tmp_path / "back", format="dcp", ranks=9)
+    with open_checkpoint(tmp_path / "back") as index:
+        assert_same(index, tensors)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 8), (3, 4), (3, 8), (3, 30), (16, 31)])
+def test_parts_end_where_multiples_of_their_size_are(start: int, stop: int) -> None:
+    parts = list(aligned(start, stop, 8))
+    assert [byte for low, high in parts for byte in range(low, high)] == list(range(start, stop))
+    assert all(high % 8 == 0 for _, high in parts[:-1])
+    assert all(0 < high - low <= 8 for low, high in parts)
+    assert len(parts) == len({byte // 8 for byte in range(start, stop)})
+
+
+def test_a_new_file_has_its_blocks_before_its_bytes(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file:
+        if not _can_allocate(file.fileno()):
+            pytest.skip("this file system sets no blocks aside")
+        allocate(file.fileno(), 1 << 20)
+        found = os.fstat(file.fileno())
+    assert found.st_size == 1 << 20
+    assert found.st_blocks * 512 >= 1 << 20
+
+
+def _can_allocate(descriptor: int) -> bool:
+    """Whether fallocate works here; posix_fallocate would write where it does not."""
+    return ctypes.CDLL(None).fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(4096)) == 0

@@ -1,0 +1,166 @@
+"""Steps on a remote store: who uploads what, what is refused, and what is downloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_shard.checkpoint.config import CheckpointConfig, ConvertConfig
+from fsdp_shard.checkpoint.remote.download import fetch_step, local_copy
+from fsdp_shard.checkpoint.remote.store import RemoteStore
+from fsdp_shard.checkpoint.remote.upload import plan_uploads, prune_remote, upload_step
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST, FileRecord, Manifest
+from fsdp_shard.checkpoint.steps.step_store import Store
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import CheckpointError, ConfigError, RemoteError, SaveError
+from fsdp_shard.utils import check
+from tests.checkpoint.remotes import Shelf, s3_server, shelf
+from tests.faults.saves import WORLD_SIZE, problems, save_on
+from tests.support.ranks import on_ranks
+
+
+def test_the_plan_of_an_upload_has_each_file_once_and_shares_bytes() -> None:
+    sizes = {"a": 7, "b": 5, "c": 5, "d": 1, "e": 0}
+    plan = plan_uploads(sizes, 2)
+    assert sorted(name for names in plan for name in names) == sorted(sizes)
+    assert [sum(sizes[name] for name in names) for names in plan] == [8, 10]
+    assert plan_uploads(sizes, 2) == plan_uploads(dict(reversed(sizes.items())), 2)
+    assert plan_uploads({"a": 1}, 3) == [["a"], [], []]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("/bucket/run", "not the address"),
+        ("s3://", "not the address"),
+        ("file:///disk/run", "give it as run_dir"),
+        ("s3://key:a-password@bucket/run", "credentials and endpoint come from the environment"),
+        ("s3://bucket/run?versionId=1", "credentials and endpoint come from the environment"),
+    ],
+)
+def test_an_address_that_cannot_be_is_refused(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"checkpoint.remote.*{said}") as raised:
+        CheckpointConfig(remote=url).check("checkpoint.")
+    assert "a-password" not in str(raised.value)
+
+
+def test_what_cannot_be_had_with_a_remote_store_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"keep_optimizer_last=2 cannot be had with checkpoint\.remote"):
+        CheckpointConfig(remote="s3://bucket/run", keep_optimizer_last=2).check("checkpoint.")
+    with pytest.raises(ConfigError, match=r"target=s3://bucket/new .* convert into a directory here"):
+        check(ConvertConfig(source="x", target="s3://bucket/new"))
+    with pytest.raises(ConfigError, match="fsspec knows no store for nonsense://"):
+        RemoteStore("nonsense://bucket/run")
+
+
+def save(context: DistributedContext, root: Path, url: str) -> None:
+    """Two steps, both uploaded; the second one once more, to no effect, and another one of its number."""
+    store, remote = Store(root), RemoteStore(url)
+    save_on(context, root, range(1, 3), layout="sharded", small=True)
+    for step in (1, 2, 2):
+        upload_step(context, remote, step, store.path(step))
+    with pytest.raises(SaveError, match=r"step-00000002 is there already, of another run"):
+        upload_step(context, remote, 2, store.path(1))
+
+
+@pytest.fixture(params=["shelf", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A remote run with two steps."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if request.param == "shelf":
+        address = shelf(tmp_path) + "/run"
+        on_ranks(WORLD_SIZE, save, tmp_path / "checkpoints", address)
+        yield address
+        return
+    with s3_server() as bucket:
+        on_ranks(WORLD_SIZE, save, tmp_path / "checkpoints", f"{bucket}/run")
+        yield f"{bucket}/run"
+
+
+def test_steps_are_listed_fetched_and_deleted(url: str, tmp_path: Path) -> None:
+    remote = RemoteStore(url)
+    assert remote.steps() == [1, 2]
+    copy = local_copy(url)
+    assert copy.name == "step-00000002"
+    assert problems(copy.parent) == []
+    here = copy.stat().st_ino
+    assert local_copy(f"{url}/step-00000002/").stat().st_ino == here, "it is downloaded once"
+    assert local_copy(f"{url}/step-00000001").name == "step-00000001"
+    with pytest.raises(CheckpointError, match="step-00000003 has no finished checkpoint"):
+        local_copy(f"{url}/step-00000003")
+
+    saved = Store(tmp_path / "checkpoints").path(2)
+    size = (saved / "trainer.json").stat().st_size
+    remote.put(4, saved, ["trainer.json"])
+    assert remote.steps() == [1, 2], "a step without a manifest is not there"
+    with pytest.raises(RemoteError, match=r"step-00000004/config\.json has no bytes"):
+        remote.commit(4, b"{}", {"trainer.json": size, "config.json": 1})
+    remote.set_best(1)
+    assert prune_remote(remote, 5, 1, None) == [], "the best step and the last one"
+    assert remote._all_steps() == [1, 2], "what an interrupted upload left is gone"
+    remote.set_best(2)
+    assert prune_remote(remote, 5, 1, None) == [1]
+    assert remote._all_steps() == [2]
+
+
+def test_what_was_changed_there_is_refused(url: str, tmp_path: Path) -> None:
+    remote = RemoteStore(url)
+    names = [name for name in remote._sizes(2) if name != MANIFEST]
+    assert len(names) >= 6
+    for name in names:
+        path = remote._path(2, name)
+        content = remote._fs.cat_file(path)
+        remote._fs.pipe_file(path, content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match="step-00000002 is not what was uploaded, and nothing of it was kept"):
+            local_copy(url)
+        remote._fs.rm_file(path)
+        with pytest.raises(RemoteError, match=f"step-00000002/{name} cannot be read"):
+            local_copy(url)
+        remote._fs.pipe_file(path, content)
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
+    manifest = remote.manifest(2)
+    digit = b"1" if manifest[-9:-8] == b"0" else b"0"
+    remote._fs.pipe_file(remote._path(2, MANIFEST), manifest[:-9] + digit + manifest[-8:])
+    with pytest.raises(CheckpointError, match=rf"step-00000002/{MANIFEST}.* not "):
+        local_copy(url)
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a\\b", "", "manifest.json", "./x"])
+def test_names_that_lead_out_are_refused(name: str, tmp_path: Path) -> None:
+    remote = RemoteStore(shelf(tmp_path) + "/run")
+    manifest = Manifest("sharded", 1, files={name: FileRecord(1, "0")})
+    remote.commit(1, manifest.to_json().encode(), {})
+    with pytest.raises(CheckpointError, match="which it cannot be; nothing was downloaded"):
+        fetch_step(remote, 1, tmp_path / "copy" / "step-00000001", replace=False)
+    names = {path.name for path in tmp_path.rglob("*")}
+    assert names == {"shelf", "copy", "run", "step-00000001", MANIFEST}
+
+
+def test_a_store_that_fails_is_one_error_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-the-tests")
+
+    def fail(operation: str, path: str) -> None:
+        raise RuntimeError(f"500 for\n  a-secret-of-the-tests at {os.path.basename(path)}")
+
+    monkeypatch.setattr(Shelf, "before", staticmethod(fail))
+    with pytest.raises(RemoteError, match=r"/run cannot be listed: RuntimeError: 500 for \*\*\* at run$"):
+        RemoteStore(shelf(tmp_path) + "/run").steps()
+
+
+def test_an_s3_server_that_fails_is_one_error_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_text("a")
+    with s3_server() as bucket:
+        with pytest.raises(RemoteError, match="there is no bucket another, or it cannot be reached") as missing:
+            RemoteStore("s3://another/run").steps()
+        with pytest.raises(RemoteError, match="step-00000001/a could not be written: FileNotFoundError") as refused:
+            RemoteStore("s3://another/run").put(1, tmp_path, ["a"])
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        with pytest.raises(RemoteError, match=r"step-00000001/a could not be written: ") as unreachable:
+            RemoteStore(f"{bucket}/run").put(1, tmp_path, ["a"])
+        for raised in (missing, refused, unreachable):
+            assert "a-secret-of-the-tests" not in str(raised.value)
+            assert "\n" not in str(raised.value)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from fsdp_shard.checkpoint.sharded_state.save_step import RunState
+from fsdp_shard.checkpoint.sharded_state.staging import Copy, Staging
+from fsdp_shard.distributed import LocalShard
+
+
+def shard(tensor: torch.Tensor, *, writes: bool = True) -> LocalShard:
+    return LocalShard(tensor, tensor.detach().view(-1), 0, tuple(tensor.shape), writes)
+
+
+def reading(
+    copy: Copy, shard: LocalShard, start: int = 0, stop: int | None = None
+) -> AbstractContextManager[memoryview]:
+    size, end = shard.data.element_size(), shard.data.numel() if stop is None else stop
+    return copy.reading(shard, slice(start * size, end * size))
+
+
+def values(content: memoryview, dtype: torch.dtype = torch.float32) -> list[float]:
+    return [float(value) for value in torch.frombuffer(content, dtype=dtype)]
+
+
+def read(copy: Copy, shard: LocalShard, start: int = 0, stop: int | None = None) -> list[float]:
+    with reading(copy, shard, start, stop) as content:
+        return values(content, shard.data.dtype)
+
+
+def address(content: memoryview) -> int:
+    return torch.frombuffer(content, dtype=torch.uint8).data_ptr()
+
+
+def change(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.zero_()
+
+
+def test_buffers_are_copied_at_once_and_the_rest_before_it_may_change() -> None:
+    weight, buffer = nn.Parameter(torch.arange(10.0)), torch.ones(3, dtype=torch.bfloat16)
+    step, other = torch.tensor(5.0), nn.Parameter(torch.ones(100))
+    state = RunState(
+        {"weight": shard(weight), "buffer": shard(buffer), "other": shard(other, writes=False)},
+        {},
+        {"weight.step": shard(step)},
+        {"step": 5},
+    )
+    staging = Staging()
+    staged, copy = staging.stage(state)
+    change(buffer)  # a forward pass may
+    copy.settle()
+    change(weight)
+    change(step)
+    assert read(copy, staged.weights["weight"]) == list(range(10))
+    assert read(copy, staged.weights["buffer"]) == [1, 1, 1]
+    assert read(copy, staged.optimizer["weight.step"]) == [5]
+    assert len(staged.weights["other"].data) == 0, "another rank writes it, so it takes no memory"
+    assert (staged.weights["weight"].shape, staged.trainer) == ((10,), {"step": 5})
+
+
+def test_what_is_written_in_time_is_never_copied() -> None:
+    early, late, unread = (nn.Parameter(torch.arange(first, first + 4.0)) for first in (0, 10, 20))
+    state = RunState({"early": shard(early), "late": shard(late), "unread": shard(unread)}, {})
+    staging = Staging()
+    staged, copy = staging.stage(state)
+    with reading(copy, staged.weights["early"], 0, 2) as content:
+        assert address(content) == early.data_ptr(), "it is read where it lies"
+    assert read(copy, staged.weights["early"], 2) == [2, 3]
+    assert read(copy, staged.weights["late"], 0, 1) == [10]
+    memory = staging._get_memory(0, pinned=False)
+    memory.fill_(255)
+    copy.settle()
+    for tensor in (early, late, unread):
+        change(tensor)
+    assert set(memory[:16].tolist()) == {255}, "it was all written"
+    assert read(copy, staged.weights["late"], 1) == [11, 12, 13]
+    with reading(copy, staged.weights["unread"]) as content:
+        assert values(content) == [20, 21, 22, 23]
+        first = address(content)
+    copy.end()
+    again, copy = staging.stage(state)
+    copy.settle()
+    with reading(copy, again.weights["unread"]) as content:
+        assert address(content) == first, "the memory is used again"
+
+
+def test_weights_do_not_change_while_they_are_read() -> None:
+    weight = nn.Parameter(torch.ones(8))
+    staged, copy = Staging().stage(RunState({"weight": shard(weight)}, {}))
+    changed = threading.Thread(target=lambda: (copy.settle(), change(weight)))
+    with reading(copy, staged.weights["weight"], 0, 4) as content:
+        changed.start()
+        changed.join(0.2)
+        assert changed.is_alive()
+        assert values(content) == [1, 1, 1, 1]
+    changed.join(10)
+    assert read(copy, staged.weights["weight"], 4) == [1, 1, 1, 1]
+
+
+def test_a_save_that_has_ended_needs_no_copy() -> None:
+    weight = nn.Parameter(torch.ones(8))
+    staging = Staging()
+    _, copy = staging.stage(RunState({"weight": shard(weight)}, {}))
+    memory = staging._get_memory(0, pinned=False).fill_(255)
+    copy.end()
+    copy.settle()
+    assert set(memory.tolist()) == {255}

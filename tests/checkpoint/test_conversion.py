@@ -1,0 +1,467 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp_shard.checkpoint import conversion as convert_module, transfer
+from fsdp_shard.checkpoint.conversion import convert
+from fsdp_shard.checkpoint.digests import digest_tensor
+from fsdp_shard.checkpoint.integrity.verify import verify
+from fsdp_shard.checkpoint.io import atomicity
+from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.steps.step_store import Manifest, Store, read_manifest
+from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.models import ModelSource
+from fsdp_shard.training import side_files
+from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
+from tests.checkpoint.test_index import uneven
+from tests.support.tiny import llama
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny tied Llama as transformers saves it, with files of a tokenizer beside it."""
+    root = tmp_path_factory.mktemp("model")
+    llama().save_pretrained(root)
+    (root / "tokenizer.json").write_text("{}")
+    (root / "chat_template.jinja").write_text("{{ messages }}")
+    (root / "training_args.bin").write_bytes(b"a pickle")
+    return root
+
+
+def digests(path: Path) -> dict[str, str]:
+    with open_checkpoint(path) as index:
+        return {name: digest_tensor(index, name) for name in index.names}
+
+
+def names(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
+
+
+def test_through_ranks_and_pieces_back_to_one_file(tmp_path: Path, model_dir: Path) -> None:
+    report = convert(model_dir, tmp_path / "ranks", format="sharded", ranks=3)
+    assert (report.source_format, report.target_format, report.verified) == ("huggingface", "sharded", True)
+    convert(tmp_path / "ranks", tmp_path / "pieces", max_shard_size="40KB")
+    assert len([name for name in names(tmp_path / "pieces") if name.endswith(".safetensors")]) > 2
+    assert all((tmp_path / "pieces" / name).stat().st_size < 41_000 for name in names(tmp_path / "pieces"))
+    report = convert(tmp_path / "pieces", tmp_path / "one", verify=False)
+    assert not report.verified
+    assert names(tmp_path / "one") == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "manifest.json",
+    }
+    assert report.num_tensors == len(digests(model_dir))
+    assert report.num_bytes == os.path.getsize(model_dir / "model.safetensors") - _header_bytes(model_dir)
+    assert (
+        digests(tmp_path / "ranks") == digests(tmp_path / "pieces") == digests(tmp_path / "one") == digests(model_dir)
+    )
+    for target in ("ranks", "pieces", "one"):
+        assert verify(tmp_path / target).is_sound
+    expected = llama().state_dict()
+    for target in ("pieces", "one"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / target).state_dict()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def _header_bytes(path: Path) -> int:
+    return 8 + int.from_bytes((path / "model.safetensors").read_bytes()[:8], "little")
+
+
+def test_awkward_tensors_survive(tmp_path: Path) -> None:
+    tensors = uneven()
+    source = write_ranks(tmp_path / "source", tensors, even_edges(tensors, 4))
+    convert(source, tmp_path / "one")
+    convert(tmp_path / "one", tmp_path / "ranks", format="sharded", ranks=5)
+    for path in (tmp_path / "one", tmp_path / "ranks"):
+        with open_checkpoint(path) as index:
+            assert_same(index, tensors)
+
+
+def test_large_tensors_go_in_chunks_to_several_files(tmp_path: Path) -> None:
+    tensors = {"w": random_tensor((3, 700_001), torch.bfloat16), "v": random_tensor((9_000_001,), torch.float32)}
+    source = write_huggingface(tmp_path / "source", tensors)
+    report = convert(source, tmp_path / "ranks", format="sharded", ranks=2)
+    assert report.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert digests(tmp_path / "ranks") == digests(source)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64 to float32"])
+def test_casts_are_those_of_torch(tmp_path: Path, dtype: str) -> None:
+    tensors = {
+        "w": torch.randn(3, 400_001) * 100,
+        "half": torch.randn(5, 3).bfloat16(),
+        "double": torch.randn(600_000, dtype=torch.float64),
+        "steps": torch.arange(5),
+    }
+    name = dtype.split()[-1]
+    wanted = getattr(torch, name)
+    convert(write_huggingface(tmp_path / "source", tensors), tmp_path / "target", dtype=wanted)
+    expected = {key: t.to(wanted) if t.is_floating_point() else t for key, t in tensors.items()}
+    with open_checkpoint(tmp_path / "target") as index:
+        assert_same(index, expected)
+    assert json.loads((tmp_path / "target" / "config.json").read_text()) == {"model_type": "llama", "dtype": name}
+    assert verify(tmp_path / "target").is_sound
+
+
+def test_config_says_what_was_written_also_in_its_parts(tmp_path: Path) -> None:
+    source = write_huggingface(tmp_path / "source", {"w": torch.zeros(3, dtype=torch.bfloat16)})
+    part = {
+        "text_config": {"torch_dtype": "float32"},
+        "vision_config": {"depth": 1},
+        "quantization_config": {"dtype": "x"},
+    }
+    (source / "config.json").write_text(json.dumps({"torch_dtype": "float32", **part}))
+    convert(source, tmp_path / "target")
+    assert json.loads((tmp_path / "target" / "config.json").read_text()) == {
+        "torch_dtype": "bfloat16",
+        "text_config": {"torch_dtype": "bfloat16"},
+        "vision_config": {"depth": 1},
+        "quantization_config": {"dtype": "x"},
+    }
+
+
+def test_an_unchanged_config_is_copied_byte_for_byte(tmp_path: Path, model_dir: Path) -> None:
+    convert(model_dir, tmp_path / "target")
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "target" / name).read_bytes() == (model_dir / name).read_bytes()
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    tensors = {"embed": random_tensor((4, 3), torch.float32)}
+    source = write_huggingface(tmp_path / "source", tensors, head="embed")
+    convert(source, tmp_path / "ranks", format="sharded", ranks=2)
+    (tmp_path / "ranks" / "manifest.json").unlink()  # the files say it too
+    convert(tmp_path / "ranks", tmp_path / "one")
+    with open_checkpoint(tmp_path / "one") as index:
+        assert (index.names, index.aliases) == (["embed"], {"head": "embed"})
+
+
+def run_dir(root: Path, model_dir: Path) -> Path:
+    """A run with two steps, as training leaves them."""
+    store = Store(root / "checkpoints")
+    for step in (5, 10):
+        convert(model_dir, root / "saved", format="sharded", ranks=2, overwrite=True)
+        manifest = read_manifest(root / "saved")
+        assert manifest is not None
+        temporary = store.begin(step)
+        for entry in (root / "saved").iterdir():
+            (temporary / entry.name).write_bytes(entry.read_bytes())
+        (temporary / "trainer.json").write_text("{}")
+        (temporary / "optimizer").mkdir()
+        store.commit(temporary, step, Manifest(**{**vars(manifest), "step": step}))
+    store.set_latest(5)
+    return root
+
+
+def test_a_run_converts_to_a_plain_model_directory(tmp_path: Path, model_dir: Path) -> None:
+    run = run_dir(tmp_path / "run", model_dir)
+    convert(run, tmp_path / "model")
+    assert digests(tmp_path / "model") == digests(model_dir)
+    assert not {"trainer.json", "optimizer"} & names(tmp_path / "model")
+    with open_checkpoint(tmp_path / "model") as index:
+        assert index.step == 10, "the last that is committed, wherever `latest` points"
+    with pytest.raises(CheckpointError, match="contains the source"):
+        convert(run, run, overwrite=True)
+    with pytest.raises(CheckpointError, match="not a checkpoint directory"):
+        convert(model_dir, run, overwrite=True)
+
+
+def test_an_existing_target_is_safe(tmp_path: Path, model_dir: Path) -> None:
+    target = tmp_path / "target"
+    convert(model_dir, target, format="sharded", ranks=2)
+    before = names(target)
+    with pytest.raises(CheckpointError, match="overwrite=true"):
+        convert(model_dir, target)
+    assert names(target) == before
+    convert(model_dir, target, overwrite=True)
+    assert "model.safetensors" in names(target)
+    assert not any(name.startswith("shard") for name in names(target))
+    convert(target, target, overwrite=True, format="sharded", ranks=4)  # even onto itself
+    assert digests(target) == digests(model_dir)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1").write_text("years of work")
+    with pytest.raises(CheckpointError, match="not a checkpoint directory"):
+        convert(model_dir, tmp_path / "thesis", overwrite=True)
+    (tmp_path / "empty").mkdir()
+    convert(model_dir, tmp_path / "empty")
+    assert names(tmp_path) == {"target", "thesis", "empty"}
+
+
+def test_a_failed_conversion_leaves_what_was_there(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    convert(model_dir, target)
+    before = {name: (target / name).read_bytes() for name in names(target)}
+
+    def full(descriptor: int, offset: int, data: memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(transfer, "pwrite_all", full)
+    with pytest.raises(SaveError, match="No space left on device; nothing of it was kept"):
+        convert(model_dir, target, overwrite=True)
+    with pytest.raises(SaveError):
+        convert(model_dir, tmp_path / "new")
+    assert names(tmp_path) == {"target"}
+    assert {name: (target / name).read_bytes() for name in names(target)} == before
+
+
+def test_what_was_written_is_compared(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = transfer.pwrite_all
+
+    def flip(descriptor: int, offset: int, data: memoryview) -> None:
+        write(
+            descriptor, offset, memoryview(bytes([data[0] ^ 1]) + bytes(data[1:])) if data and offset > 10_000 else data
+        )
+
+    monkeypatch.setattr(transfer, "pwrite_all", flip)
+    with pytest.raises(SaveError, match="was not read back as written"):
+        convert(model_dir, tmp_path / "target")
+    assert names(tmp_path) == set()
+
+
+def test_damage_of_the_source_is_not_passed_on(tmp_path: Path, model_dir: Path) -> None:
+    convert(model_dir, tmp_path / "source", format="sharded", ranks=2)
+    path = tmp_path / "source" / "shard-00001-of-00002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+    for dtype in (None, "bfloat16"):
+        with pytest.raises(CheckpointError, match=r"shard-00001-of-00002\.safetensors .*damaged"):
+            convert(tmp_path / "source", tmp_path / "target", dtype=dtype)
+    assert names(tmp_path) == {"source"}
+
+
+def test_free_space_is_checked_first(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomicity.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(SaveError, match=r"has 1\.00 kB free, but target takes"):
+        convert(model_dir, tmp_path / "target")
+    assert names(tmp_path) == set()
+
+
+def test_what_a_killed_conversion_left_is_removed(tmp_path: Path, model_dir: Path) -> None:
+    dead, alive = tmp_path / ".target.partial-dead", tmp_path / ".target.partial-alive"
+    dead.mkdir()
+    alive.mkdir()
+    lock = os.open(alive, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        convert(model_dir, tmp_path / "target")
+    finally:
+        os.close(lock)
+    assert names(tmp_path) == {"target", alive.name}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"format": "sharded"}, "ranks is not set"),
+        ({"ranks": 2}, "ranks=2 needs format=sharded"),
+        ({"format": "sharded", "ranks": 0}, "ranks=0 is out of range"),
+        ({"format": "sharded", "ranks": 2, "max_shard_size": "1GB"}, "max_shard_size is of format=huggingface"),
+        ({"format": "shraded"}, "did you mean sharded"),
+        ({"max_shard_size": "big"}, "max_shard_size=big is not a size"),
+        ({"dtype": "int8"}, "dtype=int8 is not one of"),
+    ],
+)
+def test_wrong_settings(tmp_path: Path, model_dir: Path, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert(model_dir, tmp_path / "target", **settings)  # type: ignore[arg-type]
+
+
+def test_all_chat_templates_go_along(tiny_model: Path, tmp_path: Path) -> None:
+    templates = {"default": "{{ messages }}", "rag": "{{ documents }}"}
+    source = shutil.copytree(tiny_model, tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(source)
+    convert(source, tmp_path / "ranks", format="sharded", ranks=2)
+    convert(tmp_path / "ranks", tmp_path / "target")
+    assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == templates
+    assert "additional_chat_templates/rag.jinja" in side_files(ModelSource(tmp_path / "ranks"), "float32")
+    convert(tmp_path / "ranks", tmp_path / "target", overwrite=True)
+    (tmp_path / "target" / "additional_chat_templates" / "mine.jinja").touch()
+    with pytest.raises(CheckpointError, match=r"holds additional_chat_templates/mine\.jinja"):
+        convert(tiny_model, tmp_path / "target", overwrite=True)
+
+
+def test_gguf_becomes_a_model_that_transformers_opens(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
+
+    path = write_gguf(tmp_path / "model.gguf", "llama", gguf.GGMLQuantizationType.Q8_0, tied=True)
+    report = convert(path, tmp_path / "target")
+    assert (report.source_format, report.target_format) == ("gguf", "huggingface")
+    expected = load_with_transformers(path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    tokens = torch.arange(12).reshape(2, 6)
+    assert torch.equal(loaded(tokens).logits, expected(tokens).logits)
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
+    assert {"tokenizer_config.json", "generation_config.json"} <= names(tmp_path / "target")
+    with open_checkpoint(tmp_path / "target") as index:
+        assert "lm_head.weight" not in index.names
+
+
+def test_moving_bytes_imports_neither_torch_nor_transformers(tmp_path: Path, model_dir: Path) -> None:
+    script = f"""
+import sys
+from fsdp_shard.checkpoint import convert
+from fsdp_shard.checkpoint import describe
+from fsdp_shard.checkpoint import verify
+convert({str(model_dir)!r}, {str(tmp_path / "ranks")!r}, format="sharded", ranks=2)
+convert({str(tmp_path / "ranks")!r}, {str(tmp_path / "one")!r}, max_shard_size="100KB")
+assert verify({str(tmp_path / "one")!r}).is_sound
+describe({str(tmp_path / "one")!r}).to_text()
+print([name for name in ("torch", "transformers", "numpy", "safetensors", "hydra") if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_sync_decides_whether_the_weights_are_on_the_disk(
+    sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_huggingface(tmp_path / "source", {"a": torch.randn(5, 3)})
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def record(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    convert(tmp_path / "source", tmp_path / "target", sync=sync)
+    assert {"model.safetensors", "manifest.json"} <= set(synced) if sync else synced == []
+    assert ("config.json" in synced) == sync
+
+
+def test_what_is_replaced_is_not_left_to_a_power_cut(tmp_path: Path) -> None:
+    for name in ("source", "target"):
+        write_huggingface(tmp_path / name, {"a": torch.randn(5, 3)})
+    with pytest.raises(ConfigError, match="overwrite=true needs sync=true: a power cut"):
+        convert(tmp_path / "source", tmp_path / "target", sync=False, overwrite=True)
+
+
+def test_a_cast_that_would_make_infinities_is_refused(tmp_path: Path) -> None:
+    big = {"w": torch.tensor([1e6, 1.0, torch.inf, torch.nan])}
+    write_huggingface(tmp_path / "big", big)
+    with pytest.raises(CheckpointError, match=r"tensor w holds values \(1 or more\) that are too large for float16"):
+        convert(tmp_path / "big", tmp_path / "half", dtype="float16")
+    assert not (tmp_path / "half").exists()
+    write_huggingface(tmp_path / "half", {"w": big["w"].half()})
+    assert not verify(tmp_path / "big", tmp_path / "half").is_sound
+    convert(tmp_path / "big", tmp_path / "brain", dtype="bfloat16")
+    assert verify(tmp_path / "big", tmp_path / "brain").is_sound
+
+
+def test_a_directory_that_came_in_the_meantime_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = write_huggingface(tmp_path / "source", {"w": torch.ones(2)}), tmp_path / "target"
+    write = convert_module._write
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        target.mkdir()
+        (target / "thesis.txt").write_text("years")
+
+    monkeypatch.setattr(convert_module, "_write", slow)
+    with pytest.raises(SaveError, match="nothing of it was kept"):
+        convert(source, target)
+    assert names(target) == {"thesis.txt"}
+    assert names(tmp_path) == {"source", "target"}
+
+
+def test_overwrite_deletes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
+    source, target = (write_huggingface(tmp_path / name, {"w": torch.ones(2)}) for name in ("source", "target"))
+    (target / "checkpoint-500").mkdir()
+    (target / "notes.txt").write_text("x")
+    with pytest.raises(CheckpointError, match=r"holds checkpoint-500, notes\.txt beside its weights"):
+        convert(source, target, overwrite=True)
+    (target / "checkpoint-500").rmdir()
+    (target / "notes.txt").unlink()
+    convert(source, target, overwrite=True, format="dcp")
+    convert(source, target, overwrite=True)
+    assert "model.safetensors" in names(target)
+
+
+def test_overwrite_deletes_no_file_that_it_does_not_write(tmp_path: Path, model_dir: Path) -> None:
+    bare, target = write_huggingface(tmp_path / "bare", {"w": torch.ones(2)}), tmp_path / "target"
+    convert(model_dir, target)
+    (target / "my_experiment.py").write_text("x")
+    with pytest.raises(CheckpointError, match=r"holds my_experiment\.py beside its weights"):
+        convert(model_dir, target, overwrite=True)
+    (target / "my_experiment.py").unlink()
+    convert(model_dir, target, overwrite=True)
+    with pytest.raises(CheckpointError, match=r"holds chat_template\.jinja, .* beside its weights"):
+        convert(bare, target, overwrite=True)
+    trained = tmp_path / "trained"
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"model": {"w": torch.ones(2)}, "optimizer": {"w": torch.ones(2)}}, checkpoint_id=trained)
+    with pytest.raises(CheckpointError, match=r"holds 1 optimizer tensors beside its weights"):
+        convert(bare, trained, overwrite=True)
+
+
+def test_a_target_that_cannot_take_the_name_is_refused_first(tmp_path: Path) -> None:
+    source = write_huggingface(tmp_path / "source", {"w": torch.ones(2)})
+    (tmp_path / "empty").mkdir()
+    for name, leads_to in (("link", "empty"), ("dangling", "gone")):
+        (tmp_path / name).symlink_to(tmp_path / leads_to)
+        with pytest.raises(CheckpointError, match=f"{name} is a link, whose name no directory can take"):
+            convert(source, tmp_path / name)
+
+
+def test_a_head_that_shares_its_storage_is_written_where_the_config_does_not_tie_it(tmp_path: Path) -> None:
+    model = llama(tied=False)
+    model.save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "model.safetensors").unlink()
+    state = dict(model.state_dict())
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    torch.save(state, tmp_path / "source" / "pytorch_model.bin")
+    convert(tmp_path / "source", tmp_path / "target")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert torch.equal(found.lm_head.weight, state["model.embed_tokens.weight"])
+    assert verify(tmp_path / "target", tmp_path / "source").is_sound
+
+
+@pytest.mark.parametrize("settings", [{}, {"format": "sharded", "ranks": 2}, {"format": "dcp"}])
+def test_a_damaged_checkpoint_may_be_overwritten(tmp_path: Path, settings: dict[str, Any]) -> None:
+    source, target = write_huggingface(tmp_path / "source", {"w": torch.ones(2)}), tmp_path / "target"
+    convert(source, target, **settings)
+    for file in [*target.glob("*.safetensors"), *target.glob("*.distcp")]:
+        os.truncate(file, 20)
+    (target / "notes.txt").write_text("x")
+    with pytest.raises(CheckpointError, match=r"holds notes\.txt beside its weights"):
+        convert(source, target, overwrite=True)
+    (target / "notes.txt").unlink()
+    convert(source, target, overwrite=True)
+    assert verify(target).is_sound
+
+
+def test_a_source_that_changes_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_huggingface(tmp_path / "source", {"w": torch.ones(2)})
+    write = convert_module._write
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        write_huggingface(source, {"w": torch.zeros(2)})
+
+    monkeypatch.setattr(convert_module, "_write", slow)
+    with pytest.raises(CheckpointError, match="was changed while it was converted"):
+        convert(source, tmp_path / "target")
+    assert names(tmp_path) == {"source"}

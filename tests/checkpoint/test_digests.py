@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, strategies as st
+
+from fsdp_shard.checkpoint import digests
+from fsdp_shard.checkpoint.digests import CHUNK_BYTES, RangeHasher, chunk_digest, digest_tensor, tensor_digest
+from fsdp_shard.checkpoint.open import open_checkpoint
+from tests.checkpoint.files import random_tensor, raw_bytes, write_huggingface
+
+
+def test_the_digest_is_what_is_documented(tmp_path: Path) -> None:
+    tensor = random_tensor((3, 200_001), torch.float32)
+    data = raw_bytes(tensor)
+    chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+    assert len(chunks) == 3
+    tree = b"F32 3,200001\0" + b"".join(xxhash.xxh3_128(chunk).digest() for chunk in chunks)
+    with open_checkpoint(write_huggingface(tmp_path, {"w": tensor})) as index:
+        assert digest_tensor(index, "w") == xxhash.xxh3_128(tree).hexdigest()
+
+
+def test_dtype_and_shape_are_part_of_the_digest() -> None:
+    chunk = [chunk_digest(bytes(24))]
+    found = {
+        tensor_digest("F32", (2, 3), chunk),
+        tensor_digest("F32", (3, 2), chunk),
+        tensor_digest("I32", (2, 3), chunk),
+    }
+    assert len(found) == 3
+
+
+@given(st.data())
+def test_ranges_hashed_by_ranks_make_up_the_whole(data: st.DataObject) -> None:
+    whole = bytes(range(256)) * 2
+    size = data.draw(st.integers(0, len(whole)))
+    whole = whole[:size]
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, size), max_size=3))), size]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digests, "CHUNK_BYTES", 100)
+        expected = {at // 100: chunk_digest(whole[at : at + 100]) for at in range(0, size, 100)}
+        found: dict[int, bytes] = {}
+        for start, stop in itertools.pairwise(cuts):
+            hasher = RangeHasher(size, start, stop)
+            step = data.draw(st.integers(1, 300))
+            for at in range(start, stop, step):
+                hasher.update(whole[at : min(at + step, stop)])
+            assert hasher.rest.start == stop or not hasher.rest
+            for at in range(hasher.rest.start, hasher.rest.stop, step):
+                hasher.finish(memoryview(whole)[at : min(at + step, hasher.rest.stop)])
+            assert not found.keys() & hasher.digests.keys(), "each chunk is one rank's"
+            found |= hasher.digests
+        assert found == expected

@@ -1,0 +1,95 @@
+"""When the garbage collector runs in our programs: not while they import, as ever while they work, not as they end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.support.commands import fsdp_shard, run
+
+_PROGRAM = """
+import atexit, gc
+from fsdp_shard.cli import run_as_program, start_garbage_collection
+
+kept = []
+
+def work():
+    print("imports", gc.isenabled())
+    start_garbage_collection()
+    print("works", gc.isenabled())
+    kept.extend([] for _ in range(20_000))
+    before.append(gc.get_freeze_count())
+
+before = []
+atexit.register(lambda: print("ends", gc.get_freeze_count() - before[0] >= 10_000))
+run_as_program(work, debug=False)
+"""
+
+_RECIPE = """
+import gc
+from fsdp_shard.cli import recipe
+from fsdp_shard.config import ConvertConfig
+
+print("imports", gc.isenabled())
+
+@recipe(ConvertConfig)
+def main(config):
+    print("works", gc.isenabled(), gc.get_freeze_count() > 10_000)
+"""
+
+_SWEEP = """
+import gc, weakref
+from fsdp_shard.cli import recipe
+from fsdp_shard.config import ConvertConfig
+
+class Model:
+    def __init__(self):
+        self.itself = self
+
+models = []
+
+@recipe(ConvertConfig)
+def main(config):
+    print("left", [model() for model in models if model() is not None])
+    models.append(weakref.ref(Model()))
+"""
+
+
+def test_garbage_is_collected_while_a_program_works(tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", _PROGRAM], tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert done.out.split("\n") == ["imports False", "works True", "ends True", ""]
+
+
+def test_a_recipe_is_imported_before_that_and_after_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(_RECIPE, encoding="utf-8")
+    done = fsdp_shard("run", "own.py", "source=a", "target=b", cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert done.out.split("\n") == ["imports False", "works True True", ""]
+
+
+def test_the_other_commands_collect_it_too(tmp_path: Path) -> None:
+    program = """
+import gc
+from fsdp_shard.cli import command_line, run_as_program
+command_line._OTHERS["ls"] = lambda arguments: print(gc.isenabled())
+run_as_program(lambda: command_line.run_command(["ls"]), debug=False)
+"""
+    assert run([sys.executable, "-c", program], tmp_path).out == "True\n"
+
+
+def test_what_an_earlier_job_left_is_collected_before_the_next(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(_SWEEP, encoding="utf-8")
+    done = fsdp_shard("run", "own.py", "-m", "source=a,b,c", "target=d", cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert [line for line in done.out.splitlines() if line.startswith("left")] == ["left []"] * 3
+
+
+def test_a_process_that_is_no_program_of_ours_is_left_alone(tmp_path: Path) -> None:
+    program = """
+import gc
+from fsdp_shard.cli import start_garbage_collection
+start_garbage_collection()
+print(gc.isenabled(), gc.get_freeze_count())
+"""
+    assert run([sys.executable, "-c", program], tmp_path).out == "True 0\n"

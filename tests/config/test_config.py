@@ -1,0 +1,347 @@
+"""Configs: every file under conf/ composes, every setting is told, and what is wrong is named with what is near."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_shard.cli import run_jobs
+from fsdp_shard.config import COMMANDS, OPTIONS, ConvertConfig, FinetuneConfig, GenerateConfig, PlanConfig, schema_of
+from fsdp_shard.config.common import _GROUPS, is_used
+from fsdp_shard.config.compose import Job, compose_jobs, write_config
+from fsdp_shard.config.reference import groups_of, help_text, markdown, settings_of
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
+from fsdp_shard.training import AdamWConfig
+from fsdp_shard.utils import check, configs, setting, shipped, walk
+
+_GIVEN = {
+    "finetune": ["model.path=org/name", "data.path=text.txt"],
+    "convert": ["source=a", "target=b"],
+    "evaluate": ["checkpoint=a", "data.path=text.txt"],
+    "generate": ["checkpoint=a", "prompt=Hello"],
+    "plan": ["model.path=org/name"],
+    "doctor": [],
+}
+
+
+def _compose(command: str, *arguments: str) -> list[Job[Any]]:
+    return compose_jobs(schema_of(command), [*_GIVEN[command], *arguments], f"fsdp-shard {command}")
+
+
+def _one(command: str, *arguments: str) -> Any:
+    (job,) = _compose(command, *arguments)
+    return job.config
+
+
+def _refusal(command: str, *arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        _compose(command, *arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_composes_to_its_dataclass(command: str) -> None:
+    config = _one(command)
+    assert type(config) is schema_of(command)
+    of = "finetune" if command == "doctor" else command  # whose directory it looks at
+    assert config.run_dir.startswith(f"outputs/{of}/")
+    assert (config.seed, config.debug, config.launch.ranks) == (0, False, 1)
+    check(config)
+
+
+def _presets() -> list[tuple[str, str, str]]:
+    """(command, group, option) of every YAML file below a group, for each command that has the group."""
+    files = [item.name.removesuffix(".yaml").rpartition("/") for item in configs()]
+    return [
+        (c, group, option)
+        for c in COMMANDS
+        for schema in [schema_of(c)]
+        for group, _, option in files
+        if group in groups_of(schema)
+    ]
+
+
+@pytest.mark.parametrize(("command", "group", "option"), _presets())
+def test_every_preset_composes(command: str, group: str, option: str) -> None:
+    plain, chosen = _one(command), _one(command, f"{group}={option}")
+    plain.run_dir = chosen.run_dir
+    assert chosen != plain, "a preset that changes nothing"
+
+
+def test_every_group_is_known_before_its_options_are_loaded() -> None:
+    assert set(_GROUPS) == set(OPTIONS)
+
+
+def test_every_file_under_conf_is_reached() -> None:
+    files = {file.relative_to(shipped("conf")).as_posix() for file in shipped("conf").rglob("*") if file.is_file()}
+    reached = {f"{command}.yaml" for command in COMMANDS} | {
+        f"{group}/{option}.yaml" for _, group, option in _presets()
+    }
+    assert files == reached
+    assert all(item.description for item in configs()), "each begins with a comment that `ls` shows"
+
+
+@pytest.mark.parametrize(
+    ("command", "group", "option", "expected"),
+    [
+        ("finetune", "shard", "fsdp2", Fsdp2Config),
+        ("finetune", "shard", "fsdp1", Fsdp1Config),
+        ("finetune", "shard", "ddp", DdpConfig),
+        ("plan", "shard", "fsdp1", Fsdp1Config),
+        ("finetune", "optim", "adamw", AdamWConfig),
+    ],
+)
+def test_a_group_option_is_its_dataclass(command: str, group: str, option: str, expected: type) -> None:
+    config = _one(command, f"{group}={option}")
+    assert type(getattr(config, group)) is expected
+
+
+def test_the_defaults_are_those_of_the_declarations() -> None:
+    config = _one("finetune")
+    assert config.shard == Fsdp2Config()
+    assert config.optim == AdamWConfig()
+    for name in ("train", "checkpoint", "launch"):
+        assert getattr(config, name) == type(getattr(config, name))()
+
+
+def test_overrides_have_their_types() -> None:
+    config = _one(
+        "finetune", "train.steps=7", "optim.betas=[0.8,0.9]", "train.max_grad_norm=null", "shard.blocks=[A,B]"
+    )
+    assert config.train.steps == 7
+    assert config.optim.betas == [0.8, 0.9]
+    assert config.train.max_grad_norm is None
+    assert config.shard.blocks == ["A", "B"]
+    assert type(config.shard.blocks) is list
+
+
+def test_mappings_can_be_given_whole() -> None:
+    config = _one("generate", "dispatch.max_memory={0: 3GB, cpu: 2GB}", "dispatch.device_map={model: cpu}")
+    assert {str(key): value for key, value in config.dispatch.max_memory.items()} == {"0": "3GB", "cpu": "2GB"}
+    assert config.dispatch.device_map == {"model": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("train.stepz=3", "train.stepz is no setting of finetune (did you mean train.steps?)"),
+        ("trian.steps=3", "(did you mean train.steps?)"),
+        ("steps=3", "(did you mean train.steps?)"),
+        ("max_grad_norm=3", "(did you mean train.max_grad_norm?)"),
+        ("+train.stepz=3", "train.stepz is no setting of finetune (did you mean train.steps?)"),
+        ("++nothing_like_it=3", "nothing_like_it is no setting of finetune."),
+        ("shards=fsdp1", "shards is no setting of finetune (did you mean shard?)"),
+        (
+            "shard=fsdp3",
+            "shard=fsdp3: there is no such option; shard has fsdp2, fsdp1, ddp, float32, low_memory (did you mean fsdp",
+        ),
+        ("train=null", "train=null: there is no such option; train has default"),
+        ("experiment=nothing", "experiment=nothing: there is no such option; experiment has billions_gpu, "),
+        ("train.steps=abc", "train.steps=abc is not a whole number."),
+        ("train.steps=1.5", "train.steps=1.5 is not a whole number."),
+        ("optim.lr=fast", "optim.lr=fast is not a number."),
+        ("debug=maybe", "debug=maybe is not true or false."),
+        ("train.steps=null", "train.steps"),
+        ("train.steps=0", "train.steps=0 is out of range: it must be at least 1."),
+        ("optim.lr=0", "optim.lr=0.0 is out of range: it must be more than 0.0."),
+        (
+            "shard.activation_checkpointing=some",
+            "checkpointing=some is not true, false, none, all",
+        ),
+        ("shard.activation_checkpointing=0", "activation_checkpointing=0 is not true, false"),
+        ("shard.reshard_after_forward=1", "reshard_after_forward=1 is not true, false or a number of ranks from 2 on"),
+        (
+            "shard.reshard_after_forward=maybe",
+            "shard.reshard_after_forward=maybe is not true or false or a whole number",
+        ),
+        ("shard=fsdp1 shard.reshard_after_forward=2", "use shard=fsdp2 for a number of ranks"),
+        ("shard=fsdp1 shard.prefetch_forward=2", "shard=fsdp1 gathers at most one unit ahead"),
+        ("shard.prefetch_backward=0", "shard=fsdp2 gathers at least one unit ahead in the backward pass"),
+        ("shard.prefetch_backward=2 shard.reshard_after_forward=false", "would do nothing with shard.reshard_after"),
+        ("shard.blocks=[A] shard.min_params=10", "two ways to choose the units"),
+        ("shard.norms_in_float32=true shard.param_dtype=float32", "shard.norms_in_float32=true would do nothing"),
+        ("shard=ddp shard.replicas=2", "shard.replicas=2 would do nothing with shard=ddp"),
+        ("shard=ddp shard.cpu_offload=true", "shard.cpu_offload=true would do nothing with shard=ddp"),
+        ("shard.param_dtype=bf16", "shard.param_dtype=bf16 is not one of float32, bfloat16"),
+        ("train.global_batch_size=7 train.micro_batch_size=2", "train.global_batch_size=7 is not divisible"),
+        ("launch.nodes=2", "launch.nodes=2 needs launch.rendezvous=host:port"),
+        ("launch.rendezvous=a:1", "launch.rendezvous=a:1 would do nothing with launch.nodes=1"),
+        ("launch.rendezvous=here", "launch.rendezvous=here is not host:port"),
+        ("train.steps", "train.steps is not of the form name=value"),
+        ("model.path=[a", "model.path=[a cannot be read"),
+        ("train.steps.x=1", "train.steps is 100, not a mapping that has x"),
+        ("data=a.txt", "data is a section of settings and has no value itself; did you mean data.path=a.txt?"),
+        ("train.steps=null", "train.steps=null: this setting needs a value"),
+        ("~train.steps", "train.steps"),
+        ("--foo", "Unrecognized arguments: --foo"),
+        ("--cfg nothing", "Argument --cfg/-c: invalid choice: 'nothing'"),
+        ("--config-dir nowhere", "--config-dir nowhere: there is no such directory."),
+        ("hydra/launcher=joblib -m", "hydra/launcher/joblib"),
+    ],
+)
+def test_what_is_wrong_is_named(argument: str, said: str) -> None:
+    assert said in _refusal("finetune", *argument.split())
+
+
+def test_settings_that_must_be_given_are_asked_for_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"data\.path .* model\.path .* are not set\. Add data\.path=VALUE model"):
+        compose_jobs(FinetuneConfig, [], "fsdp-shard finetune")
+
+
+def test_a_wrong_key_in_a_preset_of_the_user_is_named_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain:\n  stepz: 3\n")
+    said = _refusal("finetune", "--config-dir", str(tmp_path), "experiment=mine")
+    assert "experiment/mine" in said
+    assert "train.stepz is no setting of finetune (did you mean train.steps?)" in said
+
+
+def test_presets_of_the_user_go_before_shipped_ones(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "small_cpu.yaml").write_text("# @package _global_\ntrain:\n  steps: 61\n")
+    for flag in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
+        assert _one("finetune", *flag, "experiment=small_cpu").train.steps == 61
+    assert _one("finetune", "experiment=small_cpu").train.steps == 60
+
+
+def test_the_home_directory_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _one("finetune", 'run_dir="~/one"').run_dir == f"{tmp_path}/one"
+    assert _one("finetune", "run_dir=s3://bucket/one").run_dir == "s3://bucket/one", "which is refused by its name"
+
+
+def test_a_sweep_is_one_job_for_each_combination_each_in_its_own_directory(tmp_path: Path) -> None:
+    jobs = _compose("finetune", "train.steps=1,2", "-m", "shard=fsdp1,fsdp2", f"run_dir={tmp_path}/sweep")
+    assert [(job.config.train.steps, type(job.config.shard)) for job in jobs] == [
+        (1, Fsdp1Config),
+        (1, Fsdp2Config),
+        (2, Fsdp1Config),
+        (2, Fsdp2Config),
+    ]
+    assert [job.config.run_dir for job in jobs] == [f"{tmp_path}/sweep/{number}" for number in range(4)]
+    assert "train.steps=2" in jobs[2].overrides
+    assert not list(tmp_path.iterdir()), "composing writes nothing"
+
+
+def test_the_whole_sweep_is_checked_before_any_of_it_runs() -> None:
+    assert "train.steps=0 is out of range" in _refusal("finetune", "-m", "train.steps=1,0")
+
+
+def test_ranks_that_meet_once_have_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(*given: str) -> str:
+        with pytest.raises(ConfigError) as raised:
+            run_jobs(FinetuneConfig, pytest.fail, [*_GIVEN["finetune"], "-m", "train.steps=1,2", *given], "finetune")
+        return str(raised.value)
+
+    assert "asks for 2 runs one after the other, and 3 machines (launch.nodes) meet for one" in refusal(
+        "launch.nodes=3", "launch.rendezvous=a:1"
+    )
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "ranks that torchrun or srun has started meet for one" in refusal()
+
+
+def test_composing_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _compose("finetune", "-m", "train.steps=1,2")
+    _compose("finetune")
+    assert not list(tmp_path.iterdir())
+
+
+@dataclass
+class _Extended(FinetuneConfig):
+    """A recipe's own config: the settings of finetune and one more."""
+
+    extra: int = setting(3, "A setting of its own.", minimum=0)
+
+
+def test_a_recipe_can_add_settings_of_its_own() -> None:
+    (job,) = compose_jobs(_Extended, [*_GIVEN["finetune"], "extra=4", "train.steps=2"], "mine")
+    assert type(job.config) is _Extended
+    assert (job.config.extra, job.config.train.steps) == (4, 2)
+    with pytest.raises(ConfigError, match=r"did you mean extra\?"):
+        compose_jobs(_Extended, [*_GIVEN["finetune"], "extr=4"], "mine")
+    # The next composition of the plain one does not see it.
+    assert type(_one("finetune")) is FinetuneConfig
+
+
+def test_the_written_config_is_resolved_and_replaces_an_older_one(tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    run_dir = tmp_path / "a" / "b"
+    for steps in (5, 6):
+        write_config(_one("finetune", f"run_dir={run_dir}", f"train.steps={steps}"))
+    written: Any = OmegaConf.load(run_dir / "config.yaml")
+    assert written.train.steps == 6
+    assert written.run_dir == str(run_dir)
+    assert written.optim.betas == [0.9, 0.999]
+    assert "${" not in (run_dir / "config.yaml").read_text()
+    assert [file.name for file in run_dir.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_can_be_made_again_from_its_written_config(command: str, tmp_path: Path) -> None:
+    of_group = {"finetune": ["shard=fsdp1", "train.steps=7"], "generate": ["generation=sampled"]}
+    config = _one(command, f"run_dir={tmp_path}", "seed=3", *of_group.get(command, []))
+    write_config(config)
+    (again,) = compose_jobs(schema_of(command), ["--config-dir", str(tmp_path), "--config-name", "config"], "test")
+    assert again.config == config
+    assert [type(value) for _, _, value in walk(again.config)] == [type(v) for _, _, v in walk(config)]
+
+
+def test_a_run_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir=.*/file/x cannot be written: Not a directory"):
+        write_config(_one("finetune", f"run_dir={tmp_path}/file/x"))
+
+
+def _leaves(config: Any, prefix: str = "") -> set[str]:
+    return {name for name, _, _ in walk(config, prefix)}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_setting_says_what_it_is(command: str) -> None:
+    told = settings_of(schema_of(command))
+    assert all(s.help for s in told), [s.name for s in told if not s.help]
+    used = {name for name in _leaves(_one(command)) if is_used(schema_of(command), name)}
+    assert {s.name for s in told} >= used
+    assert all(is_used(schema_of(command), s.name) for s in told)
+    text = help_text(schema_of(command), f"fsdp-shard {command}")
+    assert all(f"  {s.name}={s.default}\n" in text for s in told)
+    assert max(map(len, text.split("\n"))) <= 120
+
+
+def test_settings_of_one_option_only_say_which() -> None:
+    @dataclass
+    class Other(Fsdp2Config):
+        prefetch: int = setting(1, "Blocks to gather ahead.", minimum=0)
+
+    OPTIONS["shard"]["other"] = Other
+    try:
+        (found,) = [s for s in settings_of(FinetuneConfig) if s.name == "shard.prefetch"]
+    finally:
+        del OPTIONS["shard"]["other"]
+    assert found.sentence == "Blocks to gather ahead. (at least 0; only shard=other)"
+
+
+def test_the_reference_is_current() -> None:
+    file = Path(__file__).parent.parent.parent / "docs" / "config.md"
+    assert file.read_text(encoding="utf-8") == markdown(), "run `make docs`"
+
+
+def test_root_schemas_are_where_the_commands_are() -> None:
+    assert set(_GIVEN) == set(COMMANDS)
+    for schema in map(schema_of, COMMANDS):
+        assert dataclasses.is_dataclass(schema)
+    assert PlanConfig.ranks_are == "planned"
+    assert [command for command in COMMANDS if not schema_of(command).writes] == ["doctor"]
+    assert FinetuneConfig.ranks_are == "started"
+    assert GenerateConfig.ranks_are == "started"
+    assert ConvertConfig.ranks_are == "one"

@@ -1,0 +1,332 @@
+"""Samples out of a source that is read while training: those of a plain loop, from any place, and no row too many."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.kinds import text as text_kind
+from fsdp_shard.data.prepare import open_samples, prepare_data, tokenize_all
+from fsdp_shard.data.samples.micro_batches import micro_batches
+from fsdp_shard.data.sources import row_stream
+from fsdp_shard.data.sources.readers import START, read_rows, rows_from
+from fsdp_shard.data.statistics import data_figures
+from fsdp_shard.data.streaming import samples
+from fsdp_shard.data.streaming.dataset import StreamDataset
+from fsdp_shard.data.streaming.open_stream import open_stream
+from fsdp_shard.data.task import MASKED_LM, Task
+from fsdp_shard.data.validate import check_data
+from fsdp_shard.errors import CheckpointError, ConfigError, DataError
+from fsdp_shard.evaluation import check_text
+from fsdp_shard.utils import check
+from tests.data.conftest import byte_tokenizer
+from tests.data.test_config import write
+
+WORDS = [f"row {i} " + "x" * (7 * i % 23) for i in range(41)]
+
+
+def stream_of(config: DataConfig, tokenizer: Any, seed: int = 3) -> StreamDataset:
+    check(config)
+    return open_stream(config, tokenizer, seed=seed)[0]
+
+
+def sample(dataset: Any, index: int) -> Any:
+    batch = dataset.batch([index])
+    return [array.tolist() for array in (batch.input_ids, batch.labels, *batch.others.values())]
+
+
+def json_lines(path: Path, words: list[str] = WORDS) -> str:
+    return write(path, "".join(json.dumps({"text": word, "n": 1}) + "\n" for word in words))
+
+
+def folder(path: Path) -> str:
+    for part in range(4):
+        json_lines(path / f"{part}.jsonl", WORDS[part * 10 : part * 10 + 10 + (part == 3)])
+    return str(path)
+
+
+KINDS: list[dict[str, Any]] = [
+    {"sequence_length": 16},
+    {"sequence_length": 64, "packing": True},
+    {"sequence_length": 64, "kind": "pairs", "source_column": "text", "target_column": "text"},
+]
+
+
+@pytest.mark.parametrize("more", KINDS)
+def test_it_goes_on_from_any_place(tmp_path: Path, tokenizer: Any, more: dict[str, Any]) -> None:
+    config = DataConfig(path=folder(tmp_path / "d"), streaming=True, shuffle_buffer=8, **more)
+    whole = stream_of(config, tokenizer)
+    assert whole.order(3, 5, 4).tolist() == [5, 6, 7, 8]
+    expected, places = [], []
+    for index in range(120):
+        expected.append(sample(whole, index))
+        places.append(json.loads(json.dumps(whole.place)))
+    assert whole.seen()["epochs"] >= 2
+    for index in range(0, 119, 3):
+        again = stream_of(config, tokenizer)
+        again.go_to(places[index])
+        assert [sample(again, number) for number in range(index + 1, min(index + 30, 120))] == expected[
+            index + 1 : index + 30
+        ]
+    # On ranks, each of which asks for its own samples only.
+    for num_ranks in (2, 4):
+        ranks = [stream_of(config, tokenizer) for _ in range(num_ranks)]
+        for first in range(0, 120, 8):
+            for rank, dataset in enumerate(ranks):
+                for part in micro_batches(dataset.order(3, first, 8), 1, rank, num_ranks):
+                    assert sample(dataset, int(part[0])) == expected[int(part[0])]
+    assert [sample(stream_of(config, tokenizer, seed=4), i) for i in range(20)] != expected[:20]
+
+
+def test_text_in_order_is_that_of_the_whole_text(tmp_path: Path, tokenizer: Any) -> None:
+    path = folder(tmp_path / "d")
+    windows = prepare_data(DataConfig(path=path, sequence_length=16), tokenizer, tmp_path / "cache").train
+    stream = stream_of(DataConfig(path=path, sequence_length=16, streaming=True, shuffle_buffer=1), tokenizer)
+    assert len(windows) > 20
+    for index in range(len(windows) - 1):
+        assert sample(stream, index) == sample(windows, index)
+
+
+def test_rows_are_each_trained_once_an_epoch(tmp_path: Path, tokenizer: Any) -> None:
+    given = {"path": json_lines(tmp_path / "a.jsonl", [*WORDS, "", "y" * 90]), "sequence_length": 64, "kind": "pairs"}
+    given |= {"source_column": "n_", "target_column": "text"}
+    rows = [json.loads(line) | {"n_": "1"} for line in Path(given["path"]).read_text().splitlines()]
+    write(Path(given["path"]), "".join(json.dumps(row) + "\n" for row in rows))
+    plain = prepare_data(DataConfig(**given), tokenizer, tmp_path / "cache").train
+    stream = stream_of(DataConfig(**given, streaming=True, shuffle_buffer=10), tokenizer)
+    once = [sample(stream, index) for index in range(2 * 42)]
+    assert len(plain) == 42
+    expected = [sample(plain, index) for index in range(42)]
+    assert once[:42] != expected
+    assert sorted(once[:42]) == sorted(once[42:]) == sorted(expected)
+    assert once[:42] != once[42:]
+    figures = data_figures(stream, 84, {})["stream"]
+    assert (figures["epochs"], figures["rows"] >= 80, figures["truncated"]) == (1, True, 2)
+    # No row is further from its place than the buffer.
+    places = [expected.index(found) for found in once[:40]]
+    assert all(place // 10 == at // 10 for at, place in enumerate(places))
+    packed = stream_of(DataConfig(**given, streaming=True, packing=True, shuffle_buffer=50), tokenizer)
+    whole = prepare_data(DataConfig(**given, packing=True), tokenizer, tmp_path / "cache").train
+    num = len(whole)
+    assert sum(packed.batch([i]).num_predictions for i in range(num)) == whole.num_predictions
+    assert sum(packed.batch([i]).num_predictions for i in range(num, 2 * num)) == whole.num_predictions
+
+
+def test_hidden_words_follow_the_sample(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    config = DataConfig(path=json_lines(tmp_path / "a.jsonl"), sequence_length=16, streaming=True, shuffle_buffer=6)
+    first, second = (open_stream(config, tokenizer, Task(MASKED_LM), seed=3)[0] for _ in range(2))
+    expected = [sample(first, index) for index in range(100)]
+    place = None
+    for index in range(50):
+        assert sample(second, index) == expected[index]
+        place = second.place
+    third = open_stream(config, tokenizer, Task(MASKED_LM), seed=3)[0]
+    third.go_to(place)
+    assert [sample(third, index) for index in range(50, 100)] == expected[50:]
+
+
+def test_only_what_is_needed_is_read_and_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "large.jsonl"
+    with path.open("w") as file:
+        for i in range(40_000):
+            file.write(json.dumps({"text": f"{i} " * 40}) + "\n")
+        file.write("no JSON at all\n")
+    read: list[int] = []
+    rows = row_stream.rows_from
+
+    def counted(*args: Any) -> Iterator[Any]:
+        for row, place in rows(*args):
+            read.append(place[1])
+            yield row, place
+
+    monkeypatch.setattr(row_stream, "rows_from", counted)
+    tokenizer, texts = byte_tokenizer(), list[str]()
+    encode = text_kind.plain_ids
+
+    def noted(some: list[str], tokenizer: Any) -> Any:
+        texts.extend(some)
+        return encode(some, tokenizer)
+
+    monkeypatch.setattr(text_kind, "plain_ids", noted)
+    monkeypatch.setattr(samples, "plain_ids", noted)
+    config = DataConfig(path=str(path), sequence_length=64, streaming=True, shuffle_buffer=20)
+    check_data(config)
+    stream = stream_of(config, tokenizer)
+    assert read == []
+    stream.batch(range(8))
+    assert len(read) == 20
+    assert len([text for text in texts if len(text) > 20]) == 8, "8 rows at a time"
+    index = 8
+    while stream.place["block"] < 3:
+        index += 1
+        stream.batch([index])
+    assert len(read) == 80
+    again = stream_of(config, tokenizer)
+    again.go_to(stream.place)
+    read.clear()
+    assert sample(again, index) == sample(stream, index)
+    assert read == list(range(61, 81)), "from the byte where the block begins"
+
+
+def files(root: Path) -> dict[str, tuple[str, str]]:
+    """Path and sample_by of a file of each format, with rows that need care."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    rows = [{"text": f'a "{i}",\n b é' * (i % 3), "n": str(i)} for i in range(23)]
+    parquet.write_table(arrow.Table.from_pylist(rows), root / "a.parquet", row_group_size=5)
+    with (root / "a.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["text", "n"])
+        writer.writeheader()
+        writer.writerows(rows)
+    write(root / "a.jsonl", b"\xef\xbb\xbf" + "\r\n\n".join(json.dumps(row) for row in rows).encode())
+    write(root / "a.txt", "\n one\ntwo\n\n\nthree é\r\n  \nfour\n\nfive")
+    given = {name: (str(root / f"a.{name}"), "document") for name in ("parquet", "csv", "jsonl", "txt")}
+    return given | {by: (str(root / "a.txt"), by) for by in ("line", "paragraph")}
+
+
+@pytest.mark.parametrize("name", ["parquet", "csv", "jsonl", "txt", "line", "paragraph"])
+def test_any_row_of_any_format_is_found_again(tmp_path: Path, name: str) -> None:
+    given, sample_by = files(tmp_path)[name]
+    expected = [row.values for row in read_rows(Path(given), sample_by, None)]
+    placed = list(rows_from(Path(given), sample_by, None, START))
+    assert [row.values for row, _ in placed] == expected
+    assert len(expected) == {"txt": 1, "line": 10, "paragraph": 4}.get(name, 23)
+    for number, (_, place) in enumerate(placed, start=1):
+        assert [row.values for row, _ in rows_from(Path(given), sample_by, None, place)] == expected[number:]
+
+
+def test_a_data_set_of_the_datasets_library(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of Parquet files that the library loads by its name, as it would one of the hub."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    parquet.write_table(arrow.Table.from_pylist([{"text": word} for word in WORDS]), tmp_path / "set/train.parquet")
+    config = DataConfig(path="hub/set", sequence_length=16, streaming=True, shuffle_buffer=4)
+    load = __import__("datasets").load_dataset
+    monkeypatch.setattr("datasets.load_dataset", lambda name, *args, **more: load(str(tmp_path / "set"), *args, **more))
+    check_data(config)
+    whole = stream_of(config, tokenizer)
+    expected, places = [], []
+    for index in range(80):
+        expected.append(sample(whole, index))
+        places.append(json.loads(json.dumps(whole.place)))
+    assert whole.place["epoch"] > 0
+    for index in (0, 7, 30, 61):
+        again = stream_of(config, tokenizer)
+        again.go_to(places[index])
+        assert [sample(again, number) for number in range(index, 80)] == expected[index:]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"streaming": False, "shuffle_buffer": 5}, "shuffle_buffer=5 is for streaming=true"),
+        ({"eval_fraction": 0.1}, "does not go together with eval_fraction=0.1, whose part"),
+        ({"workers": 2}, "does not go together with workers=2"),
+        ({"cache_dir": "x"}, "does not go together with cache_dir=x"),
+        ({"packing": True, "shuffle_buffer": 1}, "packs the rows of shuffle_buffer"),
+        ({"shuffle_buffer": 0}, "shuffle_buffer=0 is out of range"),
+    ],
+)
+def test_what_needs_all_of_the_text_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(DataConfig(**({"path": "x", "streaming": True} | given)))
+    with pytest.raises(ConfigError, match="for training"):
+        check_text(DataConfig(path="x", streaming=True))
+
+
+def test_what_cannot_be_streamed_is_named(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"streaming": True, "sequence_length": 8, "shuffle_buffer": 2}
+    empty = stream_of(DataConfig(path=json_lines(tmp_path / "a.jsonl", ["", " "]), **given), tokenizer)
+    with pytest.raises(DataError, match="has nothing to train on"):
+        empty.batch([0])
+    monkeypatch.setattr("fsdp_shard.data.sources.readers.LARGEST_DOCUMENT", 10)
+    config = DataConfig(path=write(tmp_path / "a.txt", "eleven char"), **given)
+    with pytest.raises(DataError, match=r"a\.txt is one document of .*Set data\.sample_by=paragraph"):
+        check_data(config)
+    with pytest.raises(DataError, match="is one document"):
+        stream_of(config, tokenizer)
+    stream = stream_of(DataConfig(path=json_lines(tmp_path / "b.jsonl"), **given), tokenizer)
+    for place in ({}, {"epoch": 0}, stream.place | {"first": -1}, stream.place | {"carry": ["x"]}, [], "x"):
+        with pytest.raises(CheckpointError, match="no place in streamed data"):
+            stream.go_to(place)
+    for rows in ([9, 0, 0], [0, -1, 0], [0, 0], {}, "x"):
+        stream.go_to(stream.place | {"rows": rows})
+        with pytest.raises(CheckpointError, match=r"is no place in the 1 files of data\.path="):
+            stream.batch([0])
+        stream.go_to(None)
+
+
+def test_identity_is_of_all_that_makes_the_samples(tmp_path: Path, tokenizer: Any) -> None:
+    path = json_lines(tmp_path / "a.jsonl")
+
+    def identity(**more: Any) -> str:
+        return stream_of(
+            DataConfig(**({"path": path, "streaming": True, "sequence_length": 8} | more)), tokenizer
+        ).identity
+
+    one = identity()
+    others = [
+        identity(sequence_length=9),
+        identity(shuffle_buffer=9),
+        identity(packing=True),
+        identity(text_column="n"),
+    ]
+    json_lines(tmp_path / "a.jsonl", [*WORDS, "more"])
+    assert len({one, *others, identity()}) == 6
+    assert identity() == identity()
+
+
+@pytest.mark.parametrize(
+    ("task", "more"),
+    [
+        (Task("seq2seq", decoder_start=7, padding=9), {"kind": "pairs", "target_length": 6}),
+        (Task("sequence_classification", num_labels=3, label_numbers={"high": 2, "low": 0}, padding=9), {}),
+    ],
+)
+def test_tasks_that_are_not_causal(tmp_path: Path, tokenizer: Any, task: Task, more: dict[str, Any]) -> None:
+    rows = [
+        {"source": word, "target": word[:9], "text": word, "label": "high" if len(word) > 14 else "low"}
+        for word in WORDS
+    ]
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    given = {"path": path, "sequence_length": 12, **more}
+    tokenized = tokenize_all(DataConfig(**given), tokenizer, tmp_path / "cache", task.name)
+    plain = open_samples(DataConfig(**given), tokenized, task).train
+    config = DataConfig(**given, streaming=True, shuffle_buffer=1)
+    stream = open_stream(config, tokenizer, task)[0]
+    for index in range(2 * len(WORDS)):
+        assert sample(stream, index) == sample(plain, index % len(WORDS))
+    together, apart = stream.batch(range(82, 86)), plain.batch(range(4))
+    assert together.labels.tolist() == apart.labels.tolist()
+    assert together.input_ids.tolist() == apart.input_ids.tolist()
+
+
+def test_orders_of_rows_and_of_files_follow_from_the_seed(tmp_path: Path, tokenizer: Any) -> None:
+    pairs = {
+        "kind": "pairs",
+        "source_column": "text",
+        "target_column": "text",
+        "sequence_length": 64,
+        "streaming": True,
+    }
+    one = DataConfig(path=json_lines(tmp_path / "a.jsonl"), shuffle_buffer=10, **pairs)
+    orders = {json.dumps([sample(stream_of(one, tokenizer, seed), i) for i in range(10)]) for seed in range(4)}
+    assert len(orders) == 4
+    several = DataConfig(path=folder(tmp_path / "d"), shuffle_buffer=10, **pairs)
+    stream = stream_of(several, tokenizer)
+    epochs = [[sample(stream, epoch * 41 + i) for i in range(41)] for epoch in range(4)]
+    first = {json.dumps(sorted(samples[:10])) for samples in epochs}
+    assert len(first) > 1, "not always the same file first"
+    assert all(sorted(samples) == sorted(epochs[0]) for samples in epochs)

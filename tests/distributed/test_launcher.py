@@ -1,0 +1,364 @@
+"""Where ranks come from: started here, by torchrun, by srun, on several machines; and what is heard of them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.distributed import launcher
+from fsdp_shard.distributed.launcher import LaunchConfig, check_machine, first_node, joins, slurm_variables
+from fsdp_shard.distributed.local_workers import Report, first_cause
+from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError
+from tests.support.commands import OWN_RECIPE, environment, hear_signals, run
+
+_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+_SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+
+# Who this process is
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "expected"),
+    [
+        ({}, LaunchConfig(), False),
+        (_TORCHRUN, LaunchConfig(), True),
+        (_TORCHRUN, LaunchConfig(ranks=4), True),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, LaunchConfig(), False),  # as some schedulers set for machines
+        (_SRUN, LaunchConfig(), True),
+        (_SRUN, LaunchConfig(ranks=4), True),
+        (_SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, LaunchConfig(ranks=4), False),  # one task a machine, ranks started here
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, LaunchConfig(ranks=4), False),  # a batch script
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, LaunchConfig(), True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, LaunchConfig(), False),
+    ],
+)
+def test_a_rank_that_others_started_joins_them(
+    environment: dict[str, str], settings: LaunchConfig, expected: bool
+) -> None:
+    assert joins(settings, environment) is expected
+
+
+def test_how_ranks_are_started_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked, until this process has computed: its threads would be missing. As many threads as the user says."""
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(launcher, "_computed", [])
+    monkeypatch.setattr(
+        "fsdp_shard.distributed.local_workers.run_ranks",
+        lambda *_, **given: asked.append((given["start_method"], given["num_threads"])),
+    )
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    one, two = (
+        FinetuneConfig(run_dir=str(tmp_path), launch=LaunchConfig(ranks=ranks, device="cpu")) for ranks in (1, 2)
+    )
+    for config in (two, one, two):
+        launcher.launch(lambda _: None, config)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7,2")
+    launcher.launch(lambda _: None, two)
+    share = max(1, launcher.num_cores() // 2)
+    assert asked == [("fork", share), ("spawn", share), ("spawn", 7)]
+
+
+def test_slurm_variables_become_those_of_torchrun() -> None:
+    slurm = _SRUN | {"SLURM_STEP_NODELIST": "gpu[007-011,42]", "SLURM_JOB_ID": "12345"}
+    assert slurm_variables(slurm) == {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "gpu007",
+        "MASTER_PORT": "22345",
+    }
+    assert slurm_variables(slurm | {"MASTER_PORT": "5"})["MASTER_PORT"] == "5"
+    assert slurm_variables(slurm | _TORCHRUN) == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("n[1-3]", "n1"),
+        ("n[07,09-11].lan,m2", "n07.lan"),
+        ("x-1[3]", "x-13"),
+        ("a,n[1-2]", "a"),
+    ],
+)
+def test_the_first_of_a_node_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+def test_the_world_is_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher.world_sizes(LaunchConfig(ranks=3, nodes="2")) == [6]
+    for name, value in _TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert launcher.world_sizes(LaunchConfig(ranks=3, nodes="2")) == [2]
+    assert launcher.joined_rank() == 1
+
+
+# Whether the machine has a place for the ranks
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "said"),
+    [
+        (0, LaunchConfig(device="cuda"), "torch finds no GPU here"),
+        (2, LaunchConfig(ranks=3), "launch.ranks=3 is more than the 2 GPU"),
+        (2, LaunchConfig(ranks=3, device="cuda"), "use launch.ranks=2, or launch.device=cpu"),
+        (0, LaunchConfig(ranks=64), ""),
+        (2, LaunchConfig(ranks=64, device="cpu"), ""),
+        (2, LaunchConfig(ranks=2), ""),
+        (2, LaunchConfig(ranks=2, nodes="2", rendezvous="a:1"), ""),
+    ],
+)
+def test_more_ranks_than_gpus(
+    num_gpus: int, settings: LaunchConfig, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "count_gpus", lambda: num_gpus)
+    if not said:
+        check_machine(settings)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_machine(settings)
+
+
+# What is heard of ranks that failed
+
+
+def _report(rank: int, kind: str, message: str, when: float, status: int = 1) -> Report:
+    return Report(rank, kind, message, status, f"Traceback of {rank}", when)
+
+
+_LOST = "[gloo] Connection closed by peer [127.0.0.1]:35435"
+
+
+def test_the_first_failure_is_the_cause() -> None:
+    reports = [_report(1, "DataError", "no rows", 1.0, 2), _report(0, "RuntimeError", _LOST, 2.0)]
+    error = first_cause(reports, (0, "ended with exit status 1"), {0, 1})
+    assert type(error) is DataError
+    assert str(error) == "no rows"
+    assert isinstance(error.__cause__, RankError)
+    assert error.__cause__.traceback == "Traceback of 1"
+
+
+def test_a_stop_that_followed_a_failure_is_not_the_cause() -> None:
+    reports = [_report(0, "Interrupted", "Stopped by SIGTERM.", 1.0, 143), _report(1, "LossError", "NaN", 2.0)]
+    assert type(first_cause(reports, (0, "ended with exit status 143"), {0, 1})) is LossError
+
+
+def test_a_rank_that_says_nothing_is_the_cause_where_the_others_lost_it() -> None:
+    error = first_cause([_report(0, "RuntimeError", _LOST, 1.0)], (0, "ended with exit status 1"), {0, 1})
+    assert str(error).startswith("Rank 1 died without a word")
+    error = first_cause([_report(0, "RuntimeError", _LOST, 1.0)], (1, "was killed by SIGKILL"), {0, 1})
+    assert str(error) == "Rank 1 was killed by SIGKILL. The other ranks were stopped."
+    error = first_cause([], (1, "was killed by SIGSEGV"), set())
+    assert str(error) == "Rank 1 was killed by SIGSEGV. The other ranks were stopped."
+
+
+def test_a_failure_before_a_kill_is_the_cause() -> None:
+    # A rank that hangs in a collective after another has failed is killed in the end, and says nothing.
+    error = first_cause([_report(0, "ValueError", "wrong", 1.0)], (0, "ended with exit status 1"), {0, 1})
+    assert str(error) == "Rank 0 raised ValueError: wrong."
+    assert isinstance(error, RankError)
+    assert error.traceback == "Traceback of 0"
+
+
+def test_ranks_that_all_stopped_were_interrupted() -> None:
+    reports = [_report(rank, "Interrupted", "Saved.", rank, 138) for rank in (0, 1)]
+    error = first_cause(reports, (0, "ended with exit status 138"), {0, 1})
+    assert isinstance(error, Interrupted)
+    assert (str(error), error.exit_status) == ("Saved.", 138)
+
+
+# Real ranks
+
+_PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from fsdp_shard.distributed.local_workers import run_ranks
+from fsdp_shard.errors import FsdpShardError
+
+def work(here):
+    attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+    (Path(here) / f"attempt-{{attempt}}-rank-{{rank}}").write_text(os.environ["OMP_NUM_THREADS"])
+    {body}
+
+if __name__ == "__main__":
+    settings = dict(ranks=2, nodes=(1, 1), rendezvous=None, max_restarts=0, grace_seconds=60, timeout_seconds=60,
+                    start_method="fork", num_threads=1, log=False)
+    os.environ["OMP_NUM_THREADS"] = "3"  # is for what comes after, not for these ranks
+    try:
+        run_ranks(work, sys.argv[1], **(settings | dict({settings})))
+    except FsdpShardError as error:
+        print(f"{{type(error).__name__}}: {{error}}")
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+"""
+
+
+def _program(place: Path, body: str, settings: str = "") -> list[str]:
+    (place / "program.py").write_text(textwrap.dedent(_PROGRAM).format(body=body, settings=settings))
+    return [sys.executable, "program.py", str(place)]
+
+
+def test_ranks_can_be_spawned_as_gpus_need(tmp_path: Path) -> None:
+    done = run(_program(tmp_path, "pass", "start_method='spawn'"), tmp_path)
+    assert (done.status, done.out, done.err) == (0, "", "")
+    assert {file.name for file in tmp_path.glob("attempt-*")} == {"attempt-0-rank-0", "attempt-0-rank-1"}
+    assert (tmp_path / "attempt-0-rank-1").read_text() == "1"
+
+
+def test_no_rank_begins_before_all_are_forked(tmp_path: Path) -> None:
+    """One that came to the store meanwhile could leave another with the resolver locked: a hang at the start."""
+    body = """
+    began = time.clock_gettime(time.CLOCK_BOOTTIME)
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    (Path(here) / f"times-{rank}").write_text(f"{ticks / os.sysconf('SC_CLK_TCK')} {began}")
+    """
+    done = run(_program(tmp_path, body, "ranks=12"), tmp_path)
+    assert (done.out, done.err) == ("", "")
+    times = [[float(part) for part in file.read_text().split()] for file in tmp_path.glob("times-*")]
+    assert len(times) == 12
+    assert min(began for _, began in times) > max(forked for forked, _ in times)
+
+
+def test_a_recipe_can_be_sent_to_a_spawned_rank(tmp_path: Path) -> None:
+    import pickle
+
+    from fsdp_shard.cli import load_recipe
+
+    found = load_recipe(OWN_RECIPE)
+    again = pickle.loads(pickle.dumps(found.perform))
+    assert again.__self__.file == OWN_RECIPE
+    assert again.__self__.work.__name__ == "main"
+
+
+def test_a_failed_run_is_started_again_as_often_as_asked(tmp_path: Path) -> None:
+    body = "if attempt == '0' and rank == '1': raise ValueError('once')"
+    done = run(_program(tmp_path, body, "max_restarts=1"), tmp_path)
+    assert (done.out, done.err) == ("", "")
+    assert (tmp_path / "attempt-1-rank-0").exists()
+    done = run(_program(tmp_path, body), tmp_path)
+    assert done.out == "RankError: Rank 1 raised ValueError: once.\n"
+
+
+def test_the_last_attempt_is_the_one_that_is_told_of(tmp_path: Path) -> None:
+    body = "if rank == str(1 - int(attempt)): raise ValueError(f'attempt {attempt}')"
+    done = run(_program(tmp_path, body, "max_restarts=1"), tmp_path)
+    assert done.out == "RankError: Rank 0 raised ValueError: attempt 1.\n"
+
+
+def test_ranks_that_do_not_stop_are_killed_after_their_grace(tmp_path: Path) -> None:
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); (Path(here) / f'deaf-{rank}').touch(); time.sleep(100)"
+    program = _program(tmp_path, body, "grace_seconds=1")
+    options = {"cwd": tmp_path, "env": environment(), "preexec_fn": hear_signals}
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, **options)
+    while len(list(tmp_path.glob("deaf-*"))) < 2:
+        time.sleep(0.02)
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    out = process.communicate(timeout=60)[0]
+    assert 1 <= time.monotonic() - start < 30
+    assert out == "Interrupted: Stopped by SIGTERM.\n"
+
+
+def test_a_frozen_rank_is_found_and_the_next_attempt_meets_none_of_its_keys(tmp_path: Path) -> None:
+    body = """
+    from fsdp_shard.distributed import distributed
+    with distributed("cpu", timeout_seconds=1000) as context:  # the others would wait for longer than this test
+        if attempt == "0" and rank == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        (Path(here) / f"met-{attempt}-{rank}").write_text(str(context.all_gather_object(rank)))
+    """
+    done = run(_program(tmp_path, body, "max_restarts=1, timeout_seconds=2"), tmp_path)
+    assert (done.out, done.err) == ("", "")
+    assert sorted(file.name for file in tmp_path.glob("met-*")) == ["met-1-0", "met-1-1"]
+    done = run(_program(tmp_path, body, "timeout_seconds=2"), tmp_path)
+    assert done.out.startswith("RankError: Rank 1 gave no sign of life for launch.timeout_seconds=2 and was killed")
+
+
+def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
+    body = "from fsdp_shard.errors import DataError\n    raise DataError('no rows')"
+    done = run(_program(tmp_path, body, "max_restarts=3"), tmp_path)
+    assert done.out == "DataError: no rows\n"
+    assert not list(tmp_path.glob("attempt-1-*"))
+
+
+def test_ranks_that_hang_when_another_has_died_are_killed(tmp_path: Path) -> None:
+    body = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank == "1":
+        (Path(here) / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+    """
+    done = run(_program(tmp_path, body), tmp_path)
+    assert done.out.startswith("RankError: Rank 1 was killed by SIGKILL")
+    assert time.time() - (tmp_path / "died").stat().st_mtime < 29  # torch would wait for 30 s
+
+
+@pytest.mark.parametrize("nodes", ["0", "3:2", "2:", "a", "1:4:5", "-1"])
+def test_what_is_no_number_of_machines(nodes: str) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.nodes=.* is neither"):
+        LaunchConfig(nodes=nodes, rendezvous="a:1").check("launch.")
+
+
+def test_a_range_of_machines_has_several_worlds() -> None:
+    settings = LaunchConfig(nodes="2:4", ranks=2, rendezvous="a:1")
+    settings.check("launch.")
+    assert (launcher.world_sizes(settings), settings.num_ranks) == ([4, 6, 8], 4)
+
+
+def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    done = run(_program(tmp_path, "raise ValueError('x')"), tmp_path, TMPDIR=str(tmp_path / "temporary"))
+    assert done.out.endswith("raised ValueError: x.\n")
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def _free_port() -> int:
+    with socket.socket() as open_socket:
+        open_socket.bind(("127.0.0.1", 0))
+        return int(open_socket.getsockname()[1])
+
+
+def _start(place: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(OWN_RECIPE), "model.path=x", "data.path=text.txt", "launch.device=cpu", *arguments]
+    return subprocess.Popen(command, cwd=place, env=environment() | variables, stderr=subprocess.PIPE, text=True)
+
+
+def _one_run(place: Path, num_ranks: int) -> None:
+    """All ranks worked in one directory, which is named by the time, and one of them wrote the config."""
+    (made,) = (place / "outputs" / "finetune").iterdir()
+    assert sorted(file.name for file in made.iterdir()) == ["config.yaml", *(f"rank-{r}" for r in range(num_ranks))]
+    assert (made / "rank-0").read_text() == f"0 of {num_ranks}"
+
+
+def test_two_machines_meet(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    machines = ["launch.nodes=2", "launch.ranks=1", f"launch.rendezvous=localhost:{_free_port()}"]
+    first = _start(tmp_path, *machines)
+    time.sleep(1.1)  # so that each would name its directory by another second
+    second = _start(tmp_path, *machines)
+    for process in (first, second):
+        assert process.communicate(timeout=100)[1] == ""
+        assert process.returncode == 0
+    _one_run(tmp_path, 2)
+
+
+def test_the_tasks_of_srun_are_ranks(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    slurm = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost"}
+    slurm["MASTER_PORT"] = str(_free_port())
+    first = _start(tmp_path, SLURM_PROCID="0", SLURM_LOCALID="0", **slurm)
+    time.sleep(1.1)
+    second = _start(tmp_path, SLURM_PROCID="1", SLURM_LOCALID="1", **slurm)
+    for process in (first, second):
+        assert process.communicate(timeout=100)[1] == ""
+        assert process.returncode == 0
+    _one_run(tmp_path, 2)

@@ -1,0 +1,43 @@
+"""What the facts of several ranks come to. That real ranks meet is shown in `test_doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp_shard.doctor.findings import OK, PROBLEM
+from fsdp_shard.doctor.rank_probe import Facts, judge
+
+_ONE = Facts("a", "GPU 0 (X)", {"torch": "2.13.0", "python": "3.11.9"}, {"/runs": True})
+
+
+def test_ranks_that_are_alike() -> None:
+    (finding,) = judge([_ONE, replace(_ONE, device="GPU 1 (X)"), replace(_ONE, host="b")], 1.25, 2e9)
+    assert finding.mark == OK
+    assert "3 ranks on 2 machines" in finding.text
+    assert "met in 1.2 s" in finding.text
+    assert "2.00 GB/s" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (replace(_ONE, host="b", versions={"torch": "2.12.0", "python": "3.11.9"}), "b has torch 2.12.0 instead of"),
+        (replace(_ONE, host="b", versions={"torch": "2.13.0"}), "b has python none instead of 3.11.9"),
+        (replace(_ONE, host="b", sees={"/runs": False}), "b does not see what a writes to /runs"),
+        (_ONE, "two ranks drive GPU 0 (X) of a"),
+    ],
+    ids=["version", "missing", "disk", "GPU"],
+)
+def test_what_keeps_ranks_from_working_together(other: Facts, said: str) -> None:
+    first, last = judge([_ONE, other], 1.0, 1e9)
+    assert first.mark == PROBLEM
+    assert said in first.text
+    assert last.mark == OK
+
+
+def test_ranks_on_cores_share_a_device() -> None:
+    cpu = replace(_ONE, device="cpu")
+    (finding,) = judge([cpu, cpu], 1.0, 1e9)
+    assert finding.mark == OK

@@ -1,0 +1,204 @@
+"""What the finetune recipe does while nobody watches: best steps, early stopping, losses that are not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from fsdp_shard.checkpoint import open_checkpoint
+from fsdp_shard.cli import load_recipe
+from fsdp_shard.training import StepReport
+from tests.support.runs import RECIPES, run_recipe
+from tests.training.test_watch_settings import scalars
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return [
+        "train.global_batch_size=4",
+        "train.micro_batch_size=2",
+        "train.schedule=constant",
+        "train.eval_windows=16",
+        "shard.param_dtype=float32",
+        "data.sequence_length=32",
+        "launch.device=cpu",
+        f"model.path={tiny_model}",
+        f"data.path={texts}/train.txt",
+        f"data.eval_path={texts}/held_out.txt",
+        f"data.cache_dir={tmp_path_factory.mktemp('tokens')}",
+    ]
+
+
+def test_the_best_step_is_kept_and_the_run_stops_early(settings: list[str], tmp_path: Path) -> None:
+    arguments = [*settings, "train.steps=60", "train.eval_every=1", "optim.lr=1", "launch.ranks=2"]
+    first = run_recipe("finetune", tmp_path, *arguments, "train.patience=3")
+    assert first.status == 0, first.err
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    lowest = min(rows[1:], key=lambda row: row["loss"])
+    result = first.result
+    assert result["stopped_early"]
+    assert result["status"] == "completed"
+    assert result["steps"] == rows[-1]["step"] == lowest["step"] + 3 < 60
+    assert (result["best_loss"], result["best_step"]) == (lowest["loss"], lowest["step"])
+    assert "stopping early, as 3 evaluations in a row were not lower" in first.err
+
+    store = tmp_path / "checkpoints"
+    best = f"step-{lowest['step']:08d}"
+    assert (store / "best").read_text().strip() == best
+    assert {path.name for path in store.glob("step-*")} == {best, first.checkpoint.name}, "and no earlier best one"
+
+    again = run_recipe("finetune", tmp_path, *arguments, "train.patience=3")
+    assert again.status == 0, again.err
+    assert again.result == result, "a run that has stopped early is finished"
+    longer = run_recipe("finetune", tmp_path, *arguments, "train.patience=4", f"train.steps={result['steps'] + 1}")
+    assert longer.status == 0, longer.err
+    assert f"{result['steps'] + 1}" in str(longer.checkpoint)
+    assert len(longer.metrics) == result["steps"] + 1, "it goes on counting where it was"
+
+
+def signal_in_step(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Have a SIGTERM come in this step of each run of the finetune recipe in this process."""
+    main = load_recipe(RECIPES / "finetune.py").work
+    steps = main.__globals__["train"]
+
+    def signaled(*arguments: Any, **more: Any) -> Iterator[StepReport]:
+        for report in steps(*arguments, **more):
+            yield replace(report, stop_signal=signal.SIGTERM) if report.step == step else report
+
+    patch.setitem(main.__globals__, "train", signaled)
+
+
+def test_a_signal_in_the_last_step_costs_no_evaluation(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal_in_step(4, monkeypatch)
+    keep = ["checkpoint.keep_last=1", "checkpoint.keep_every=2"]
+    ended = run_recipe(
+        "finetune", tmp_path / "run", *settings, "train.steps=4", "train.eval_every=1", "optim.lr=1e-2", *keep
+    )
+    assert (ended.status, ended.result["best_step"]) == (0, 4), ended.err
+    assert ended.result["perplexity"] < ended.result["perplexity_before"]
+    steps_kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert steps_kept == ["step-00000002", "step-00000004"], "that is a multiple of two, if saved as the best"
+    step = f"resume={tmp_path}/run/checkpoints/step-00000002"
+    other = run_recipe("finetune", tmp_path / "other", *settings, "train.steps=3", "optim.lr=1e-2", step)
+    assert other.status == 0, other.err
+    assert other.result["tokens"] == 3 * ended.result["tokens"] // 4
+    assert "perplexity_before" not in other.result, "it was not measured before training"
+
+
+def test_an_evaluation_that_a_signal_came_before_is_made_by_the_next_run(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = ["train.eval_every=1", "train.patience=2", "checkpoint.save_best=true"]
+    arguments = [*settings, *watch, "train.steps=9", "optim.lr=1e-1", "seed=1"]
+    whole = run_recipe("finetune", tmp_path / "whole", *arguments)
+    assert (whole.result["best_step"], whole.result["steps"]) == (2, 4), "so much depends on the evaluation of step 2"
+    with monkeypatch.context() as patch:
+        signal_in_step(2, patch)
+        stopped = run_recipe("finetune", tmp_path / "again", *arguments)
+    assert stopped.status == 128 + signal.SIGTERM, stopped.err
+    assert "held out after step 2" not in stopped.err, "whoever stops a run does not wait for it"
+    for _ in range(2):
+        ended = run_recipe("finetune", tmp_path / "again", *arguments)
+        assert ended.status == 0, ended.err
+    kept = ("steps", "best_loss", "best_step", "perplexity", "final_loss")
+    assert [ended.result[name] for name in kept] == [whole.result[name] for name in kept]
+    for name in ("evaluations.jsonl", "checkpoints/best", "metrics.jsonl"):
+        found, expected = ((tmp_path / run / name).read_text() for run in ("again", "whole"))
+        assert found.count("\n") == expected.count("\n")
+    assert (tmp_path / "again/checkpoints/best").read_text() == (tmp_path / "whole/checkpoints/best").read_text()
+
+
+def test_a_last_step_is_kept_when_a_later_run_does_better(settings: list[str], tmp_path: Path) -> None:
+    for steps in (1, 2, 4):
+        ended = run_recipe(
+            "finetune", tmp_path, *settings, "optim.lr=1e-3", f"train.steps={steps}", "train.eval_every=1"
+        )
+        assert ended.status == 0, ended.err
+    assert ended.result["best_step"] == 4
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == [
+        f"step-0000000{step}" for step in (1, 2, 4)
+    ]
+
+
+def test_a_loss_that_is_not_finite(settings: list[str], tmp_path: Path) -> None:
+    arguments = [*settings, "train.steps=9", "optim.lr=1e30", "checkpoint.every=1"]
+    ended = run_recipe("finetune", tmp_path / "stop", *arguments)
+    assert ended.status == 1
+    assert "Step 2 has loss" in ended.err
+    assert f"The last good checkpoint is {tmp_path}/stop/checkpoints/step-00000001;" in ended.err
+
+    ended = run_recipe("finetune", tmp_path / "skip", *arguments, "train.non_finite=skip", "train.max_skips=2")
+    assert ended.status == 1
+    assert "step 3 changed no weights" in ended.err
+    assert "after 2 steps in a row that were skipped" in ended.err
+    assert [(row["grad_norm"] is None, row["skipped"]) for row in ended.metrics] == [(False, 0), (True, 1), (True, 2)]
+    assert not (ended.run_dir / "result.json").exists()
+
+
+def test_a_run_goes_on_from_a_step_before_which_all_were_skipped(
+    settings: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its optimizer has no state yet, and so the step has none."""
+    shutil.copytree(tiny_model, tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, tmp_path / "broken" / "model.safetensors")
+    without = ["data.eval_path=null", "train.eval_windows=null", f"model.path={tmp_path}/broken"]
+    skips = ["train.non_finite=skip", "train.max_skips=9", "checkpoint.every=1", "launch.ranks=2"]
+    for steps in (2, 4):
+        ended = run_recipe("finetune", tmp_path / "run", *settings, *without, *skips, f"train.steps={steps}")
+        assert ended.status == 0, ended.err
+        assert ended.result["skipped_steps"] == steps
+    assert len(ended.metrics) == 4
+    assert "step 2 changed no weights" not in ended.err, "it went on from there"
+
+
+def test_what_else_is_written(settings: list[str], tmp_path: Path) -> None:
+    """Figures in TensorBoard as in metrics.jsonl, a trace of each rank, and the same bits in a second run."""
+    watch = ["train.trackers=[tensorboard]", "train.profile=[2]", "train.deterministic=true"]
+    arguments = [*settings, "train.steps=3", "train.eval_every=2", "launch.ranks=2", *watch]
+    ended, again = (run_recipe("finetune", tmp_path / name, *arguments) for name in ("one", "two"))
+    assert ended.status == again.status == 0, ended.err
+    assert ended.losses == again.losses
+    with open_checkpoint(ended.checkpoint) as one, open_checkpoint(again.checkpoint) as two:
+        assert {name: one.digest(name) for name in one.names} == {name: two.digest(name) for name in two.names}
+
+    found = scalars(tmp_path / "one" / "tensorboard")
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3], "once, by rank 0"
+    assert [value for _, value in found["train/loss"]] == pytest.approx(ended.losses, rel=1e-6)
+    assert [step for step, _ in found["held_out/perplexity"]] == [0, 2, 3]
+    (hparams,) = (tmp_path / "one" / "tensorboard").glob("*/hparams.yml")
+    assert "data.sequence_length: 32" in hparams.read_text()
+    assert sorted(path.name for path in (tmp_path / "one" / "profile").glob("*.json.gz")) == [
+        f"step-00000002-rank-{rank}.json.gz" for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.patience=2"], "train.patience=2 waits for evaluations, but train.eval_every=0"),
+        (["train.min_delta=0.1"], "train.min_delta=0.1 would do nothing"),
+        (["train.max_skips=3"], "train.max_skips=3 would do nothing"),
+        (["train.profile=[0]"], "train.profile=[0] names step 0"),
+        (["train.trackers=[tensorbord]"], "did you mean tensorboard?"),
+        (["train.patience=2", "train.eval_every=5", "data.eval_path=null"], "needs held-out text"),
+        (["train.eval_every=5", "data.eval_path=null"], "train.eval_every=5 needs held-out text"),
+        (["train.eval_windows=5", "data.eval_path=null"], "train.eval_windows=5 needs held-out text"),
+    ],
+)
+def test_settings_that_would_do_nothing(settings: list[str], tmp_path: Path, overrides: list[str], words: str) -> None:
+    ended = run_recipe("finetune", tmp_path, *settings, *overrides)
+    assert ended.status == 2
+    assert words in ended.err

@@ -1,0 +1,60 @@
+"""Settings of dispatch and generation: what they take, and what they refuse in words that help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.inference.config import (
+    DispatchConfig,
+    GenerateSettings,
+    GenerationSettings,
+    parse_budgets,
+    parse_device_map,
+)
+from fsdp_shard.utils import check
+
+
+def test_devices_are_read_as_people_write_them() -> None:
+    mapping = {"model.layers": "cuda:1", "model.norm": "0", "lm_head": 2, "": "disk", "model.embed_tokens": "cuda"}
+    expected = {"model.layers": 1, "model.norm": 0, "lm_head": 2, "": "disk", "model.embed_tokens": 0}
+    assert parse_device_map(mapping) == expected
+    assert parse_device_map({"*": "disk", "model.norm": "cpu"}) == {"": "disk", "model.norm": "cpu"}
+
+
+def test_budgets_are_bytes_by_device() -> None:
+    assert parse_budgets({0: "20GB", "cuda:1": "1GiB", "cpu": 4096}) == {0: 20 * 10**9, 1: 2**30, "cpu": 4096}
+    assert parse_budgets(None) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (DispatchConfig(device_map="blanced"), "did you mean balanced"),
+        (DispatchConfig(device_map=["cpu"]), "nor a mapping"),
+        (DispatchConfig(device_map={"model": "gpu"}), r"device_map\.model=gpu is no device"),
+        (DispatchConfig(device_map={"model": True}), "True is no device"),
+        (DispatchConfig(max_memory={"cpu": "lots"}), r"max_memory\.cpu=lots is not a size"),
+        (DispatchConfig(max_memory={"tpu": "1GB"}), "a key of max_memory=tpu is no device"),
+        (DispatchConfig(max_memory={"disk": "1GB"}), "disk, which needs none"),
+        (DispatchConfig(max_memory={}), "not a mapping from devices"),
+        (DispatchConfig(dtype="int4"), "dtype=int4 is not one of"),
+        (GenerationSettings(temperature=0.5), "has no effect while do_sample=false"),
+        (GenerationSettings(max_new_tokens=-1), "max_new_tokens=-1 is out of range"),
+        (GenerationSettings(do_sample=True, top_p=1.5), "top_p=1.5 is out of range"),
+        (GenerateSettings(checkpoint="x"), "neither is given"),
+        (GenerateSettings(checkpoint="x", prompt="a", prompts="b.jsonl"), "both are given"),
+        (GenerateSettings(checkpoint="x", prompt=" \n"), "prompt is empty"),
+        (GenerateSettings(checkpoint="x", prompt="a", output="out.txt"), "must end in .jsonl"),
+        (GenerateSettings(prompt="a"), "checkpoint is not set"),
+    ],
+)
+def test_what_cannot_be_is_refused(config: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check(config)
+
+
+def test_the_defaults_are_accepted() -> None:
+    check(GenerateSettings(checkpoint="x", prompt="a"))

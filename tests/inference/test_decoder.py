@@ -1,0 +1,218 @@
+"""Completions of batched prompts are those of each prompt alone, and are counted as what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
+
+from fsdp_shard.errors import ConfigError, DataError, ModelError
+from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
+from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.inference.generation.decoder import Decoder, complete, generation_config
+from fsdp_shard.inference.generation.kv_cache_size import room_for
+from fsdp_shard.inference.generation.prefix_cache import Turns
+from fsdp_shard.inference.generation.prompts import Completion, Prompt
+from fsdp_shard.inference.generation.tokenize_prompts import encode
+from fsdp_shard.models import check_causal
+from fsdp_shard.utils import check
+from tests.support.tiny import byte_tokenizer, llama_config
+
+TOKENIZER = byte_tokenizer()
+PROMPTS = [Prompt(text, f"line {number}") for number, text in enumerate(["abc", "a longer prompt", "x", "yes", "no"])]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> PreTrainedModel:
+    return load_dispatched(tiny_model, device_map="disk")
+
+
+def run(model: PreTrainedModel, settings: GenerationSettings, seed: int = 0, done: int = 0) -> list[Completion]:
+    encoded = encode(TOKENIZER, PROMPTS, model.config, settings.max_new_tokens)
+    return list(complete(Decoder(model, TOKENIZER, settings), PROMPTS, encoded, seed=seed, done=done))
+
+
+def greedy(path: Path, text: str, max_new_tokens: int) -> list[int]:
+    """What plain transformers says, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.tensor([TOKENIZER(text)["input_ids"]])
+    out = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=256, pad_token_id=256)
+    return [int(token) for token in out[0, ids.shape[1] :]]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_completions_are_those_of_each_prompt_alone_in_input_order(
+    tiny_model: Path, model: PreTrainedModel, batch_size: int
+) -> None:
+    completions = run(model, GenerationSettings(max_new_tokens=6, batch_size=batch_size))
+    assert [completion.prompt for completion in completions] == [prompt.text for prompt in PROMPTS]
+    for completion in completions:
+        tokens = greedy(tiny_model, completion.prompt, 6)
+        assert completion.completion == TOKENIZER.decode(tokens, skip_special_tokens=True)
+        assert completion.num_new_tokens == len(tokens)
+
+
+def test_what_follows_the_end_is_neither_shown_nor_counted(tiny_model: Path, model: PreTrainedModel) -> None:
+    tokens = greedy(tiny_model, "abc", 6)
+    end = tokens[3]
+    config = model.generation_config
+    try:
+        config.eos_token_id = end
+        (first, *_) = run(model, GenerationSettings(max_new_tokens=6))
+        until = tokens.index(end) + 1
+        assert first.num_new_tokens == until
+        assert first.completion == TOKENIZER.decode(tokens[:until], skip_special_tokens=True)
+    finally:
+        config.eos_token_id = None
+
+
+def test_figures_count_all_batches(model: PreTrainedModel) -> None:
+    decoder = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4, batch_size=2))
+    encoded, figures = encode(TOKENIZER, PROMPTS, model.config, 4), decoder.figures
+    completions = list(complete(decoder, PROMPTS, encoded))
+    assert figures.num_new_tokens == sum(completion.num_new_tokens for completion in completions) > 0
+    assert figures.first_token_seconds is not None
+    assert 0 < figures.first_token_seconds < figures.seconds
+    assert figures.tokens_per_second == figures.num_new_tokens / figures.seconds
+
+
+def test_sampling_follows_the_seed_and_the_settings(model: PreTrainedModel) -> None:
+    settings = GenerationSettings(max_new_tokens=8, do_sample=True, temperature=3.0)
+    runs = [run(model, settings, seed) for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+    assert run(model, settings, done=3) == runs[0][3:]  # a run that goes on draws what it would have drawn
+    cold = GenerationSettings(max_new_tokens=8, do_sample=True, top_k=1)
+    assert run(model, cold) == run(model, GenerationSettings(max_new_tokens=8))
+
+
+def test_settings_reach_the_generation_config(model: PreTrainedModel) -> None:
+    model.generation_config.update(temperature=0.3, top_p=0.5, do_sample=True)
+    try:
+        greedily = generation_config(model, TOKENIZER, GenerationSettings(repetition_penalty=1.3))
+        assert (greedily.do_sample, greedily.temperature, greedily.top_p) == (False, None, None)
+        assert greedily.repetition_penalty == 1.3
+        drawn = generation_config(model, TOKENIZER, GenerationSettings(do_sample=True, top_p=0.9))
+        assert (drawn.do_sample, drawn.temperature, drawn.top_p) == (True, 0.3, 0.9)
+    finally:
+        model.generation_config.update(temperature=None, top_p=None, do_sample=None)
+
+
+def test_a_chat_goes_through_the_template() -> None:
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ModelError, match="chat template"):
+        encode(tokenizer, PROMPTS, llama_config(), 4, chat=True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    (ids, *_) = encode(tokenizer, PROMPTS, llama_config(), 4, chat=True)
+    assert tokenizer.decode(ids) == "[user]abc[assistant]"
+
+
+def test_prompts_that_leave_no_room_are_refused() -> None:
+    long = [Prompt("x" * 100, "file.txt, line 7,")]
+    encode(TOKENIZER, long, llama_config(), 28)
+    with pytest.raises(DataError, match=r"line 7, has 100 tokens.*context of 128; shorten it, or generate at most 28"):
+        encode(TOKENIZER, long, llama_config(), 29)
+    with pytest.raises(DataError, match=r"has 200 tokens.*context of 128; shorten it\.$"):
+        encode(TOKENIZER, [Prompt("x" * 200, "prompt")], llama_config(), 1)
+
+
+def test_models_that_do_not_predict_the_next_token_are_refused() -> None:
+    with pytest.raises(ModelError, match="a BertForSequenceClassification, which does not predict the next token"):
+        check_causal(BertConfig(architectures=["BertForSequenceClassification"]))
+    with pytest.raises(ModelError, match="T5EncoderModel, which does not generate text from text"):
+        encode(TOKENIZER, PROMPTS, T5Config(architectures=["T5EncoderModel"], is_encoder_decoder=True), 4)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "disk"])
+def test_encoder_decoder_models_answer_too(tmp_path: Path, device_map: str) -> None:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=257, d_model=16, d_kv=8, d_ff=20, num_layers=2, num_heads=2, decoder_start_token_id=0,
+        eos_token_id=256, pad_token_id=256,
+    )  # fmt: skip
+    plain = T5ForConditionalGeneration(config).eval()
+    plain.save_pretrained(tmp_path)
+    settings = GenerationSettings(max_new_tokens=6, batch_size=2, output_scores=True)
+    decoder = Decoder(load_dispatched(tmp_path, device_map), TOKENIZER, settings)
+    found = list(complete(decoder, PROMPTS, encode(TOKENIZER, PROMPTS, decoder.model.config, 6)))
+    for row in found:
+        ids = torch.tensor([TOKENIZER(row.prompt)["input_ids"]])
+        tokens = plain.generate(ids, max_new_tokens=6, do_sample=False)
+        assert row.completion == TOKENIZER.decode(tokens[0, 1:], skip_special_tokens=True)
+        with torch.no_grad():
+            logits = plain(input_ids=ids, decoder_input_ids=tokens[:, :-1]).logits[0].log_softmax(-1)
+        expected = logits.gather(-1, tokens[0, 1:, None])[:, 0]
+        assert row.log_probabilities == pytest.approx(expected.tolist()[: row.num_new_tokens], abs=1e-4)
+
+
+def test_beams_are_asked_for_and_shown_when_whole(tiny_model: Path, model: PreTrainedModel) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    batch, shown = [TOKENIZER(prompt.text)["input_ids"] for prompt in PROMPTS], list[str]()
+    model.generation_config.update(num_beams=3, length_penalty=2.0)
+    try:
+        own = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=5))
+        beams = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=5, num_beams=3))
+        for ids in batch:
+            kwargs = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 256, "eos_token_id": 256}
+            one = plain.generate(torch.tensor([ids]), **kwargs)[0, len(ids) :].tolist()
+            three = plain.generate(torch.tensor([ids]), **kwargs, num_beams=3, length_penalty=2.0)[0, len(ids) :]
+            assert own.run([ids], shown.append)[0].tokens == one
+            assert "".join(shown) == TOKENIZER.decode(one, skip_special_tokens=True)
+            shown.clear()
+            assert beams.run([ids], shown.append, Turns())[0].tokens == three.tolist()
+            assert shown == [TOKENIZER.decode(three, skip_special_tokens=True)]
+            shown.clear()
+    finally:
+        model.generation_config.update(num_beams=None, length_penalty=None)
+    assert str(room_for(batch, GenerationSettings(max_new_tokens=5, num_beams=3))).startswith(f"{3 * len(batch)} texts")
+    with pytest.raises(ConfigError, match=r"output_scores=true does not go together with generation\.num_beams=3"):
+        check(GenerateSettings("x", "a", generation=GenerationSettings(output_scores=True, num_beams=3)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_return_sequences": 3, "num_beams": 3},
+        {"pad_token_id": -1},
+        {"stop_strings": ["zz"]},
+        {"penalty_alpha": 0.6},
+    ],
+    ids=str,
+)
+def test_a_models_own_ways_do_not_end_the_run(model: PreTrainedModel, given: dict[str, Any]) -> None:
+    batch = [TOKENIZER(prompt.text)["input_ids"] for prompt in PROMPTS]
+    expected = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4)).run(batch)
+    before = {name: getattr(model.generation_config, name) for name in given}
+    model.generation_config.update(**given)
+    try:
+        assert Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4)).run(batch) == expected
+    finally:
+        model.generation_config.update(**before)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "none"])
+def test_log_probabilities_are_the_models_own(tiny_model: Path, model: PreTrainedModel, cache: str) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model)
+    settings = GenerationSettings(
+        max_new_tokens=5, batch_size=3, output_scores=True, do_sample=True, temperature=2.0, cache=cache
+    )
+    decoder, texts = Decoder(model, TOKENIZER, settings), ["abc", "a longer prompt", "x"]
+    batch = [TOKENIZER(text)["input_ids"] for text in texts]
+    torch.manual_seed(0)
+    for ids, answer in zip(batch, decoder.run(batch), strict=True):
+        whole = torch.tensor([ids + answer.tokens])
+        with torch.no_grad():
+            logits = plain(input_ids=whole).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        expected = logits.gather(-1, whole[0, len(ids) :, None])[:, 0]
+        assert answer.log_probabilities == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_a_cache_that_needs_a_gpu_says_so(model: PreTrainedModel) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="cache=offloaded would do nothing"):
+            Decoder(model, TOKENIZER, GenerationSettings(cache="offloaded"))

@@ -1,0 +1,106 @@
+"""Quantized weights: what they take, what they predict, and what is said where torchao is missing."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fsdp_shard.errors import ConfigError, PlanError
+from fsdp_shard.inference.dispatch import load_dispatched
+from tests.support.tiny import token_batch
+
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+IDS = token_batch(0, rows=2, length=9)
+
+
+@pytest.mark.skipif(HAS_TORCHAO, reason="speaks of a machine without torchao")
+def test_a_missing_torchao_is_named(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantize=int8 needs torchao.*fsdp-shard\[quantize\]"):
+        load_dispatched(tiny_model, quantize="int8")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4, vocab_size=257,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("quantized")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "ratio", "tolerance"), [("int8", 0.52, 0.05), ("int4", 0.33, 0.5)])
+def test_layers_are_quantized_and_the_rest_is_not(model: Path, kind: str, ratio: float, tolerance: float) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    layers = sum(param.nbytes for param in plain.model.layers.parameters())
+    layers += plain.lm_head.weight.nbytes if kind == "int8" else 0
+    rest = sum(param.nbytes for param in plain.parameters()) - layers
+    fits = rest + int(ratio * layers)
+    found = load_dispatched(model, quantize=kind, max_memory={"cpu": fits})
+    assert set(found.hf_device_map.values()) == {"cpu"}
+    with torch.no_grad():
+        expected = plain(input_ids=IDS).logits
+        difference = (found(input_ids=IDS).logits - expected).abs().max()
+    assert 0 < difference < tolerance * expected.abs().max()
+    for name, module in found.named_modules():
+        if isinstance(module, nn.Linear):
+            is_plain = type(module.weight) is nn.Parameter and type(module.weight.data) is torch.Tensor
+            assert is_plain == (name == "lm_head" and kind == "int4"), name
+    with pytest.raises(PlanError, match=f"quantize={kind} is for models that fit when quantized"):
+        load_dispatched(model, "disk", quantize=kind)
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "rows", "bias"), [(33, 7, True), (128, 257, False), (352, 3000, True)])
+def test_rows_in_8_bits_are_those_of_torchao(
+    dtype: torch.dtype, width: int, rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    from fsdp_shard.inference import int8
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(int8, "_PIECE", 100 * width)
+    layer = nn.Linear(width, rows, bias=bias, dtype=dtype).requires_grad_(False)
+    theirs = copy.deepcopy(layer)
+    quantize_(theirs, Int8WeightOnlyConfig(set_inductor_config=False))
+    model = nn.Sequential(layer)
+    (layer,) = int8.use_int8_products(model, {"0": [layer]})["0"]
+    assert model[0] is layer
+    int8.encode_in_rows(layer, lambda piece: quantize_(piece, Int8WeightOnlyConfig(set_inductor_config=False)))
+    assert torch.equal(layer.weight.qdata, theirs.weight.qdata)  # type: ignore[attr-defined]  # torchao's tensor
+    assert torch.equal(layer.weight.scale, theirs.weight.scale)  # type: ignore[attr-defined]  # the same
+    given = torch.randn(2, 5, width, dtype=dtype)
+    whole = nn.functional.linear(given, theirs.weight.dequantize(), theirs.bias)
+    torch.testing.assert_close(layer(given), whole, rtol=2e-2, atol=2e-2)
+    assert torch.equal(layer(given[:, -1:]), layer(given)[:, -1:])  # as generate() asks the head for the last token
+    assert layer(given[0, 0]).shape == (rows,)
+    many = torch.randn(2, 50, width, dtype=dtype)
+    assert torch.equal(layer(many), theirs(many)), "torchao's own product"
+    assert (type(layer) is int8.Int8Linear) == (width % 32 == 0)
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_a_head_that_is_the_embedding_too_is_left_alone(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=257,
+        max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = load_dispatched(tmp_path, quantize="int8")
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    assert type(found.lm_head.weight.data) is torch.Tensor
+    assert type(found.model.layers[0].mlp.up_proj) is not nn.Linear

@@ -1,0 +1,134 @@
+"""Families of models, tiny and random, on two ranks against a plain loop in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AutoConfig
+
+from fsdp_shard.data import Dataset, Examples, LabeledRows, MaskedWindows, Seq2SeqRows, SpecialTokens, WindowDataset
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.models import ModelConfig, resolve
+from fsdp_shard.sharding.registry import WRAPPERS
+from fsdp_shard.training import StopSignal, TrainConfig, TrainerState, load_sharded, train
+from tests.support.ranks import on_ranks
+
+SEED, STEPS, BATCH, LR = 4, 3, 4, 0.2
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131}
+SMALL |= {"intermediate_size": 44, "max_position_embeddings": 64}
+GQA = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64, "rotary_dim": 4}
+GPT |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 45, "num_layers": 2, "num_heads": 4, "vocab_size": 131, "dropout_rate": 0.0}
+BERT = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# Name -> class of the model, type and values of its config.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "llama", GQA),
+    "mistral": ("MistralForCausalLM", "mistral", GQA | {"sliding_window": 5}),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", GQA),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", GQA | {"sliding_window": 5}),
+    "gpt2": ("GPT2LMHeadModel", "gpt2", GPT),
+    "gptj": ("GPTJForCausalLM", "gptj", GPT),
+    "gpt_neox": ("GPTNeoXForCausalLM", "gpt_neox", SMALL),
+    "opt": ("OPTForCausalLM", "opt", SMALL | {"ffn_dim": 45, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "bloom": ("BloomForCausalLM", "bloom", SMALL | {"n_layer": 2, "n_head": 4}),
+    "mixtral": ("MixtralForCausalLM", "mixtral", GQA | {"num_local_experts": 4}),
+    "t5": ("T5ForConditionalGeneration", "t5", T5),
+    "t5 with a head": ("T5ForConditionalGeneration", "t5", T5 | {"tie_word_embeddings": False}),
+    "bert": ("BertForMaskedLM", "bert", BERT),
+    "bert classifier": ("BertForSequenceClassification", "bert", BERT | {"num_labels": 3}),
+}
+UNDER_FSDP1 = ("gpt2", "mixtral", "t5", "bert")
+CASES = [*((name, "fsdp2") for name in FAMILIES), *((name, "fsdp1") for name in UNDER_FSDP1)]
+
+
+def data_of(name: str) -> Dataset:
+    """Random samples of the kind that the model is trained on."""
+    tokens = np.random.default_rng(1).integers(3, 131, 360)
+    if name == "bert":
+        return MaskedWindows(tokens, 16, "random", SpecialTokens(2, (0,), (1,), 131), 0.3, SEED)
+    if name.startswith("t5") or name == "bert classifier":
+        lengths = np.random.default_rng(2).integers(6, 15, 30)
+        ends = np.cumsum(lengths)
+        examples = Examples(tokens, np.ones(len(tokens)), ends, np.full(30, 4), np.arange(30) % 3, "random")
+        if name.startswith("t5"):
+            return Seq2SeqRows(examples, np.arange(30), 16, "", 8, 0)
+        return LabeledRows(examples, np.arange(30), 16, "", (2, 0, 1))
+    return WindowDataset(tokens, 12, "random")
+
+
+def attention(name: str) -> str:
+    return "eager" if name in ("gptj", "bloom") else "sdpa"  # the two have no other
+
+
+def fresh(name: str) -> Any:
+    cls, kind, values = FAMILIES[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **values)
+    model = getattr(transformers, cls)._from_config(config, attn_implementation=attention(name))
+    with torch.no_grad():
+        if values.get("tie_word_embeddings") is False:  # which the class does not obey
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.1)
+            model.all_tied_weights_keys.pop("lm_head.weight")
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)  # so that norms and biases are not all alike
+    return model
+
+
+def plain_losses(model: Any, data: Dataset) -> list[float]:
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=LR)
+    losses = []
+    for step in range(STEPS):
+        batch = data.batch(data.order(SEED, step * BATCH, BATCH))
+        logits = model(**{key: torch.from_numpy(value) for key, value in batch.inputs.items()}).logits
+        loss = F.cross_entropy(logits.flatten(0, -2), torch.from_numpy(batch.labels).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _sharded_losses(context: DistributedContext, root: Path) -> dict[tuple[str, str], list[float] | str]:
+    results: dict[tuple[str, str], Any] = {}
+    config = TrainConfig(
+        steps=STEPS, global_batch_size=BATCH, micro_batch_size=1, max_grad_norm=None, schedule="constant"
+    )
+    for name, wrapper in CASES:
+        results[name, wrapper] = _one(context, root, name, wrapper, config)
+    return results
+
+
+def _one(context: DistributedContext, root: Path, name: str, wrapper: str, config: TrainConfig) -> Any:
+    try:
+        settings = ModelConfig(path=str(root / name), attention=attention(name))
+        loaded = load_sharded(settings, WRAPPERS[wrapper](param_dtype="float32"), resolve(settings.path), context)
+        data = data_of(name)
+        optimizer = torch.optim.SGD(loaded.model.module.parameters(), lr=LR)
+        state, stop = TrainerState(SEED, data.identity), StopSignal()
+        reports = train(loaded.model, optimizer, data, config, context, state=state, peak_lr=LR, stop=stop)
+        return [report.loss for report in reports]
+    except Exception as error:  # all ranks fail alike, and the other families are to be seen too
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[tuple[str, str], list[float]]]:
+    root = tmp_path_factory.mktemp("families")
+    for name in FAMILIES:
+        fresh(name).save_pretrained(root / name)
+    sharded = on_ranks(2, _sharded_losses, root)[0]
+    return {"sharded": sharded, "plain": {case: plain_losses(fresh(case[0]), data_of(case[0])) for case in CASES}}
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_losses_are_those_of_one_process(runs: dict[str, Any], case: tuple[str, str]) -> None:
+    plain = runs["plain"][case]
+    assert runs["sharded"][case] == pytest.approx(plain, rel=2e-5)
+    assert abs(plain[-1] - plain[0]) > 1e-3, "the weights moved"

@@ -1,0 +1,60 @@
+"""The benchmarks run, on a model of a few MB. What they measure here means nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_training_is_measured(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    command = [sys.executable, "benchmarks/train.py", "--quick", "--work", str(tmp_path / "work"), "--json", str(table)]
+    result = subprocess.run(
+        [*command, "--only", "tokens", "--loops", "bare"], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(table.read_text())
+    assert len(rows) == 1
+    assert all(row["value"] > 0 and math.isfinite(row["value"]) for row in rows)
+    losses = [line.split("first loss ")[1] for line in result.stdout.splitlines() if "first loss" in line]
+    assert len(losses) == 2
+    assert len({*losses}) == 1, "they begin alike"
+
+
+def test_conversions_are_measured(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    sizes = ["--size", "0.004", "--shard-size", "1MB", "--repeats", "1", "--only", "header", "split", "integrity"]
+    command = [sys.executable, "benchmarks/convert.py", "--work", str(tmp_path / "work"), *sizes]
+    result = subprocess.run(
+        [*command, "--no-peers", "--json", str(table)], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(table.read_text())
+    assert len(rows) == 12
+    assert all(row["value"] > 0 and math.isfinite(row["value"]) for row in rows)
+    assert all(row["name"] in result.stdout for row in rows)
+
+
+def test_saves_are_measured(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    command = [
+        sys.executable,
+        "benchmarks/save.py",
+        "--work",
+        str(tmp_path),
+        "--quick",
+        "--repeats",
+        "1",
+        "--windows",
+        "2",
+    ]
+    result = subprocess.run([*command, "--json", str(table)], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(table.read_text())
+    assert sum("limit" in row and row["limit"] is not None for row in rows) == 8
+    assert all(math.isfinite(row["value"]) for row in rows)

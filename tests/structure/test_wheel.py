@@ -1,0 +1,99 @@
+"""The built wheel, installed away from the checkout: it has all that the commands need, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fsdp_shard.config import COMMANDS
+from fsdp_shard.utils import configs, recipes
+from tests.support.commands import OWN_RECIPE, ROOT, Done, environment
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as a release has it, built by the backend that is installed: nothing is fetched."""
+    target = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = target.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`fsdp-shard` in an environment of its own, which borrows this one's packages but not our checkout."""
+    place = tmp_path_factory.mktemp("environment")
+    venv.create(place, with_pip=False)
+    python = place / "bin" / "python"
+    install = [sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*install, "--disable-pip-version-check", str(wheel)], check=True)
+    # A directory named in a .pth file is on the path, while .pth files in it, such as our own, are not looked at.
+    site = next(place.glob("lib/python*/site-packages"))
+    (site / "borrowed.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return place / "bin" / "fsdp-shard"
+
+
+def _run(command: Sequence[str | Path], cwd: Path) -> Done:
+    variables = environment()
+    del variables["PYTHONPATH"]
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def test_the_wheel_puts_nothing_but_the_package_on_the_path(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"fsdp_shard"}
+    inside = {name for name in names if name.startswith("fsdp_shard/_shipped/")}
+    assert inside == {
+        *(f"fsdp_shard/_shipped/conf/{item.name}" for item in configs()),
+        *(f"fsdp_shard/_shipped/recipes/{item.name}.py" for item in recipes()),
+    }
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "fsdp_shard/py.typed" in names
+
+
+def test_every_command_works_away_from_the_checkout(command: Path, tmp_path: Path) -> None:
+    where = _run([command.parent / "python", "-c", "import fsdp_shard; print(fsdp_shard.__file__)"], tmp_path)
+    assert str(command.parent.parent) in where.out
+    for name in (*COMMANDS, "inspect", "verify", "ls", "cp", "run"):
+        done = _run([command, name, "--help"], tmp_path)
+        assert (done.status, done.err) == (0, ""), name
+        assert f"fsdp-shard {name}" in done.out
+    assert _run([command, "finetune", "--cfg", "job"], tmp_path).status == 0
+    assert "did you mean train.steps?" in _run([command, "finetune", "train.stepz=1"], tmp_path).err
+
+
+def test_recipes_and_configs_come_along(command: Path, tmp_path: Path) -> None:
+    done = _run([command, "ls"], tmp_path)
+    assert (done.status, done.err) == (0, "")
+    for item in (*recipes(), *configs()):
+        assert f"  {item.name} " in done.out
+        copied = _run([command, "cp", item.name, "own/"], tmp_path)
+        assert (copied.status, copied.err) == (0, "")
+    (tmp_path / "own" / "experiment" / "small_cpu.yaml").rename(tmp_path / "own" / "experiment" / "mine.yaml")
+    shown = _run([command, "finetune", "--config-dir", "own", "experiment=mine", "--cfg", "job"], tmp_path)
+    assert (shown.status, shown.err) == (0, "")
+    assert "sequence_length: 256" in shown.out
+    for item in recipes():
+        shown = _run([command, "run", f"own/{item.name}.py", "--cfg", "job"], tmp_path)
+        assert (shown.status, shown.err) == (0, "")
+
+
+def test_a_copied_recipe_runs_on_two_ranks(command: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_RECIPE.read_text())
+    (tmp_path / "text.txt").write_text("text")
+    arguments = ["model.path=x", "data.path=text.txt", "run_dir=run", "launch.ranks=2", "launch.device=cpu"]
+    done = _run([command, "run", "own.py", *arguments], tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert (tmp_path / "run" / "rank-1").read_text() == "1 of 2"

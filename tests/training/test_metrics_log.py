@@ -1,0 +1,162 @@
+"""The log goes on after a restart as if nothing had been; people see a line or a bar; curves are drawn."""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.training.logging.loss_plot import check_plots, plot_losses, running_mean
+from fsdp_shard.training.logging.metrics_log import MetricsLog, read_rows
+from fsdp_shard.training.logging.progress import Progress
+from fsdp_shard.training.loop import StepReport
+
+
+def write_steps(path: Path, steps: range, resumed_step: int | None = None) -> None:
+    with MetricsLog(path, resumed_step) as log:
+        for step in steps:
+            log.write({"step": step, "loss": step / 3})
+
+
+def test_a_resumed_log_is_that_of_a_run_without_a_stop(tmp_path: Path) -> None:
+    write_steps(tmp_path / "whole", range(1, 9))
+    write_steps(tmp_path / "parts", range(1, 7))
+    with (tmp_path / "parts").open("a") as stream:
+        stream.write('{"step": 7, "lo')  # killed in the middle of a line
+    write_steps(tmp_path / "parts", range(5, 9), resumed_step=4)
+    assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["parts", "whole"]
+
+
+def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:
+    write_steps(tmp_path / "run" / "log", range(1, 9))
+    write_steps(tmp_path / "run" / "log", range(1, 3))
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "log")] == [1, 2]
+
+
+def test_rows_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "log")
+    log.write({"step": 1, "loss": 0.1})
+    assert json.loads((tmp_path / "log").read_text()) == {"step": 1, "loss": 0.1}
+    log.close()
+
+
+def test_no_log_has_no_rows(tmp_path: Path) -> None:
+    assert read_rows(tmp_path / "none") == []
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step, 2.34567, 1.5e-4, 0.789, 4096, 12_345.6, 2.0, 1_234_000_000)
+
+
+def test_plain_lines() -> None:
+    """A line sums up the steps since the one before; what is left counts the time between steps, here 1 s of 3."""
+    stream, seconds = io.StringIO(), itertools.count(3, 3)
+    with Progress(7, first_step=2, log_every=3, stream=stream, clock=lambda: now) as progress:
+        for step in range(3, 8):
+            now = next(seconds)
+            progress.show(replace(report(step), loss=math.nan if step == 4 else float(step), tokens=1000 * step))
+        progress.note("saved")
+    assert stream.getvalue().splitlines() == [
+        "step 3/7  loss 3.0000  lr 1.50e-04  grad norm 0.789  1,500 tokens/s  1.23 GB  0:00:08 left",
+        "step 6/7  loss 5.5000  lr 1.50e-04  grad norm 0.789  2,500 tokens/s  1.23 GB  0:00:03 left",
+        "step 7/7  loss 7.0000  lr 1.50e-04  grad norm 0.789  3,500 tokens/s  1.23 GB  0:00:00 left",
+        "saved",
+    ]
+
+
+def test_sources_of_a_mixture() -> None:
+    counts = {
+        "books": {"samples": 6, "tokens": 750, "epochs": 1.5},
+        "web": {"samples": 6, "tokens": 250, "epochs": 0.1},
+    }
+    mixed = replace(report(4), sources=counts)
+    assert mixed.row() == report(4).row() | {"sources": counts}
+    stream = io.StringIO()
+    Progress(4, stream=stream).show(mixed)
+    assert "1.23 GB  books 75.0% web 25.0%  0:00:00 left" in stream.getvalue()
+    stream = io.StringIO()
+    Progress(4, stream=stream).show(replace(mixed, sources={str(i): counts["web"] for i in range(7)}))
+    assert "%" not in stream.getvalue(), "too many for a line"
+
+
+def test_the_part_of_a_gpu_that_is_used() -> None:
+    stream = io.StringIO()
+    Progress(4, stream=stream).show(report(4), 0.4321)
+    assert "1.23 GB  MFU 43.2%" in stream.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal() -> None:
+    stream = Terminal()
+    with Progress(4, first_step=2, stream=stream) as progress:
+        progress.show(report(3))
+        progress.note("saved")
+        progress.show(report(4))
+    assert "loss 2.3457" in stream.getvalue()
+    assert "4/4" in stream.getvalue()
+    assert "saved\n" in stream.getvalue()
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_other_ranks_are_silent(stream: io.StringIO) -> None:
+    with Progress(4, enabled=False, stream=stream) as progress:
+        progress.show(report(4))
+        progress.note("saved")
+    assert stream.getvalue() == ""
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"step": step, "loss": 3 / math.sqrt(step)} for step in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [(rows(100), [{"step": 0, "loss": 3.0}, {"step": 100, "loss": 1.0}]), (rows(3), []), ([], rows(2)), ([], [])],
+)
+def test_curves_are_drawn(tmp_path: Path, train: list[Any], held_out: list[Any]) -> None:
+    import struct
+
+    plot_losses(train, held_out, tmp_path / "loss.png", "a run")
+    content = (tmp_path / "loss.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert struct.unpack(">II", content[16:24]) == (1280, 720)
+
+
+def test_running_mean() -> None:
+    assert running_mean([1.0, 2.0, 3.0, 7.0], 2) == [1.0, 1.5, 2.5, 5.0]
+
+
+def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_plots()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"needs matplotlib.*fsdp-shard\[plots\].*train\.plot=false"):
+        check_plots()
+
+
+def test_rows_wait_for_a_disk_that_is_full(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path / "log") as log:
+        assert log.write({"step": 1}) is None
+        with Path("/dev/full").open("ab", buffering=0) as full:
+            real, log._stream = log._stream, full
+            for step in (2, 3):
+                error = log.write({"step": step})
+                assert error is not None
+                assert error.errno == errno.ENOSPC
+        log._stream = real
+        assert read_rows(tmp_path / "log") == [{"step": 1}]
+        assert log.write({"step": 4}) is None
+    assert read_rows(tmp_path / "log") == [{"step": step} for step in (1, 2, 3, 4)]

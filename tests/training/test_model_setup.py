@@ -1,0 +1,206 @@
+"""What is found wrong with a model and its settings before any rank starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MBartConfig,
+    MixtralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    RobertaConfig,
+    T5GemmaConfig,
+    T5GemmaModuleConfig,
+)
+
+from fsdp_shard.checkpoint import CheckpointConfig
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.data import DataConfig
+from fsdp_shard.distributed import LaunchConfig
+from fsdp_shard.errors import ConfigError, ModelError
+from fsdp_shard.models import ModelConfig, num_positions, resolve
+from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig
+from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.model_setup import check_model, data_task
+from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
+from fsdp_shard.training.peft.lora import inject
+from fsdp_shard.utils import check
+from tests.support.tiny import byte_tokenizer
+
+GOOD = FinetuneConfig(model=ModelConfig(path="x"), data=DataConfig(path="y"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"launch": LaunchConfig(max_restarts=1), "checkpoint": CheckpointConfig(optimizer=False)},
+            r"launch\.max_restarts=1 means to go on .*checkpoint\.optimizer=false",
+        ),
+        (
+            {"launch": LaunchConfig(nodes="1:2", rendezvous="a:1"), "checkpoint": CheckpointConfig(optimizer=False)},
+            r"launch\.nodes=1:2 means to go on",
+        ),
+        (
+            {"adapter": LoraConfig(), "checkpoint": CheckpointConfig(layout="gathered", max_shard_size="1GB")},
+            r"checkpoint\.max_shard_size=1GB would do nothing with an adapter",
+        ),
+        (
+            {
+                "model": ModelConfig(path="x", attention="flash_attention_2"),
+                "data": DataConfig(path="y", packing=True),
+                "train": TrainConfig(micro_batch_size=2),
+            },
+            r"data\.packing=true with model\.attention=flash_attention_2 needs train\.micro_batch_size=1",
+        ),
+        ({"data": DataConfig(path="y", eval_split="test")}, r"data\.eval_split=test is of data\.eval_path"),
+    ],
+)
+def test_settings_of_several_sections(changes: dict[str, Any], words: str) -> None:
+    check(GOOD)
+    with pytest.raises(ConfigError, match=words):
+        check(replace(GOOD, **changes))
+
+
+SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
+LLAMA = LlamaConfig(**SIZES, intermediate_size=8, max_position_embeddings=16, pad_token_id=None)
+
+
+@pytest.mark.parametrize(
+    ("config", "room"),
+    [
+        (GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=64), 64),
+        (BertConfig(**SIZES, intermediate_size=8, max_position_embeddings=64), 64),
+        (RobertaConfig(**SIZES, intermediate_size=8, max_position_embeddings=66, pad_token_id=1), 64),
+        (OPTConfig(**SIZES, ffn_dim=8, word_embed_proj_dim=8, max_position_embeddings=64), 64),
+        (BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, max_position_embeddings=64, vocab_size=9), 64),
+        (LLAMA, None),
+    ],
+    ids=lambda value: getattr(value, "model_type", str(value)),
+)
+def test_positions_that_a_model_has_learned(config: PretrainedConfig, room: int | None) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert num_positions(model) == room
+
+
+def save(directory: Path, config: PretrainedConfig, kind: Any = AutoModelForCausalLM) -> ModelConfig:
+    kind.from_config(config).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return ModelConfig(path=str(directory), dtype="float32")
+
+
+def look(
+    model: ModelConfig,
+    shard: ShardConfig | None = None,
+    adapter: AdapterConfig | None = None,
+    **data: Any,
+) -> None:
+    text = DataConfig(**{"path": "y", "sequence_length": 16, **data})
+    shard = shard or Fsdp2Config(param_dtype="float32")
+    check_model(model, shard, text, adapter or AdapterConfig(), resolve(model.path))
+
+
+def test_what_would_fail_in_the_first_step(tmp_path: Path) -> None:
+    llama = save(tmp_path / "llama", LLAMA)
+    look(llama, sequence_length=4096)
+    with pytest.raises(ConfigError, match=r"float16 is too narrow to train in"):
+        look(replace(llama, dtype="float16"))
+    look(replace(llama, dtype="float16"), adapter=LoraConfig())
+    narrow = replace(llama, dtype="bfloat16")
+    look(narrow, adapter=LoraConfig())
+    for shard in (Fsdp1Config(), DdpConfig(param_dtype="bfloat16", reduce_dtype="bfloat16")):
+        look(narrow, shard)
+        with pytest.raises(ConfigError, match=r"parameters .*bfloat16 and float32.* give"):
+            look(narrow, shard, LoraConfig())
+    with pytest.raises(ConfigError, match=r"bfloat16 and float32; give model\.dtype=float32\."):
+        look(narrow, adapter=LoraConfig(modules_to_save=["input_layernorm"]))
+    short = save(tmp_path / "gpt2", GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=64, vocab_size=300))
+    look(short, sequence_length=64)
+    with pytest.raises(ConfigError, match=r"data\.sequence_length=65 exceeds the 64 positions"):
+        look(short, sequence_length=65)
+
+
+def test_adapted_experts_are_not_flattened(tmp_path: Path) -> None:
+    mixtral = save(tmp_path, MixtralConfig(**SIZES, intermediate_size=8, num_local_experts=2, num_key_value_heads=1))
+    look(mixtral, adapter=LoraConfig())
+    look(mixtral, Fsdp1Config(param_dtype="float32"), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"adapter=lora with shard=fsdp1 cannot adapt experts \(.*experts.*lora_A"):
+        look(mixtral, Fsdp1Config(param_dtype="float32"), LoraConfig())
+
+
+def test_targets_begin_as_the_model_says(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"d_model": 16, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "vocab_size": 300}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    part = T5GemmaModuleConfig(**SIZES, intermediate_size=8, num_key_value_heads=1, head_dim=4, bos_token_id=5)
+    made = {
+        "bart": BartConfig(**sizes, decoder_start_token_id=7),
+        "mbart": MBartConfig(**sizes, decoder_start_token_id=9),
+        "t5gemma": T5GemmaConfig(encoder=part, decoder=part, vocab_size=300),
+    }
+    starts = {}
+    for name, config in made.items():
+        model = replace(save(tmp_path / name, config, AutoModelForSeq2SeqLM), task="seq2seq", attention="eager")
+        starts[name] = data_task(model, resolve(model.path)).decoder_start
+    assert starts == {"bart": 7, "mbart": 9, "t5gemma": 5}
+    part.bos_token_id = None
+    for name, config, words in (
+        ("open", MBartConfig(**sizes), "MBartForConditionalGeneration has no decoder_start_token_id"),
+        ("none", T5GemmaConfig(encoder=part, decoder=part, vocab_size=300), "bos_token_id has to be defined"),
+    ):
+        model = save(tmp_path / name, config, AutoModelForSeq2SeqLM)
+        with pytest.raises(ModelError, match=words):
+            look(replace(model, task="seq2seq", attention="eager"))
+
+
+def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:
+    made = []
+    for name, values in (("good", {"pad_token_id": 256}), ("none", {}), ("one", {"pad_token_id": 2, "num_labels": 1})):
+        config = LlamaConfig(**SIZES, intermediate_size=8, **values)
+        model = save(tmp_path / name, config, AutoModelForSequenceClassification)
+        made.append(replace(model, task="sequence_classification"))
+    good, none, one = made
+    look(good)
+    assert data_task(good, resolve(good.path)).padding == 256
+    with pytest.raises(ModelError, match=r"no pad_token_id in its config\.json"):
+        look(none)
+    with pytest.raises(ModelError, match=r"num_labels=1 in its config\.json"):
+        look(one)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "expected"),
+    [
+        (AutoModelForCausalLM, "causal_lm", "CAUSAL_LM"),
+        (AutoModelForSequenceClassification, "sequence_classification", "SEQ_CLS"),
+        (AutoModelForSeq2SeqLM, "seq2seq", "SEQ_2_SEQ_LM"),
+        (AutoModelForMaskedLM, "masked_lm", None),
+    ],
+)
+def test_adapters_are_saved_for_pefts_class_of_the_task(kind: Any, task: str, expected: str | None) -> None:
+    config: PretrainedConfig = LlamaConfig(**SIZES, intermediate_size=8)
+    if task == "seq2seq":
+        config = BartConfig(
+            d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=8, decoder_ffn_dim=8, vocab_size=9
+        )
+    if task == "masked_lm":
+        config = BertConfig(**SIZES, intermediate_size=8)
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    adapter, _ = inject(model, LoraConfig(), "base", {}, task)
+    assert json.loads(adapter.side_files()["adapter_config.json"])["task_type"] == expected
+    assert not any("modules_to_save" in name for name, _ in model.named_parameters())

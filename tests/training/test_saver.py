@@ -1,0 +1,303 @@
+"""Saving behind the training: what is saved is the state of its step, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import threading
+import time
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_shard.checkpoint import (
+    FAULTS,
+    CheckpointConfig,
+    Store,
+    check_content,
+    load_shards,
+    open_checkpoint,
+    optimizer_shards,
+    verify,
+)
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import CheckpointError, ConfigError, SaveError, StorageError
+from fsdp_shard.models import tied_names
+from fsdp_shard.training.checkpoints.resume import check_optimizer, find_step
+from fsdp_shard.training.checkpoints.saver import Saver, open_saver
+from fsdp_shard.training.model_setup import LoadedModel, LoadFigures
+from fsdp_shard.training.trainer_state import TrainerState
+from tests.sharding.test_wrappers import WRAPPERS, sharded
+from tests.support.ranks import on_ranks
+from tests.support.tiny import llama, token_batch
+
+
+class Training:
+    """A tiny model that is trained and saved; `told` is what a user would see."""
+
+    def __init__(self, context: DistributedContext, run_dir: Path, wrapper: str = "fsdp2", **settings: Any) -> None:
+        self.context, self.told, self.store = context, list[str](), Store(run_dir / "checkpoints")
+        self.model = sharded(WRAPPERS[wrapper](param_dtype="float32"), context)
+        self.optimizer = torch.optim.AdamW(self.model.module.train().parameters(), lr=1e-2)
+        self.state = TrainerState(0, "none")
+        loaded = LoadedModel(self.model, 0, 0, tied_names(llama()), LoadFigures(0, 0, 0, 0), [])
+        config = CheckpointConfig(**settings)
+        beside = {"config.json": b"{}"}
+        self.saver: Saver = open_saver(str(run_dir), config, context, loaded, self.optimizer, beside, self)
+
+    def note(self, lines: str) -> None:
+        self.told.append(lines)
+
+    def saved(self, checkpoint: Path) -> None:
+        self.told.append(f"saved {checkpoint.name}")
+
+    def step(self) -> None:
+        rows = token_batch(self.state.step).chunk(self.context.world_size)[self.context.rank]
+        self.model.module(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state.advance(len(rows), rows.numel())
+
+    def held(self) -> dict[str, torch.Tensor]:
+        shards = self.model.local_shards()
+        states = optimizer_shards(self.optimizer, shards)
+        return {name: shard.data.clone() for name, shard in {**shards, **states}.items()}
+
+    def stored(self, step: int) -> dict[str, torch.Tensor]:
+        """What `held` is to be after this step is loaded, read over what is held now."""
+        shards = self.model.local_shards()
+        states = optimizer_shards(self.optimizer, shards)
+        with (
+            open_checkpoint(self.store.path(step)) as weights,
+            open_checkpoint(self.store.path(step) / "optimizer") as moments,
+        ):
+            load_shards(weights, shards)
+            load_shards(moments, states)
+        return self.held()
+
+
+def behind(context: DistributedContext, run_dir: Path, wrapper: str, layout: str, held_at: str) -> None:
+    """Two saves, each slow to copy and held up while training goes on: before anything is written, or halfway."""
+    run = Training(context, run_dir, wrapper, layout=layout, keep_last=1)
+    copy = "fsdp_shard.checkpoint.sharded_state.staging._copy"
+    real, writing, held = resolve_name(copy), threading.Event(), threading.Event()
+
+    def slow(part: Any) -> None:
+        time.sleep(0.004)
+        real(part)
+
+    pytest.MonkeyPatch().setattr(copy, slow)
+
+    def hold(point: str) -> None:
+        if point == held_at:
+            held.set()
+            writing.wait(60)
+
+    FAULTS.hook = hold
+    run.step()
+    first = run.held()
+    run.saver.save(run.state)
+    held.wait(60)
+    run.step()  # the weights change while nothing is written yet
+    run.saver.poll()
+    assert run.store.steps() == []
+    assert not all(torch.equal(run.held()[name], first[name]) for name in first)
+    writing.set()
+    second = run.held()
+    run.saver.save(run.state)  # waits for the first one
+    assert run.store.steps() == [1] or run.store.steps() == [2]
+    run.step()
+    third = run.held()
+    run.saver.finish()
+    assert run.store.steps() == [2], "retention comes after the commit"
+    assert run.told == [
+        "saving step 1 in the background",
+        "saved step-00000001",
+        "saving step 2 in the background",
+        "saved step-00000002",
+    ]
+    restored = run.stored(2)
+    assert all(torch.equal(restored[name], second[name]) for name in second)
+    assert not all(torch.equal(restored[name], third[name]) for name in third)
+
+
+@pytest.mark.parametrize("held_at", ["created", "weights-written"])
+@pytest.mark.parametrize(("wrapper", "layout"), [("fsdp1", "sharded"), ("fsdp2", "gathered")])
+def test_what_is_saved_is_the_state_of_its_step(wrapper: str, layout: str, held_at: str, tmp_path: Path) -> None:
+    on_ranks(2, behind, tmp_path, wrapper, layout, held_at)
+    assert verify(tmp_path).is_sound
+
+
+def failing(context: DistributedContext, run_dir: Path) -> list[str]:
+    """A disk of rank 1 that is full for one save, then for good; then a rank that is late."""
+    run = Training(context, run_dir, max_failures=2)
+    run.step()
+    run.saver.save(run.state)
+    run.saver.wait()
+
+    def full(point: str) -> None:
+        if point == "weights-written" and context.rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard-1")
+
+    FAULTS.hook = full
+    run.step()
+    run.saver.save(run.state)
+    while not any("not be saved" in line for line in run.told):
+        run.saver.poll()  # as after each step
+    assert run.store.steps() == [1]
+    assert not list(run.store.root.glob(".*")), "nothing half-written stays"
+    with pytest.raises(StorageError, match=r"Step 2 could not be saved. Rank 1: shard-1: No space left .*ENOSPC"):
+        run.saver.finish()
+    FAULTS.hook = None
+    run.step()
+    run.saver.save(run.state)
+    run.saver.finish()
+    assert run.store.latest() == 3, "the disk has space again"
+    FAULTS.hook = full
+    run.step()
+    run.saver.save(run.state)
+    run.step()
+    run.saver.save(run.state)
+    with pytest.raises(StorageError, match=r"Step 5 could not be saved. Rank 1"):
+        run.saver.wait()
+    assert run.store.steps() == [1, 3]
+    return run.told
+
+
+def test_a_full_disk_stops_training_only_when_it_stays_full(tmp_path: Path) -> None:
+    told = on_ranks(2, failing, tmp_path)
+    assert told[0] == told[1]
+    assert sum("Training goes on (failure 1 of checkpoint.max_failures=2 in a row)" in line for line in told[0]) == 2
+    assert all(verify(Store(tmp_path / "checkpoints").path(step)).is_sound for step in (1, 3))
+
+
+def step_of(context: DistributedContext, run_dir: Path, layout: str) -> None:
+    run = Training(context, run_dir, layout=layout, asynchronous=False)
+    run.step()
+    run.saver.save(run.state)
+    run.saver.finish()
+
+
+@pytest.fixture(scope="module", params=["sharded", "gathered"])
+def saved_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("run")
+    on_ranks(2, step_of, run_dir, request.param)
+    return run_dir
+
+
+def test_a_step_that_lacks_any_file_is_not_resumed_from(saved_run: Path, tmp_path: Path) -> None:
+    names = [str(path.relative_to(saved_run)) for path in saved_run.rglob("*") if path.is_file()]
+    names = [name for name in names if not name.endswith("latest")]
+    assert len(names) >= 6
+    assert find_step("auto", str(saved_run)) is not None
+    for name in names:
+        damaged = tmp_path / "run"
+        shutil.copytree(saved_run, damaged)
+        (damaged / name).unlink()
+        for resume in ("auto", str(damaged), str(damaged / "checkpoints" / "step-00000001")):
+            with pytest.raises(CheckpointError, match=Path(name).name):
+                find_step(resume, str(damaged))
+        shutil.rmtree(damaged)
+
+
+@pytest.mark.parametrize("resume", ["never", "PATH"])
+def test_a_run_that_is_started_again_goes_on_from_its_own_steps(resume: str, saved_run: Path, tmp_path: Path) -> None:
+    run, own = tmp_path / "run", Store(saved_run / "checkpoints")
+    resume = resume.replace("PATH", str(saved_run))
+    begun = None if resume == "never" else own.path(own.latest() or 0)
+    assert find_step(resume, str(run), is_again=True) == begun, "nothing of its own is there yet"
+    shutil.copytree(saved_run, run)
+    assert find_step(resume, str(run), is_again=True) == Store(run / "checkpoints").path(own.latest() or 0)
+    with pytest.raises(ConfigError, match="already holds"):
+        find_step(resume, str(run))
+
+
+def test_a_flipped_bit_anywhere_is_found_before_resuming(saved_run: Path) -> None:
+    step = Store(saved_run / "checkpoints").path(1)
+    files = sorted(path for path in step.rglob("*") if path.is_file())
+    drawn = random.Random(0)
+    for number in range(150):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        at, bit = drawn.randrange(len(content)), drawn.randrange(8)
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
+        with pytest.raises(CheckpointError, match=path.name):
+            check_shares(step)
+        assert not verify(step).is_sound, (path, at, bit)
+        path.write_bytes(content)
+    check_shares(step)
+
+
+def check_shares(step: Path) -> None:
+    for share in range(2):
+        check_content(step, share, 2)
+
+
+def slimming(context: DistributedContext, run_dir: Path) -> None:
+    """Optimizer state of the last step only; a crash while it is taken from the others; then a step that is damaged."""
+    run = Training(context, run_dir, keep_optimizer_last=1, verify=True)
+    for _ in range(2):
+        run.step()
+        run.saver.save(run.state)
+    run.saver.wait()
+    sizes = [sorted(path.name for path in run.store.path(step).iterdir()) for step in (1, 2)]
+    assert set(sizes[1]) - set(sizes[0]) == {"optimizer"}
+
+    def crash(point: str) -> None:
+        if point == "slimmed":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "optimizer")
+
+    FAULTS.hook = crash
+    run.step()
+    run.saver.save(run.state)
+    run.saver.wait()
+    assert run.told[-2:] == [
+        "saved step-00000003",
+        "Step 3 is saved, but older ones could not be tidied up. Rank 0: optimizer: Input/output error (EIO).",
+    ]
+    assert (run.store.path(2) / "optimizer").is_dir()
+
+    def damage(point: str) -> None:
+        if point == "committed":
+            path = run.store.path(4) / "optimizer" / "shard-00001-of-00002.safetensors"
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    FAULTS.hook = damage
+    run.step()
+    run.saver.save(run.state)
+    with pytest.raises(SaveError, match=r"does not read back .*step-00000004/optimizer/shard-00001"):
+        run.saver.wait()
+
+
+def test_older_steps_stay_as_weights_and_new_ones_are_read_back(tmp_path: Path) -> None:
+    on_ranks(2, slimming, tmp_path)
+    store = Store(tmp_path / "checkpoints")
+    assert store.clean_leftovers() == ["step-00000002/optimizer"]
+    for step in (1, 2):
+        assert verify(store.path(step)).is_sound
+        with pytest.raises(CheckpointError, match=r"no optimizer/.*keep_optimizer_last"):
+            check_optimizer(find_step(str(store.path(step)), str(tmp_path / "other")))
+    assert verify(store.path(3)).is_sound
+    assert not verify(store.path(4)).is_sound
+
+
+def late(context: DistributedContext, run_dir: Path) -> None:
+    run = Training(context, run_dir, timeout_seconds=1.0)
+    if context.rank == 1:
+        FAULTS.hook = lambda point: time.sleep(3) if point == "created" else None
+    run.step()
+    run.saver.save(run.state)
+    run.step()  # training's own group has another timeout
+    with pytest.raises(SaveError, match=r"checkpoint\.timeout_seconds=1"):
+        run.saver.finish()
+    assert run.store.steps() == []
+
+
+def test_a_rank_that_is_late_with_a_save_fails_the_save(tmp_path: Path) -> None:
+    on_ranks(2, late, tmp_path)

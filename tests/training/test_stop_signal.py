@@ -1,0 +1,46 @@
+"""The first signal asks, a later second one insists, and what comes right after the first is its echo."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+
+import pytest
+
+from fsdp_shard.errors import Interrupted
+from fsdp_shard.training.stop_signal import STOP_SIGNALS, StopSignal
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_the_first_signal_sets_a_flag(number: signal.Signals) -> None:
+    with StopSignal() as stop:
+        assert stop.number == 0
+        os.kill(os.getpid(), number)
+        assert stop.number == number
+
+
+def test_an_echo_is_the_same_request() -> None:
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.number == signal.SIGINT
+
+
+def test_a_second_signal_ends_it() -> None:
+    with StopSignal(grace_seconds=0.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        with pytest.raises(Interrupted, match="second signal") as caught:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert caught.value.exit_status == 130
+        told = pickle.loads(pickle.dumps(caught.value))  # as ranks tell each other
+        assert (str(told), told.exit_status) == (str(caught.value), 130)
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with StopSignal():
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before

@@ -1,0 +1,104 @@
+"""Where a run stands survives a file, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.training.seeding import seed_all, step_seed
+from fsdp_shard.training.trainer_state import TrainerState
+
+
+def test_round_trip() -> None:
+    state = TrainerState(seed=3, data="digest:9/4")
+    state.advance(8, 31)
+    state.advance(8, 32)
+    assert state.evaluated(2.5)
+    assert not state.evaluated(2.5)
+    assert (state.step, state.num_samples, state.num_tokens, state.best_loss, state.best_step) == (2, 16, 63, 2.5, 2)
+    assert TrainerState.from_json(state.to_json(), "x") == state
+    state.advance(8, 9, {"books": 4, "web": 5})
+    state.advance(8, 3, {"books": 3, "web": 0})
+    assert state.source_tokens == {"books": 7, "web": 5}
+    assert TrainerState.from_json(state.to_json(), "x") == state
+    fresh = TrainerState(seed=0, data="")
+    assert "source_tokens" not in fresh.to_json()
+    assert TrainerState.from_json(fresh.to_json(), "x") == fresh
+
+
+def test_small_falls_add_up() -> None:
+    state = TrainerState(seed=0, data="")
+    stale = []
+    for loss in (3.0, 2.9, 2.8, 2.7, 2.75, 2.7, 2.6):
+        state.advance(1, 1)
+        state.evaluated(loss, min_delta=0.25)
+        stale.append(state.num_stale)
+    assert stale == [0, 1, 2, 0, 1, 2, 3]
+    assert (state.best_loss, state.best_step, state.is_best) == (2.6, 7, True)
+    assert state.stops_early(3)
+    assert not state.stops_early(4)
+    assert not state.stops_early(None)
+    state.advance(1, 1, skipped=True)
+    assert (state.num_skipped, state.num_skipped_in_row, state.is_best) == (1, 1, False)
+    state.advance(1, 1)
+    assert (state.num_skipped, state.num_skipped_in_row) == (1, 0)
+    assert TrainerState.from_json(state.to_json(), "x") == state
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format_version": 2}, "format version 1"),
+        ({"step": -1}, "step is -1"),
+        ({"step": 1.5}, "step is 1.5"),
+        ({"step": True}, "step is True"),
+        ({"num_samples": None}, "num_samples is None"),
+        ({"data": 7}, "data is 7"),
+        ({"best_loss": "low"}, "best_loss is 'low'"),
+        ({"extra": 1}, r"unknown \['extra'\]"),
+        ({"source_tokens": [1]}, r"source_tokens is \[1\]; expected an object"),
+        ({"owes_evaluation": 1}, "owes_evaluation is 1; expected true or false"),
+        ({"source_tokens": {"web": -1}}, r"source_tokens\.web is -1"),
+    ],
+)
+def test_damaged_entries_are_named(change: dict[str, Any], words: str) -> None:
+    text = json.dumps(json.loads(TrainerState(seed=0, data="d").to_json()) | change)
+    with pytest.raises(CheckpointError, match=f"trainer.json.*{words}"):
+        TrainerState.from_json(text, "trainer.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format_version": 1}'])
+def test_other_content_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"trainer\.json"):
+        TrainerState.from_json(text, "trainer.json")
+
+
+def test_a_resumed_run_must_be_the_same_run() -> None:
+    state = TrainerState(seed=3, data="a")
+    state.check_continues(3, "a")
+    with pytest.raises(ConfigError, match="Give seed=3"):
+        state.check_continues(4, "a")
+    with pytest.raises(ConfigError, match="its place in the data means nothing"):
+        state.check_continues(3, "b")
+
+
+def test_seeds_are_unrelated_and_fixed() -> None:
+    seeds = {step_seed(seed, step, rank) for seed in range(4) for step in range(50) for rank in range(4)}
+    assert len(seeds) == 800
+    assert step_seed(0, 0, 0) == 3441634551923929197, "a resumed run must draw what it would have drawn"
+
+
+def test_all_generators_are_seeded() -> None:
+    import random
+
+    import numpy
+    import torch
+
+    def draw() -> tuple[float, float, float]:
+        seed_all(1 << 40)
+        return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+    assert draw() == draw()
