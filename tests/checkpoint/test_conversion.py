@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_shard.checkpoint import conversion as convert_module, transfer
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.digests import digest_tensor
 from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io import atomicity
 from fsdp_shard.checkpoint.open import open_checkpoint
@@ -26,6 +25,7 @@ from fsdp_shard.models import ModelSource
 from fsdp_shard.training import side_files
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
 from tests.checkpoint.test_index import uneven
+from tests.support.digests import digests
 from tests.support.tiny import llama
 
 
@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def digests(path: Path) -> dict[str, str]:
     with open_checkpoint(path) as index:
-        return {name: digest_tensor(index, name) for name in index.names}
+        return digests(index)
 
 
 def names(path: Path) -> set[str]:

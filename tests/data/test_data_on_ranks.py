@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import digest_tensor, open_checkpoint
+from fsdp_shard.checkpoint import open_checkpoint
+from tests.support.digests import digests
 from tests.support.runs import Ended, run_recipe
 
 SETTINGS = [
@@ -24,7 +25,7 @@ SETTINGS = [
 
 def digests(ended: Ended) -> dict[str, str]:
     with open_checkpoint(ended.checkpoint) as index:
-        return {name: digest_tensor(index, name) for name in index.names}
+        return digests(index)
 
 
 def sources(ended: Ended) -> list[dict[str, dict[str, float]]]:

@@ -49,7 +49,8 @@ def one_comes_later() -> list[_Round]:
 
 def test_a_machine_that_comes_later_learns_where_the_ranks_meet() -> None:
     # A process of its own that was not forked: the tests before this one leave threads, and torch's store makes some.
-    program = "import json; from tests.test_meeting import one_comes_later; print(json.dumps(one_comes_later()))"
+    module = "tests.distributed.test_rendezvous"
+    program = f"import json; from {module} import one_comes_later; print(json.dumps(one_comes_later()))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=120, check=False
     )

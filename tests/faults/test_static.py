@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 _SOURCES = sorted([*(ROOT / "fsdp_shard").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
 # Writes pickles, and knows opcodes by `pickle`'s names for them; neither module has a name that loads one.
-_WRITERS = {"pickle_writer.py", "pickle_machine.py"}
+_WRITERS = {"pickler.py", "unpickler.py"}
 _LOADERS = {"load", "loads", "Unpickler", "_Unpickler", "_load", "_loads"}
 _FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # `import_module` and `exec_module` load the recipe that the user names on the command line.

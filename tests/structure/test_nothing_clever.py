@@ -31,7 +31,7 @@ _ALLOWED = {
     ("training.seeding", "assigns torch.backends.cudnn.deterministic"): "a documented setting; it is restored",
     ("training.seeding", "assigns torch.backends.cudnn.benchmark"): "a documented setting; it is restored",
     (
-        "inference.offload.placement",
+        "inference.offload.model_device",
         "assigns __class__",
     ): "nothing else makes `model.device` right when weights are offloaded",
 }

@@ -14,7 +14,7 @@ _PROGRAM = """
 import ctypes
 import resource
 import torch
-from tests.ranks import on_ranks
+from tests.support.ranks import on_ranks
 from tests.training.test_loop import Run
 from fsdp_shard.training import TrainConfig
 
