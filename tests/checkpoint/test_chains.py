@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.io import dtypes
 from fsdp_shard.checkpoint.open import open_checkpoint
 from tests.checkpoint.files import assert_same, random_tensor, write_ranks
-from tests.support.digests import digests
+from tests.support.digests import tensor_digests
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[[Path, Tensors, Mapping[str, str], Any], Path]
@@ -90,7 +90,7 @@ def settings_of(name: str, data: st.DataObject) -> dict[str, Any]:
 def content(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     """({name: digest}, {tied name: kept name})."""
     with open_checkpoint(path) as index:
-        return digests(index), index.aliases
+        return tensor_digests(index), index.aliases
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)

@@ -25,7 +25,7 @@ from fsdp_shard.models import ModelSource
 from fsdp_shard.training import side_files
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
 from tests.checkpoint.test_index import uneven
-from tests.support.digests import digests
+from tests.support.digests import tensor_digests
 from tests.support.tiny import llama
 
 
@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def digests(path: Path) -> dict[str, str]:
     with open_checkpoint(path) as index:
-        return digests(index)
+        return tensor_digests(index)
 
 
 def names(path: Path) -> set[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard.checkpoint import open_checkpoint
-from tests.support.digests import digests
+from tests.support.digests import tensor_digests
 from tests.support.runs import Ended, run_recipe
 
 SETTINGS = [
@@ -25,7 +25,7 @@ SETTINGS = [
 
 def digests(ended: Ended) -> dict[str, str]:
     with open_checkpoint(ended.checkpoint) as index:
-        return digests(index)
+        return tensor_digests(index)
 
 
 def sources(ended: Ended) -> list[dict[str, dict[str, float]]]:

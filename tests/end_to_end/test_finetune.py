@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gemm
 
 from fsdp_shard.checkpoint import convert, open_checkpoint, verify
 from fsdp_shard.data import DataConfig, prepare_data
-from tests.support.digests import digests
+from tests.support.digests import tensor_digests
 from tests.support.runs import Ended, Started, run_recipe
 from tests.support.tiny import byte_tokenizer
 
@@ -116,7 +116,7 @@ def test_every_checkpoint_holds_the_same_weights_and_verifies(runs: dict[tuple[s
     # Of one run in two layouts the values are the same bits, and so are their digests, though written by 2 ranks.
     for wrapper in ("fsdp1", "fsdp2"):
         one, two = (open_checkpoint(runs[wrapper, 2, layout].checkpoint) for layout in ("sharded", "gathered"))
-        assert digests(one) == digests(two)
+        assert tensor_digests(one) == tensor_digests(two)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -159,14 +159,14 @@ def test_resume_on_the_same_ranks_is_bit_equal(
     rest = _resume_from_half(whole, tmp_path, settings, "launch.ranks=2", f"shard={wrapper}")
     assert rest.losses == whole.losses[10:]
     with open_checkpoint(rest.checkpoint) as one, open_checkpoint(whole.checkpoint) as other:
-        assert digests(one) == digests(other)
+        assert tensor_digests(one) == tensor_digests(other)
     # The optimizer's too, every slot of it.
     with (
         open_checkpoint(rest.checkpoint / "optimizer") as one,
         open_checkpoint(whole.checkpoint / "optimizer") as other,
     ):
         assert len(one.names) == 3 * 20
-        assert digests(one) == digests(other)
+        assert tensor_digests(one) == tensor_digests(other)
 
 
 @pytest.mark.parametrize(

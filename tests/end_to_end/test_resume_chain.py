@@ -17,7 +17,7 @@ from fsdp_shard.checkpoint import Store, convert, digest_tensor, open_checkpoint
 from fsdp_shard.distributed import DistributedContext
 from tests.checkpoint.sharded_state.test_save_step import train_and_save
 from tests.sharding.test_wrappers import WRAPPERS, assembled
-from tests.support.digests import digests
+from tests.support.digests import tensor_digests
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, token_batch
 
@@ -58,7 +58,7 @@ def test_the_chain_keeps_every_bit(tiny_model: Path, tmp_path: Path) -> None:
     on_ranks(2, load_and_save_with_accelerate, tmp_path / "dcp", tmp_path / "accelerate")
     convert(tmp_path / "accelerate", tmp_path / "bare")
     with open_checkpoint(step) as before, open_checkpoint(tmp_path / "bare") as after:
-        assert digests(before) == {
+        assert tensor_digests(before) == {
             name: digest_tensor(after, name) for name in after.names if name not in before.aliases
         }
     for file in ("config.json", "generation_config.json"):

@@ -5,6 +5,6 @@ from __future__ import annotations
 from fsdp_shard.checkpoint import TensorIndex, digest_tensor
 
 
-def digests(index: TensorIndex) -> dict[str, str]:
+def tensor_digests(index: TensorIndex) -> dict[str, str]:
     """Name -> digest, of every tensor that is not tied to another."""
     return {name: digest_tensor(index, name) for name in index.names}
