@@ -43,7 +43,7 @@ lint: $(STAMP)
 	@scripts/lint
 
 docs: $(STAMP)
-	@$(VENV)/bin/python -m fsdp_shard.reference > docs/config.md && echo "docs/config.md is written"
+	@$(VENV)/bin/python -m fsdp_shard.config.reference > docs/config.md && echo "docs/config.md is written"
 
 coverage: $(STAMP)
 	@scripts/coverage

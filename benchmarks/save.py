@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdp_shard.checkpoint import CheckpointConfig, tensor_bytes
-from fsdp_shard.distributed import DistributedContext, distributed
+from fsdp_shard.distributed import DistributedContext, init_distributed
 from fsdp_shard.models import rebuild_buffers, tied_names
 from fsdp_shard.sharding import Fsdp2Config
 from fsdp_shard.training import LoadedModel, LoadFigures, Saver, TrainerState, open_saver
@@ -371,7 +371,7 @@ def _rank(rank: int, options: argparse.Namespace, rendezvous: str, out: Path) ->
     torch.set_num_threads(1)
     keep_freed_memory()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.ranks), LOCAL_RANK=str(rank))
-    with distributed("cpu", rendezvous=rendezvous) as context:
+    with init_distributed("cpu", rendezvous=rendezvous) as context:
         size, work = "quick" if options.quick else "135M", options.work.resolve() / "save"
         found = measure(context, work, size, options.repeats, options.windows, options.only)
     if rank == 0:

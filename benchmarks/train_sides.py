@@ -26,22 +26,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
+from fsdp_shard.checkpoint import locate
 from fsdp_shard.data import WindowDataset
-from fsdp_shard.distributed import DistributedContext, distributed
+from fsdp_shard.distributed import DistributedContext, init_distributed
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import Fsdp2Config, plan_units
 from fsdp_shard.training import (
     AdamWConfig,
     RunLog,
-    StopSignal,
     TrainConfig,
     TrainerState,
+    TrainingRun,
     build_optimizer,
     cross_entropy,
     load_sharded,
-    model_source,
     train,
 )
+from fsdp_shard.utils import keep_freed_memory
 
 LR = 1e-5
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -58,13 +59,14 @@ def torch_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def ours(model: str, dtype: str, data: WindowDataset, run_dir: str, context: DistributedContext) -> Iterator[float]:
     """One step each time it is asked for, as recipes/finetune.py makes them; its loss."""
     settings, shard = ModelConfig(path=model), Fsdp2Config(param_dtype=dtype)
-    loaded = load_sharded(settings, shard, model_source(settings, None), context)
+    loaded = load_sharded(settings, shard, locate(model), context)
     optimizer = build_optimizer(AdamWConfig(lr=LR), loaded.model, context)
     batch = context.world_size
     config = TrainConfig(steps=1 << 30, global_batch_size=batch, schedule="constant", log_every=1 << 30)
-    state = TrainerState(0, data.identity)
-    with StopSignal() as stop, RunLog(run_dir, config, context, state) as log:
-        for report in train(loaded.model, optimizer, data, config, context, state=state, peak_lr=LR, stop=stop):
+    keep_freed_memory()
+    run = TrainingRun(loaded.model, optimizer, data, config, context, TrainerState(0, data.identity))
+    with run.stop, RunLog(run_dir, run) as log:
+        for report in train(run):
             log.step(report)
             yield report.loss
 
@@ -123,7 +125,7 @@ def main() -> None:
     name, path, dtype, length, steps = *sys.argv[1:4], *map(int, sys.argv[4:])
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    with distributed("cpu") as context, TemporaryDirectory() as directory:
+    with init_distributed("cpu") as context, TemporaryDirectory() as directory:
         vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
         tokens = np.random.default_rng(0).integers(0, vocabulary, 64 * length + 1)
         running = side(name, path, dtype, WindowDataset(tokens, length, "random"), directory, context)

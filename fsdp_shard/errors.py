@@ -1,23 +1,23 @@
 """Every error that a user can meet, as one tree.
 
     FsdpShardError                  anything this package raises on purpose
-    ├── InputError (ValueError)     what was asked for cannot work; exit status 2, nothing was written
-    │   ├── ConfigError             a setting: unknown, out of range, or at odds with another
-    │   ├── DataError               a data file or data set: missing, empty, malformed
-    │   ├── ModelError              a model: no such directory or hub id, no weights, an architecture we cannot build
-    │   ├── CheckpointError         a checkpoint: absent, damaged, incomplete, or not what its index says
-    │   └── PlanError               a device map or budget that the model does not fit
-    └── RunError                    the work itself failed; exit status 1
-        ├── RankError               a rank died or raised; carries that rank's traceback
-        ├── SaveError               a checkpoint could not be written; the earlier ones are untouched
-        │   └── StorageError        as the disk is full or fails: training can go on without it
-    │       └── RemoteError     or as a remote store cannot be reached, refuses or fails
-        ├── LossError               the loss or a gradient became NaN or infinite
-        └── DifferenceError         verify or diff found that contents differ
-    Interrupted                     a signal asked the run to stop; the message says what is saved
+    ├── InputError (ValueError)     the input is wrong; exit status 2, nothing was written
+    │   ├── ConfigError             a setting: unknown, out of range, or in conflict with another
+    │   ├── DataError               a data file or dataset: missing, empty, malformed
+    │   ├── ModelError              a model: no such directory or hub id, no weights, an unknown architecture
+    │   ├── CheckpointError         a checkpoint: missing, damaged, incomplete, or not what its index says
+    │   └── PlanError               a device map or memory budget that the model does not fit
+    ├── RunError                    the work itself failed; exit status 1
+    │   ├── RankError               a rank died or raised; has the traceback of that rank
+    │   ├── SaveError               a checkpoint could not be written; earlier ones are untouched
+    │   │   └── StorageError        because the disk is full or fails; training can continue without it
+    │   │       └── RemoteError     or because a remote store cannot be reached, refuses or fails
+    │   ├── LossError               the loss or a gradient became NaN or infinite
+    │   └── DifferenceError         verify or diff found that contents differ
+    └── Interrupted                 a signal asked the run to stop; the message says what is saved
 
 A message is one paragraph that names the file or setting, what was found, what was expected and what to do.
-Mistakes of our own are `assert`s and never part of this tree. This module imports nothing of the package.
+Bugs of this package are `assert`s and never part of this tree.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class FsdpShardError(Exception):
 
 
 class InputError(FsdpShardError, ValueError):
-    """What was asked for cannot work; nothing was written."""
+    """The input is wrong; nothing was written."""
 
     exit_status = 2
 
 
 class ConfigError(InputError):
-    """A setting is unknown, out of range, or at odds with another one."""
+    """A setting is unknown, out of range, or in conflict with another one."""
 
 
 class DataError(InputError):
-    """A data file or data set is missing, empty or malformed."""
+    """A data file or dataset is missing, empty or malformed."""
 
 
 class ModelError(InputError):
@@ -51,11 +51,11 @@ class ModelError(InputError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint is absent, damaged, incomplete, or not what its own index says."""
+    """A checkpoint is missing, damaged, incomplete, or not what its own index says."""
 
 
 class PlanError(InputError):
-    """A device map or a memory budget that the model does not fit."""
+    """The model does not fit a device map or a memory budget."""
 
 
 class RunError(FsdpShardError):
@@ -63,7 +63,7 @@ class RunError(FsdpShardError):
 
 
 class RankError(RunError):
-    """A rank died or raised; `traceback` is that rank's own, when it could still tell."""
+    """A rank died or raised; `traceback` is that of the rank, if it could still report it."""
 
     def __init__(self, message: str, *, traceback: str = "") -> None:
         super().__init__(message)
@@ -71,15 +71,15 @@ class RankError(RunError):
 
 
 class SaveError(RunError):
-    """A checkpoint could not be written; the earlier ones are untouched."""
+    """A checkpoint could not be written; earlier ones are untouched."""
 
 
 class StorageError(SaveError):
-    """A disk is full or fails, so a checkpoint could not be written; training can go on without it for a while."""
+    """A disk is full or fails, so a checkpoint could not be written; training can continue without it for a while."""
 
 
 class RemoteError(StorageError):
-    """A remote store cannot be reached, or refuses what was asked, or fails; what is on this machine is untouched."""
+    """A remote store cannot be reached, refuses a request, or fails; local files are untouched."""
 
 
 class LossError(RunError):
@@ -98,5 +98,5 @@ class Interrupted(FsdpShardError):
         self.exit_status = 128 + signal_number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Ranks send each other what they met, and an exception is otherwise made anew of its message alone.
+        # Ranks send each other errors, and an exception is otherwise pickled with its message only.
         return partial(Interrupted, signal_number=self.exit_status - 128), self.args

@@ -1,4 +1,4 @@
-"""Write a checkpoint in another layout, size or dtype: rank files into a model directory, and back."""
+"""Convert a checkpoint to another format, file size or dtype: rank files to a model directory, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint import convert
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import ConvertConfig
-from fsdp_shard.utils import format_size, write_result
+from fsdp_shard.utils import format_count, format_size, write_result
 
 
 @recipe(ConvertConfig)
@@ -30,10 +30,12 @@ def main(config: ConvertConfig) -> None:
     write_result(config.run_dir, asdict(report))
     checked = "read back and compared" if report.verified else "not read back"
     for kind, count in report.left_out.items():
-        print(f"left out: {count:,} {kind} tensor{'' if count == 1 else 's'}")
+        print(f"left out: {format_count(count, f'{kind} tensor')}")
     if not Path(config.target).expanduser().joinpath("config.json").exists():
-        print("no config.json was found with the weights: put the model's config and tokenizer beside them to run it")
-    print(f"{config.target}: {report.num_tensors:,} tensors, {format_size(report.num_bytes)}, {checked}")
+        print(
+            "no config.json was found with the weights: copy the model's config and tokenizer to them to run the model"
+        )
+    print(f"{config.target}: {format_count(report.num_tensors, 'tensor')}, {format_size(report.num_bytes)}, {checked}")
 
 
 if __name__ == "__main__":

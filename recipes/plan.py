@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from fsdp_shard.checkpoint import locate
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import PlanConfig
-from fsdp_shard.inference import Room
-from fsdp_shard.models import check_task, load_config
+from fsdp_shard.models import check_model_config, check_model_task, load_config
 from fsdp_shard.utils import write_result
 
 
@@ -16,28 +14,29 @@ def check(config: PlanConfig) -> None:
     """What can be found wrong before torch is loaded."""
     config.adapter.check_installed()
     config.optim.check_installed()
-    locate(config.model.path, config.model.gguf_file, fetch_weights=False)
+    check_model_config(config.source.model_directory)
 
 
 @recipe(PlanConfig, check=check)
 def main(config: PlanConfig) -> None:
     """Print what each rank of `finetune` would need, and with `dispatch.device_map` where `generate` puts blocks."""
-    from fsdp_shard.inference import plan_from_config
+    from fsdp_shard.inference import KVCacheBudget, plan_from_config
     from fsdp_shard.planning import PlannedRun, figures, plan_memory, plan_report
 
-    source = locate(config.model.path, config.model.gguf_file, fetch_weights=False)
     length, num_ranks = config.data.sequence_length, config.launch.num_ranks
     saving = config.checkpoint.asynchronous
     run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)
-    model_config = load_config(source, config.model.trust_remote_code)
-    check_task(model_config, config.model.task)
+    model_config = load_config(config.source.directory, config.model.trust_remote_code)
+    check_model_task(model_config, config.model.task)
     plan = plan_memory(model_config, run)
     print(plan_report(plan, config.device.memory_bytes))
     dispatched = {}
     if config.dispatch.device_map is not None:
-        room = Room(config.train.micro_batch_size, config.data.sequence_length)
-        devices = plan_from_config(load_config(source, config.model.trust_remote_code), config.dispatch, room)
-        print(f"\n{devices.table()}\n{devices.describe()} of {room}")
+        budget = KVCacheBudget(config.train.micro_batch_size, config.data.sequence_length)
+        devices = plan_from_config(
+            load_config(config.source.directory, config.model.trust_remote_code), config.dispatch, budget
+        )
+        print(f"\n{devices.table()}\n{devices.describe()} of {budget}")
         dispatched = {"device_map": devices.devices, "dispatch": asdict(devices)}
     write_result(config.run_dir, figures(plan, config.device.memory_bytes) | dispatched)
 

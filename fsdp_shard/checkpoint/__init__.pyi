@@ -5,13 +5,17 @@ from .config import (
 )
 from .conversion import convert as convert
 from .digests import digest_tensor as digest_tensor
-from .formats.peft import CONFIG as CONFIG, WEIGHTS as WEIGHTS, read_config as read_config, recognize as recognize
-from .formats.trainer_layouts import resolve as resolve
-from .index import Span as Span, TensorIndex as TensorIndex, tensor_bytes as tensor_bytes
+from .formats.peft import (
+    ADAPTER_CONFIG as ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS as ADAPTER_WEIGHTS,
+    is_adapter as is_adapter,
+    read_adapter_config as read_adapter_config,
+)
+from .formats.trainer_layouts import latest_step_directory as latest_step_directory
+from .index import TensorIndex as TensorIndex
 from .integrity.diff import diff as diff
-from .integrity.summary import describe as describe
+from .integrity.summary import summarize_checkpoint as summarize_checkpoint
 from .integrity.verify import verify as verify
-from .io.atomicity import fsync_directory as fsync_directory
 from .io.dtypes import CASTABLE as CASTABLE, itemsize as itemsize, to_torch as to_torch
 from .io.fault_points import (
     FAULTS as FAULTS,
@@ -28,10 +32,10 @@ from .io.files import (
     read_json as read_json,
 )
 from .keys.matching import match_names as match_names, untie as untie
-from .location import locate as locate, state_of as state_of
-from .lora_merge import open_weights as open_weights, refuse_adapter_beside as refuse_adapter_beside
-from .model_files import carry as carry
-from .open import open_checkpoint as open_checkpoint
+from .location import Location as Location, locate as locate, open_checkpoint as open_checkpoint
+from .lora_merge import refuse_unmerged_adapter as refuse_unmerged_adapter
+from .model_files import copy_model_files as copy_model_files
+from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy
 from .remote.store import RemoteStore as RemoteStore
 from .remote.upload import catch_up as catch_up, prune_remote as prune_remote, upload_step as upload_step
@@ -43,19 +47,17 @@ from .sharded_state.optimizer_state import (
     optimizer_shards as optimizer_shards,
     used_parameters as used_parameters,
 )
-from .sharded_state.save_step import (
-    TRAINER as TRAINER,
-    RunState as RunState,
-    save_step as save_step,
-    step_trainer as step_trainer,
-)
-from .sharded_state.staging import Copy as Copy, Staging as Staging
+from .sharded_state.save_step import RunState as RunState, save_step as save_step
+from .sharded_state.staging import StagedCopy as StagedCopy, Staging as Staging
 from .steps.manifest import MANIFEST as MANIFEST, read_manifest as read_manifest
 from .steps.step_integrity import check_content as check_content, check_files as check_files, drop_cache as drop_cache
 from .steps.step_store import (
     CHECKPOINTS as CHECKPOINTS,
     OPTIMIZER as OPTIMIZER,
+    TRAINER as TRAINER,
     Store as Store,
     has_optimizer as has_optimizer,
     parse_step as parse_step,
+    step_trainer as step_trainer,
 )
+from .tensor_entry import Span as Span

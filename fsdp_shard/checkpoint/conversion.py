@@ -12,37 +12,43 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.config import DEFAULT_SHARD_SIZE, ConvertConfig
-from fsdp_shard.checkpoint.digests import chunk_digest, record_file, tensor_digest
+from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tensor
 from fsdp_shard.checkpoint.formats.registry import recognize, writer
-from fsdp_shard.checkpoint.index import Span, TensorIndex
-from fsdp_shard.checkpoint.io import atomicity
-from fsdp_shard.checkpoint.io.dtypes import CASTABLE, TensorSpec, from_torch_name, torch_name
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, stored_twice, with_own_head
-from fsdp_shard.checkpoint.lora_merge import open_weights
-from fsdp_shard.checkpoint.model_files import carried_names, carry, names_in, side_bytes
-from fsdp_shard.checkpoint.open import here, open_checkpoint
-from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA, INDEX_FILE, TargetPlan, WriteRequest
-from fsdp_shard.checkpoint.steps.manifest import MANIFEST, FileRecord, Manifest, TensorRecord
-from fsdp_shard.checkpoint.transfer import Move, Progress, compare_with, move_tensors
+from fsdp_shard.checkpoint.location import locate
+from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
+from fsdp_shard.checkpoint.open import open_weights
+from fsdp_shard.checkpoint.steps import DCP_METADATA, INDEX_FILE, MANIFEST, Manifest, TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.transfer import Digests, Move, Progress, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
-from fsdp_shard.utils import check, parse_size, peak_resident_bytes
+from fsdp_shard.utils import check, fsync_file, parse_size, peak_resident_bytes, write_file
 
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf"})
-_STATES = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")  # what trainers have beside weights
+_STATES = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")  # other files of trainers
 
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did. `num_bytes` of weights as written; `peak_memory_bytes` of the whole process.
+    """What a conversion did.
 
-    `left_out` counts the tensors that are no weights and stay behind, by kind: `optimizer`, `adapter`, `other`.
+    Attributes:
+        source_format: Format of the source.
+        target_format: Format of the target.
+        num_tensors: Number of tensors written.
+        num_bytes: Their size as written.
+        seconds: Duration.
+        peak_memory_bytes: Peak of the resident memory of the process.
+        verified: Whether the target was read back and compared.
+        left_out: Number of tensors in the source that are not weights, by kind: `optimizer`, `adapter`, `other`.
     """
 
     source_format: str
@@ -69,14 +75,32 @@ def convert(
     sync: bool = True,
     base: str | Path | None = None,
 ) -> ConvertReport:
-    """Write the checkpoint at `source` to the directory `target`; see ConvertConfig for the settings.
+    """Write the checkpoint at `source` in another format, file size or dtype to the directory `target`.
 
-    `dtype` is None or "keep", a name such as "bfloat16", or a torch dtype. Raises CheckpointError when the source is
-    damaged, ConfigError or CheckpointError when the target cannot be, SaveError when writing failed; in each case
-    nothing is left at the target but what was there before.
+    Args:
+        source: A checkpoint of any format, a run directory (its latest step), or a hub ID.
+        target: The directory to create.
+        format: `huggingface` (whole tensors), `sharded` (one file per rank) or `dcp` (torch.distributed.checkpoint).
+        max_shard_size: Largest file of the format `huggingface`, such as "2GB".
+        ranks: Number of ranks that `sharded` or `dcp` are written for.
+        dtype: Type to cast floating-point tensors to, a name such as "bfloat16" or a torch dtype; None to keep theirs.
+        verify: Read the target back and compare it with what was written.
+        overwrite: Replace an existing checkpoint at `target`.
+        nest: Key to put the tensors of the format `dcp` under.
+        sync: Wait until everything is on the disk.
+        base: Base model of an adapter, if it is not where adapter_config.json says.
+
+    Returns:
+        What was written. When an error is raised, the target is what it was before.
+
+    Raises:
+        ConfigError: The arguments are wrong.
+        CheckpointError: The source is damaged, or the target must not be replaced.
+        SaveError: The target could not be written.
+
+    Example:
+        >>> convert("outputs/run", "model", max_shard_size="2GB", dtype="bfloat16")
     """
-    start = time.perf_counter()
-    wanted = None if dtype is None or dtype == "keep" else str(dtype).removeprefix("torch.")
     settings = ConvertConfig(
         source=str(source),
         target=str(target),
@@ -84,80 +108,103 @@ def convert(
         max_shard_size=str(max_shard_size),
         ranks=ranks,
         nest=nest,
-        dtype=wanted or "keep",
+        dtype="keep" if dtype is None else str(dtype).removeprefix("torch."),
         verify=verify,
         overwrite=overwrite,
         sync=sync,
         base=None if base is None else str(base),
     )
     check(settings)
-    place = Path(target).expanduser().absolute()
-    with open_weights(here(source), base) as stored, _to_write(stored, format) as index:
+    return run_conversion(settings)
+
+
+def run_conversion(settings: ConvertConfig) -> ConvertReport:
+    """Convert as checked settings say; see `convert`."""
+    start = time.perf_counter()
+    target = Path(settings.target).expanduser().absolute()
+    source = locate(settings.source, base=settings.base)
+    with source.model_index as stored, _to_write(stored, settings.format) as index:
         _refuse_part(index)
-        _check_target(place, index, overwrite)
-        plan = plan_conversion(index, settings, _ties(index, format))
+        _check_target(target, index, source.model_files if settings.overwrite else None)
+        plan = plan_conversion(index, settings, source.model_files)
         stamps = _stamps(index)
-        room = plan.target.num_bytes + side_bytes(index)
-        with atomicity.new_directory(place, room, replace=overwrite, sync=sync) as temporary:
-            _write(index, plan, temporary, verify=verify, sync=sync)
+        num_bytes = plan.target.num_bytes + sum(path.stat().st_size for path in plan.model_files.values())
+        with atomicity.new_directory(target, num_bytes, replace=settings.overwrite, sync=settings.sync) as temporary:
+            _write(index, plan, temporary)
             if _stamps(index) != stamps:
                 raise CheckpointError(
-                    f"{index.place} was changed while it was converted, so what was read may be of two saves; nothing "
+                    f"{index.path} was changed while it was converted, so what was read may be of two saves; nothing "
                     "was kept."
                 )
     return ConvertReport(
         source_format=index.format,
-        target_format=format,
+        target_format=settings.format,
         num_tensors=len(plan.moves),
-        num_bytes=sum(move.target.num_bytes for move in plan.moves),
+        num_bytes=plan.num_weight_bytes,
         seconds=time.perf_counter() - start,
         peak_memory_bytes=peak_resident_bytes(),
-        verified=verify,
+        verified=settings.verify,
         left_out={kind: extra.num_tensors for kind, extra in index.extras.items()},
     )
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Everything that will be written but for side files, and what moves where; pure data."""
+    """What will be written, which tensors go where, and how it is checked; pure data."""
 
     target: TargetPlan
     moves: tuple[Move, ...]
     aliases: Mapping[str, str]
+    model_files: Mapping[str, Path]
+    verify: bool
+    sync: bool
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Size of all tensors as written."""
+        return sum(move.target.num_bytes for move in self.moves)
 
 
-def plan_conversion(index: TensorIndex, settings: ConvertConfig, aliases: Mapping[str, str]) -> ConversionPlan:
-    """Plan the target's files and where each range of each tensor goes. Reads nothing, writes nothing.
+def plan_conversion(
+    index: TensorIndex, settings: ConvertConfig, model_files: Mapping[str, Path] | None = None
+) -> ConversionPlan:
+    """Plan the files of the target and where each range of each tensor goes, without writing any.
 
-    `aliases` {tied name: kept name} are not written a second time.
+    Args:
+        index: The source.
+        settings: What to write.
+        model_files: Config and tokenizer to copy, by name.
+
+    Raises:
+        CheckpointError: The source has no tensors.
     """
     if not index.tensors:
         raise CheckpointError(f"{index.root} has no tensors, so there is nothing to convert.")
+    aliases = _ties(index, settings.format)
     kept = [entry for name, entry in index.tensors.items() if name not in aliases]
     specs = [_target_spec(entry.spec, settings.dtype) for entry in kept]
     limit = parse_size(settings.max_shard_size, "max_shard_size")
-    phases = {spec.name: spans[0].start for spec in specs if (spans := _copied(index, spec))}
+    phases = {spec.name: index.spans(spec.name, 0, 1)[0].start for spec in specs if _is_copied(index, spec)}
     request = WriteRequest(limit, settings.ranks, index.step, aliases, settings.nest, phases)
     target = writer(settings.format).plan(specs, request)
     moves = [Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs]
-    return ConversionPlan(target, tuple(moves), aliases)
+    return ConversionPlan(target, tuple(moves), aliases, model_files or {}, settings.verify, settings.sync)
 
 
-def _copied(index: TensorIndex, target: TensorSpec) -> list[Span] | None:
-    """Where the first element of a tensor lies that keeps its dtype."""
-    if target.dtype != index.tensors[target.name].dtype or not target.num_elements:
-        return None
-    return index.places(target.name, 0, 1) if index.is_in_long_runs(target.name) else None
+def _is_copied(index: TensorIndex, target: TensorSpec) -> bool:
+    """Whether a tensor has bytes that are copied as they are, in long runs."""
+    entry = index.tensors[target.name]
+    return target.dtype == entry.dtype and target.num_elements > 0 and entry.is_in_long_runs
 
 
 def _to_write(index: TensorIndex, format: str) -> TensorIndex:
     """`index` with a tensor of each name that readers of `format` look for."""
-    return index if writer(format).LISTS_TIED_NAMES else with_own_head(index, index.side or index.root)
+    return index if writer(format).LISTS_TIED_NAMES else with_own_head(index, index.model_directory)
 
 
 def _ties(index: TensorIndex, format: str) -> dict[str, str]:
     """Every tied name that can be known: {alias: kept}."""
-    side = index.side or index.root
+    side = index.model_directory
     aliases = index.aliases | stored_twice(index, side)
     return aliases | absent_ties(index, side) if writer(format).LISTS_TIED_NAMES else aliases
 
@@ -168,29 +215,35 @@ def _target_spec(spec: TensorSpec, dtype: str) -> TensorSpec:
     return TensorSpec(spec.name, from_torch_name(dtype), spec.shape)
 
 
-def _write(index: TensorIndex, plan: ConversionPlan, root: Path, *, verify: bool, sync: bool) -> None:
+def _write(index: TensorIndex, plan: ConversionPlan, root: Path) -> None:
     """Fill the temporary directory `root`."""
-    total = sum(move.target.num_bytes for move in plan.moves) * (2 if verify else 1)
-    source = index.manifest()
-    expected = {name: record.chunks for name, record in source.tensors.items()} if source else {}
-    # The manifest is of what is stored: not of what an adapter makes of it.
-    changed = {name for name, entry in index.tensors.items() if any(piece.codec for piece in entry.pieces)}
-    expected = {name: chunks for name, chunks in expected.items() if name not in changed}
     for name, content in plan.target.small_files.items():
-        (root / name).write_bytes(content)
-    names = carry(index, root, _written_dtype(plan))
-    with _progress(total) as progress:
-        chunks = move_tensors(index, plan.moves, plan.target.files, root, expected, progress, sync=sync)
-        _write_manifest(index, plan, root, names, chunks)
-        if verify:
-            with open_checkpoint(root) as written:
-                problem = compare_with(written, chunks, progress)
+        write_file(root / name, content, sync=False)
+    names = copy_model_files(plan.model_files, root, _written_dtype(plan))
+    with _progress(plan.num_weight_bytes * (2 if plan.verify else 1)) as progress:
+        digests = move_tensors(
+            index, plan.moves, plan.target.files, root, _known_digests(index), progress, sync=plan.sync
+        )
+        manifest = _manifest(index, plan, root, names, digests)
+        write_file(root / MANIFEST, manifest.to_json(), sync=plan.sync)
+        if plan.verify:
+            with open_weights(root) as written:
+                problem = compare_with(written, digests, progress)
             if problem is not None:
                 raise SaveError(f"{problem}; the disk or the memory of this machine is at fault. Nothing was kept.")
-    if sync:
-        for name in [*names, MANIFEST]:
-            atomicity.fsync_file(root / name)
-        atomicity.fsync_tree(root)
+    if plan.sync:
+        for name in names:
+            fsync_file(root / name)
+        atomicity.sync_directories(root)
+
+
+def _known_digests(index: TensorIndex) -> dict[str, tuple[str, ...]]:
+    """The chunk digests of the source's manifest, except for tensors that are decoded, as by merging an adapter."""
+    manifest = index.manifest()
+    if manifest is None:
+        return {}
+    stored = {name for name, entry in index.tensors.items() if not any(piece.codec for piece in entry.pieces)}
+    return {name: record.chunks for name, record in manifest.tensors.items() if name in stored}
 
 
 def _written_dtype(plan: ConversionPlan) -> str | None:
@@ -202,78 +255,66 @@ def _written_dtype(plan: ConversionPlan) -> str | None:
     return torch_name(sizes.most_common(1)[0][0]) if sizes else None
 
 
-def _write_manifest(
-    index: TensorIndex, plan: ConversionPlan, root: Path, names: list[str], chunks: Mapping[str, list[bytes]]
-) -> None:
+def _manifest(index: TensorIndex, plan: ConversionPlan, root: Path, names: list[str], digests: Digests) -> Manifest:
     files = {name: record_file(root / name) for name in names}
-    for file in plan.target.files:
-        files[file.name] = FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex())
-    tensors = {}
-    for move in plan.moves:
-        spec = move.target
-        parts = chunks[spec.name]
-        digest = tensor_digest(spec.dtype, spec.shape, parts)
-        tensors[spec.name] = TensorRecord(spec.dtype, spec.shape, digest, tuple(chunk.hex() for chunk in parts))
-    manifest = Manifest(plan.target.layout, index.step, plan.target.world_size, {}, files, tensors, dict(plan.aliases))
-    (root / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    files |= {file.name: record_plan(file) for file in plan.target.files}
+    tensors = {move.target.name: record_tensor(move.target, digests[move.target.name]) for move in plan.moves}
+    return Manifest(plan.target.layout, index.step, plan.target.world_size, {}, files, tensors, dict(plan.aliases))
 
 
 def _stamps(index: TensorIndex) -> dict[str, tuple[int, int, int]]:
-    """What shows whether a source file is still the same: its inode, size and time of change."""
-    files = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
-    found = {name: (index.root / name).stat() for name in sorted(files)}
+    """Inode, size and modification time of each source file, which show whether it has changed."""
+    found = {str(path): path.stat() for path in index.files()}
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 
 def _refuse_part(index: TensorIndex) -> None:
     part = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", index.file.name if index.file else "")
     if part is not None and int(part[1]) > 1:
-        raise CheckpointError(
-            f"{index.file} is one of {int(part[1])} files that hold a model together; give their directory."
-        )
+        raise CheckpointError(f"{index.file} is one of {int(part[1])} files of a model; give their directory.")
 
 
-def _check_target(target: Path, index: TensorIndex, overwrite: bool) -> None:
-    """Refuse a target that would destroy something, or that `overwrite` was not given for."""
+def _check_target(target: Path, index: TensorIndex, replaced: Collection[str] | None) -> None:
+    """Refuse a target that would destroy anything but weights and `replaced` files; None if it must not exist."""
     atomicity.recover(target)
     if index.root.resolve().is_relative_to(target.resolve()) and index.root.resolve() != target.resolve():
         raise CheckpointError(f"{target} contains the source {index.root}; give another target.")
     if target.is_symlink() or os.path.ismount(target):
         kind = "a link" if target.is_symlink() else "a mount point"
-        raise CheckpointError(f"{target} is {kind}, whose name no directory can take; give a target below it.")
+        raise CheckpointError(f"{target} is {kind}, which a directory cannot replace; give a target below it.")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
-    if not overwrite:
+    if replaced is None:
         raise CheckpointError(f"{target} exists already; give another target, or overwrite=true to replace it.")
     if not target.is_dir() or recognize(target) is None:
         raise CheckpointError(
             f"{target} exists and is not a checkpoint directory, so overwrite=true does not replace it."
         )
-    if foreign := _foreign(target, carried_names(index)):
-        some = ", ".join(foreign[:4]) + (f" and {len(foreign) - 4} more" if len(foreign) > 4 else "")
+    if others := _other_files(target, replaced):
+        some = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
         raise CheckpointError(
-            f"{target} holds {some} beside its weights, which overwrite=true would delete; move that away, or give "
+            f"{target} holds {some} besides its weights, which overwrite=true would delete; move them away, or give "
             "another target."
         )
 
 
-def _foreign(target: Path, carried: Collection[str]) -> list[str]:
-    """What lies in a checkpoint directory and is neither weights nor written anew, as `carried` files are."""
+def _other_files(target: Path, replaced: Collection[str]) -> list[str]:
+    """What a checkpoint directory holds that is neither weights nor `replaced` files."""
     extras: list[str] = []
     try:
-        with open_checkpoint(target) as index:
+        with open_weights(target) as index:
             known = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
             extras = [f"{extra.num_tensors} {kind} tensors" for kind, extra in index.extras.items()]
-    except CheckpointError:  # a damaged checkpoint may be replaced too: then its files are known by their names
+    except CheckpointError:  # a damaged checkpoint may be replaced too: its weights are recognized by their names
         files = (entry.name for entry in target.iterdir() if entry.suffix in _WEIGHTS and not entry.is_dir())
         known = {name for name in files if not name.startswith(_STATES)}
-    known |= {MANIFEST, INDEX_FILE, DCP_METADATA, "pytorch_model.bin.index.json", *carried}
-    return extras + [name for name in names_in(target) if name not in known]
+    known |= {MANIFEST, INDEX_FILE, DCP_METADATA, "pytorch_model.bin.index.json", *replaced}
+    return extras + [name for name in list_files(target) if name not in known]
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Progress]:
-    """Something to tell the bytes done to: a bar on a terminal, nothing elsewhere."""
+    """A function to call with the number of bytes done: a progress bar on a terminal, else nothing."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
@@ -281,12 +322,9 @@ def _progress(total: int) -> Iterator[Progress]:
 
     lock = threading.Lock()
     with tqdm(total=total, unit="B", unit_scale=True, desc="convert", leave=False) as bar:
-        yield _locked(lock, bar.update)
 
+        def update(num_bytes: int) -> None:
+            with lock:
+                bar.update(num_bytes)
 
-def _locked(lock: threading.Lock, update: Callable[[int], object]) -> Progress:
-    def call(num_bytes: int) -> None:
-        with lock:
-            update(num_bytes)
-
-    return call
+        yield update

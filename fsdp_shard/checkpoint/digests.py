@@ -9,16 +9,16 @@ forgery: xxh3 is no cryptographic hash. Imports no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
-from fsdp_shard.checkpoint.io.dtypes import itemsize
-from fsdp_shard.checkpoint.io.files import open_regular, page_aligned
-from fsdp_shard.checkpoint.steps.manifest import FileRecord
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import TensorSpec, itemsize, open_regular, page_aligned
+from fsdp_shard.checkpoint.steps import FilePlan, FileRecord, TensorRecord
+from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 
 CHUNK_BYTES = 1 << 20
 """Logical bytes of a chunk. Part of the digest: changing it changes every digest (see docs/decisions.md)."""
@@ -68,58 +68,26 @@ def describe_chunk(index: TensorIndex, name: str, number: int) -> str:
     entry = index.entry(name)
     size = itemsize(entry.dtype)
     stop = min((number + 1) * CHUNK_BYTES, entry.num_bytes)
-    places = index.places(name, number * CHUNK_BYTES // size, stop // size)
+    places = index.spans(name, number * CHUNK_BYTES // size, stop // size)
     where = " and ".join(f"{index.root / span.file} (bytes {span.start}-{span.stop - 1})" for span in places[:3])
     return f"{where}: tensor {name}, its bytes {number * CHUNK_BYTES}-{stop - 1},"
 
 
-class RangeHasher:
-    """Hashes the flat byte range [start, stop) of a tensor of `num_bytes` as it is written, in pieces of any size.
+def chunk_digests(data: memoryview, start: int, num_bytes: int) -> dict[int, bytes]:
+    """The digests of the chunks that are completely in `data`, a part of a tensor.
 
-    `digests` collects the chunks that begin in the range. The last may end in another rank's: then `rest` are the bytes
-    that are still needed for it, to be read once all ranks have written, and given to `finish` piece by piece.
+    Args:
+        data: Logical bytes of the tensor.
+        start: The first of them, as a position in the tensor.
+        num_bytes: Size of the tensor, which ends its last chunk.
+
+    Returns:
+        {chunk number: digest}, in order.
     """
-
-    def __init__(self, num_bytes: int, start: int, stop: int) -> None:
-        assert 0 <= start <= stop <= num_bytes
-        self.digests: dict[int, bytes] = {}
-        self._num_bytes, self._position, self._start, self._stop = num_bytes, start, start, stop
-        self._hasher = xxhash.xxh3_128()
-
-    @property
-    def rest(self) -> range:
-        """The bytes behind the range of the chunk that begins in it and ends there; mostly none."""
-        number = self._stop // CHUNK_BYTES
-        begins_here = self._start <= number * CHUNK_BYTES < self._stop
-        return range(self._stop, self._end(number)) if begins_here else range(0)
-
-    def update(self, data: Any) -> None:
-        """The next bytes of the range."""
-        view = memoryview(data)
-        view = view.cast("B") if view.nbytes else memoryview(b"")
-        assert self._position + len(view) <= self._stop
-        self._hash(view)
-
-    def finish(self, piece: memoryview) -> None:
-        """The next bytes of what `rest` asks for, after all of the range."""
-        assert self._position >= self._stop
-        self._hash(piece)
-
-    def _hash(self, view: memoryview) -> None:
-        while len(view):
-            number = self._position // CHUNK_BYTES
-            end = self._end(number)
-            part = view[: end - self._position]
-            if begins_here := number * CHUNK_BYTES >= self._start:
-                self._hasher.update(part)
-            self._position += len(part)
-            if self._position == end and begins_here:
-                self.digests[number] = self._hasher.digest()
-                self._hasher.reset()
-            view = view[len(part) :]
-
-    def _end(self, number: int) -> int:
-        return min((number + 1) * CHUNK_BYTES, self._num_bytes)
+    stop = start + len(data)
+    last = num_chunks(stop) if stop == num_bytes else stop // CHUNK_BYTES
+    firsts = {number: number * CHUNK_BYTES - start for number in range(num_chunks(start), last)}
+    return {number: chunk_digest(data[first : first + CHUNK_BYTES]) for number, first in firsts.items()}
 
 
 def file_digest(path: Path) -> str:
@@ -160,6 +128,19 @@ def frame_digest(path: Path, owned: Iterable[tuple[int, int]]) -> str:
 def record_file(path: Path) -> FileRecord:
     """The manifest's record of a file whose bytes no tensor digest covers."""
     return FileRecord(path.stat().st_size, digest=file_digest(path))
+
+
+def record_plan(plan: FilePlan) -> FileRecord:
+    """The manifest's record of a planned file, whose tensors have digests of their own."""
+    return FileRecord(plan.num_bytes, header_digest=chunk_digest(plan.header).hex())
+
+
+def record_tensor(spec: TensorSpec, chunks: Mapping[int, bytes]) -> TensorRecord:
+    """The manifest's record of a tensor, from the digests of its chunks by number: all of them, in any order."""
+    assert sorted(chunks) == list(range(num_chunks(spec.num_bytes))), f"chunks of {spec.name} are missing"
+    ordered = [chunks[number] for number in sorted(chunks)]
+    digest = tensor_digest(spec.dtype, spec.shape, ordered)
+    return TensorRecord(spec.dtype, spec.shape, digest, tuple(chunk.hex() for chunk in ordered))
 
 
 def jobs_of(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[TensorEntry, range]]:

@@ -1,61 +1,217 @@
-"""From what a user names to config, tokenizer and weights: a checkpoint of any kind, what lies around it, a hub id."""
+"""Locates what a path names: a run, a checkpoint of any format, a model, a remote address, a hub id."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from fsdp_shard.checkpoint import open_local
 from fsdp_shard.checkpoint.formats import peft
-from fsdp_shard.checkpoint.io.files import has_file
-from fsdp_shard.checkpoint.model_files import has_tokenizer, side_files
-from fsdp_shard.checkpoint.open import here, open_checkpoint
-from fsdp_shard.models import ModelSource, resolve
+from fsdp_shard.checkpoint.formats.registry import recognize
+from fsdp_shard.checkpoint.formats.trainer_layouts import find_checkpoint, latest_step_directory
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import has_file
+from fsdp_shard.checkpoint.lora_merge import merge_adapter
+from fsdp_shard.checkpoint.model_files import CONFIG, has_tokenizer, list_model_files, replace_tokenizer
+from fsdp_shard.checkpoint.open import open_weights
+from fsdp_shard.checkpoint.remote.url import is_remote
+from fsdp_shard.errors import CheckpointError, InputError
+from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Location:
+    """What a path leads to. A command locates a path once and hands this on; each index in it is opened once, too.
+
+    It can be pickled for other processes, which open the files themselves.
+
+    Attributes:
+        path: The path as it was given.
+        weights: The directory or file that holds the weights, on this machine.
+        format: Name of their format; None if nothing in `weights` is recognized as weights.
+        side: The directory with config and tokenizer, if it is not that of the weights.
+        step: The training step, if the names of directories tell it.
+        base_path: Path or hub id of an adapter's base model; None for that in its adapter_config.json.
+        fetch_weights: Whether weights of a base model on the hub are downloaded.
+    """
+
+    path: str
+    weights: Path
+    format: str | None = None
+    side: Path | None = None
+    step: int | None = None
+    base_path: str | None = None
+    fetch_weights: bool = True
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # no open index
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the weights are those of a peft adapter, to be merged into a base model."""
+        return self.format == peft.NAME
+
+    @cached_property
+    def base(self) -> Location:
+        """The base model of an adapter."""
+        return locate(self._base_path(), fetch_weights=self.fetch_weights)
+
+    def _base_path(self) -> str:
+        return self.base_path or peft.base_of(self.weights)
+
+    @cached_property
+    def model_directory(self) -> Path:
+        """The directory that config and tokenizer are expected in; those of a GGUF file are made from its metadata."""
+        if self.is_adapter:
+            return self.base.model_directory
+        directory = self.side or (self.weights if self.weights.is_dir() else self.weights.parent)
+        if self.format == GGUF_FORMAT and (self.weights.is_file() or not has_file(directory, CONFIG)):
+            return gguf_model_files(self.index.files()[0])
+        return directory
+
+    @property
+    def directory(self) -> Path:
+        """The directory with the model's config; raises ModelError if there is no usable config."""
+        check_model_config(self.model_directory)
+        return self.model_directory
+
+    @property
+    def tokenizer(self) -> Path:
+        """The directory with the model's tokenizer: that of an adapter, if it has one of its own."""
+        return self.weights if self.is_adapter and has_tokenizer(self.weights) else self.directory
+
+    @cached_property
+    def model_files(self) -> dict[str, Path]:
+        """The files of the model besides its weights, by name: config, tokenizer, license; none if there are none."""
+        files = list_model_files(self.model_directory)
+        if self.is_adapter and has_tokenizer(self.weights):
+            return replace_tokenizer(files, list_model_files(self.weights))
+        return files
+
+    @cached_property
+    def index(self) -> TensorIndex:
+        """The stored tensors: of an adapter, its own; raises CheckpointError."""
+        return open_weights(self.weights, self.side, self.step)
+
+    @cached_property
+    def model_index(self) -> TensorIndex:
+        """The tensors of the whole model: an adapter is merged into its base as it is read; raises CheckpointError."""
+        if not self.is_adapter:
+            return self.index
+        adapter = self.index
+        try:
+            base = self.base.index
+        except InputError as error:
+            raise CheckpointError(
+                f"{self.weights} is an adapter of {self._base_path()}, which cannot be read: {error} Give its base "
+                f"model with base=PATH (convert), or correct base_model_name_or_path in "
+                f"{self.weights / peft.ADAPTER_CONFIG}."
+            ) from error
+        return merge_adapter(adapter, base, self.model_directory)
+
+    def file_states(self) -> list[tuple[str, int, int]]:
+        """Name, bytes and modification time (ns) of each file that defines the model: weights, config, tokenizer, and
+        for an adapter those of its base. They differ if the model was changed.
+        """
+        owners = (
+            [(self.index, self.weights), (self.base.index, self.base.directory)]
+            if self.is_adapter
+            else [(self.index, self.directory)]
+        )
+        states = []
+        for index, directory in owners:
+            config = [directory / peft.ADAPTER_CONFIG] if has_file(directory, peft.ADAPTER_CONFIG) else []
+            for path in sorted({*index.files(), *list_model_files(directory).values(), *config}):
+                states.append((path.name, path.stat().st_size, path.stat().st_mtime_ns))
+        return states
 
 
 def locate(
     path: str | os.PathLike[str],
     gguf_file: str | None = None,
     *,
-    need_weights: bool = False,
+    base: str | os.PathLike[str] | None = None,
     fetch_weights: bool = True,
-) -> ModelSource:
-    """Where config, tokenizer and weights of `path` lie: a run (its latest step), a checkpoint, a model, a hub id.
+) -> Location:
+    """Locate what a path names. Opens no weights; downloads what is on a remote store or the hub.
 
-    Without `fetch_weights`, those of a hub id are not downloaded. Of an adapter, config and tokenizer are its base
-    model's, unless a tokenizer lies beside it. Raises ModelError when there is no config, or (with `need_weights`)
-    there are no weights; CheckpointError where several checkpoints lie there.
+    Args:
+        path: A run (its latest step), a checkpoint of any format, a model directory, a weight file, the address of a
+            run or a step on a remote store, or a hub id.
+        gguf_file: Name of the GGUF file in a directory or hub repository.
+        base: Base model of an adapter, if it is not the one that adapter_config.json names.
+        fetch_weights: Whether to download the weights of a hub id; config and tokenizer are always downloaded.
+
+    Returns:
+        The location. That there are neither weights nor a config is an error only when they are used.
+
+    Raises:
+        CheckpointError: There is nothing at `path`, there are several checkpoints, or `base` is given and `path` is not
+            an adapter.
+        ModelError: A hub id cannot be downloaded.
     """
-    place = here(path)
-    if not place.exists() or gguf_file is not None:
-        return resolve(path, gguf_file, need_weights=need_weights, fetch_weights=fetch_weights)
-    found = open_local.locate(place)
-    if peft.recognize(found.weights):
-        own = found.weights if has_tokenizer(found.weights) else None
-        return ModelSource(
-            locate(peft.base_of(found.weights), fetch_weights=fetch_weights).directory, found.weights, own
+    root = local_path(path)
+    if not root.exists():
+        if root.is_symlink() or not _HUB_ID.fullmatch(str(path)):
+            raise CheckpointError(
+                f"{root} does not exist; give a checkpoint (a file or a directory), a run directory, or a hub id "
+                f"org/name."
+            )
+        root = download_model(str(path), gguf_file, fetch_weights)
+    if gguf_file is not None:
+        root = root / gguf_file
+        if not root.is_file():
+            raise CheckpointError(f"There is no GGUF file {root}.")
+    found = find_checkpoint(latest_step_directory(root), lambda place: recognize(place) is not None)
+    known = recognize(found.weights)
+    location = Location(
+        os.fspath(path),
+        found.weights,
+        known.NAME if known else None,
+        found.side,
+        found.step,
+        None if base is None else os.fspath(base),
+        fetch_weights,
+    )
+    if base is not None and not location.is_adapter:
+        raise CheckpointError(
+            f"base={base} is for an adapter, but {found.weights} holds the weights of a model itself."
         )
-    if found.side is not None:
-        return ModelSource(resolve(found.side, need_weights=False).directory, found.weights)
-    return resolve(found.weights, need_weights=need_weights)
+    return location
 
 
-def state_of(source: ModelSource) -> list[tuple[str, int, int]]:
-    """Name, bytes and time of the last change (ns) of each file that says what the model is: weights, an adapter and
-    its base, config, tokenizer. Of what lies there later, as of a run that has gone on, another list.
+def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
+    """Open a checkpoint of any format, recognized by its content. Only headers are read.
 
-    Raises CheckpointError.
+    Args:
+        path: A path as for `locate`, or what it located.
+
+    Returns:
+        The tensor index, a context manager.
+
+    Raises:
+        CheckpointError: It names the file that is damaged, or what was found instead of a checkpoint.
+
+    Example:
+        >>> with open_checkpoint("outputs/run") as index:
+        ...     weight = index.read("lm_head.weight")
     """
-    places = [(source.weights, source.directory)]
-    if peft.recognize(source.weights):
-        base = locate(peft.base_of(source.weights))
-        places = [(source.weights, source.weights), (base.weights, base.directory)]
-    return [file for weights, side in places for file in _files(weights, side)]
+    return (path if isinstance(path, Location) else locate(path)).index
 
 
-def _files(weights: Path, side: Path) -> list[tuple[str, int, int]]:
-    with open_checkpoint(weights) as index:
-        paths = [index.root / piece.file for entry in index.tensors.values() for piece in entry.pieces]
-    names = [*side_files(side), *([peft.CONFIG] if has_file(side, peft.CONFIG) else [])]
-    stats = [(path.name, path.stat()) for path in sorted({*paths, *(side / name for name in names)})]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """`path` itself, or the step directory that a remote address is downloaded to."""
+    if not is_remote(path):
+        return Path(path).expanduser()
+    from fsdp_shard.checkpoint.remote.download import local_copy
+
+    return local_copy(str(path))

@@ -1,7 +1,7 @@
-"""An adapter and its base as one model: W + scale * B @ A, computed range by range as the weights are read.
+"""Merges a LoRA adapter into its base model: W + scale * B @ A, computed range by range as the weights are read.
 
-Whatever reads through an index so reads the merged model, and no tensor of it is ever whole in memory unless its reader
-wants it so. Computed in float32 and rounded once to the base's dtype. LoRA's plain kind only; others are refused.
+So everything that reads through the index reads the merged model, and needs memory only for the ranges it reads.
+Computed in float32 and rounded once to the base's dtype. Plain LoRA only; other kinds of adapters are refused.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint.formats import peft
-from fsdp_shard.checkpoint.index import Codec, Piece, TensorEntry, TensorIndex
-from fsdp_shard.checkpoint.io.dtypes import CASTABLE, itemsize, to_torch
-from fsdp_shard.checkpoint.io.files import has_file, member, read_json
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import CASTABLE, has_file, itemsize, member, read_json, to_torch
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
-from fsdp_shard.checkpoint.model_files import has_tokenizer
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.model_files import CONFIG
+from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.models import NAME, side_directory
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     Factors = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 _PREFIX = "base_model.model."
-_LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.default)?(?:\.weight)?")
+_LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
 # Settings of kinds of LoRA that are more than a product of two matrices, or that change the base.
 _OTHER_KINDS = (
     "use_dora",
@@ -52,203 +50,175 @@ _CONV1D_LAYERS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
-def open_weights(path: str | Path, base: str | Path | None = None) -> TensorIndex:
-    """The tensor index of the model at `path`: as `open_checkpoint`, but an adapter is merged into its base.
+def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> TensorIndex:
+    """Merge a LoRA adapter into its base model; nothing is read yet.
 
-    The base is `base`, or what adapter_config.json names. Raises CheckpointError when it is not there, does not fit, or
-    when `base` is given and `path` is no adapter.
+    Args:
+        adapter: The adapter's own tensors.
+        base: The weights of the model that it is for.
+        side: The directory with the config of the base.
+
+    Returns:
+        The index of the merged model.
+
+    Raises:
+        CheckpointError: The adapter is not for this base, or it is more than plain LoRA.
     """
-    index = open_checkpoint(path)
-    if index.format != peft.NAME:
-        if base is None:
-            return index
-        index.close()
-        raise CheckpointError(f"base={base} is for an adapter, but {index.place} holds the weights of a model itself.")
-    named = str(base) if base is not None else peft.base_of(index.root)
-    try:
-        below = open_checkpoint(named)
-    except CheckpointError as error:
+    if base.format == peft.NAME:
         raise CheckpointError(
-            f"{index.root} is an adapter of {named}, which cannot be read: {error} Give its base model with base=PATH "
-            f"(convert), or correct base_model_name_or_path in {index.root / peft.CONFIG}."
-        ) from error
-    if below.format == peft.NAME:
-        raise CheckpointError(
-            f"{index.root} is an adapter of {named}, which is an adapter itself; convert that one to a model first."
+            f"{adapter.root} is an adapter of {base.path}, which is an adapter itself; convert that to a model first."
         )
-    return _merge(index, below)
-
-
-def refuse_adapter_beside(index: TensorIndex) -> None:
-    """Raise CheckpointError where a state dict holds a base and LoRA beside it: the base alone is another model."""
-    if ADAPTER in index.extras:
-        raise CheckpointError(
-            f"{index.place} holds {index.extras[ADAPTER].num_tensors} tensors of an adapter beside the weights of its "
-            f"base, which alone are another model; merge the two with peft, or save the adapter by its save_pretrained."
-        )
-
-
-@dataclass
-class _Merged(TensorIndex):
-    """The base's index with other entries; closes the files of both."""
-
-    parts: tuple[TensorIndex, ...] = ()
-
-    def close(self) -> None:
-        super().close()
-        for part in self.parts:
-            part.close()
-
-
-def _merge(adapter: TensorIndex, base: TensorIndex) -> TensorIndex:
-    config = peft.read_config(adapter.root)
+    config = peft.read_adapter_config(adapter.root)
     _refuse_other_kinds(adapter.root, config)
-    pairs: dict[str, dict[str, str]] = {}
+    merge = _Merge(adapter, base, side, config)
+    factors: dict[str, dict[str, str]] = {}
     tensors = dict(base.tensors)
     for name in adapter.names:
         fqn = name.removeprefix(_PREFIX)
         if match := _LOW_RANK.fullmatch(fqn):
-            pairs.setdefault(match["module"], {})[match["part"]] = name
+            factors.setdefault(match["module"], {})[match["factor"]] = name
         elif "lora_" in fqn:
             raise CheckpointError(f"{adapter.root} holds {name}, which is no part of plain LoRA; merge it with peft.")
         else:
-            kept = _base_entry(adapter, base, fqn.replace(".modules_to_save.default", "").replace(".base_layer", ""))
-            tensors[kept.name] = _replaced(adapter, name, kept)
-    for module, parts in pairs.items():
-        kept = _base_entry(adapter, base, f"{module}.weight")
-        tensors[kept.name] = _adapted(adapter, base, config, module, parts, kept)
-    gguf_file = base.metadata.get("file") if base.format == NAME else None
-    side = side_directory(base.root / gguf_file) if gguf_file else base.side or base.root
-    return _Merged(
-        base.root,
-        peft.NAME,
-        tensors,
-        base.aliases,
-        {"adapter": str(adapter.root)},
-        adapter.step,
-        extras=base.extras,
+            entry = merge.replaced(name, fqn.replace(".modules_to_save.default", "").replace(".base_layer", ""))
+            tensors[entry.name] = entry
+    for module, names in factors.items():
+        entry = merge.adapted(module, names)
+        tensors[entry.name] = entry
+    return replace(
+        base,
+        format=peft.NAME,
+        tensors=tensors,
+        metadata={"adapter": str(adapter.root)},
+        step=adapter.step,
+        world_size=None,
         side=side,
-        own_tokenizer=adapter.root if has_tokenizer(adapter.root) else None,
         parts=(adapter, base),
     )
 
 
+def refuse_unmerged_adapter(index: TensorIndex) -> None:
+    """Raise CheckpointError if a state dict holds a base model together with LoRA: the base alone is another model."""
+    if ADAPTER in index.extras:
+        raise CheckpointError(
+            f"{index.path} holds {index.extras[ADAPTER].num_tensors} tensors of an adapter together with the weights "
+            f"of its base, which alone are another model; merge the two with peft, or save the adapter by its "
+            f"save_pretrained."
+        )
+
+
 def _refuse_other_kinds(root: Path, config: Mapping[str, Any]) -> None:
-    where = root / peft.CONFIG
+    start, problem = config.get("init_lora_weights"), None
     if config["peft_type"] != "LORA":
-        raise CheckpointError(f"{where}: an adapter of type {config['peft_type']} cannot be merged here, LORA can.")
-    for name in _OTHER_KINDS:
-        if config.get(name):
-            raise CheckpointError(f"{where}: LoRA with {name} cannot be merged here; merge it with peft.")
-    start = config.get("init_lora_weights")
-    if start not in _PLAIN_STARTS:
-        raise CheckpointError(
-            f"{where}: init_lora_weights={start!r} changes the base model, so it cannot be merged here; merge it "
-            f"with peft."
+        problem = f"an adapter of type {config['peft_type']} cannot be merged here, LORA can"
+    elif kind := next((name for name in _OTHER_KINDS if config.get(name)), None):
+        problem = f"LoRA with {kind} cannot be merged here; merge it with peft"
+    elif start not in _PLAIN_STARTS:
+        problem = f"init_lora_weights={start!r} changes the base model, so it cannot be merged here; merge it with peft"
+    if problem is not None:
+        raise CheckpointError(f"{root / peft.ADAPTER_CONFIG}: {problem}.")
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """Makes entries of the merged model; `config` is the parsed adapter_config.json."""
+
+    adapter: TensorIndex
+    base: TensorIndex
+    side: Path
+    config: Mapping[str, Any]
+
+    def replaced(self, name: str, fqn: str) -> TensorEntry:
+        """A tensor that the adapter has as a whole (modules_to_save)."""
+        kept, entry = self._base_entry(fqn), self.adapter.tensors[name]
+        if entry.shape != kept.shape:
+            raise self._misfit(name, entry.shape, kept)
+        return _with_codec(kept._replace(dtype=entry.dtype), _Copied(self.adapter, name, entry.num_bytes))
+
+    def adapted(self, module: str, names: Mapping[str, str]) -> TensorEntry:
+        """The weight of a module plus the product of its two factors, whose names in the adapter are `names`."""
+        adapter, kept = self.adapter, self._base_entry(f"{module}.weight")
+        if names.keys() != {"A", "B"}:
+            raise CheckpointError(f"{adapter.root} has only one of lora_A and lora_B of {module}.")
+        if kept.dtype not in CASTABLE:
+            raise CheckpointError(
+                f"{adapter.root} changes {kept.name}, which {self.base.path} stores as {kept.dtype}; an adapter merges "
+                f"into floating-point weights of 16 or 32 bits only."
+            )
+        (rank, columns), (rows, rank_b) = (self._matrix(names[factor]) for factor in "AB")
+        if rank != rank_b or set(kept.shape) != {rows, columns} or len(kept.shape) != 2:
+            raise self._misfit(f"lora_B @ lora_A of {module}", (rows, columns), kept)
+        is_stored_transposed = self._is_conv1d(module) if rows == columns else kept.shape != (rows, columns)
+        is_transposed = "lora_embedding_A" in names["A"] or is_stored_transposed
+        scale = self._scale(module, rank)
+
+        @functools.lru_cache(maxsize=1)
+        def factors() -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = adapter.read(names["A"]).float(), adapter.read(names["B"]).float() * scale
+            return (a.T.contiguous(), b.T.contiguous()) if is_transposed else (b, a)
+
+        return _with_codec(kept, _LowRankSum(self.base, kept, factors))
+
+    def _base_entry(self, fqn: str) -> TensorEntry:
+        """The base's tensor that the adapter calls `fqn`; a checkpoint of the bare model lacks the model's prefix."""
+        base = self.base
+        if fqn in base.aliases or fqn in base.aliases.values():
+            raise CheckpointError(
+                f"{self.adapter.root} changes {fqn}, which {base.path} ties to another tensor; merging would change "
+                f"both."
+            )
+        names = [n for n in base.names if fqn.endswith(f".{n}") or n.endswith(f".{fqn}")]
+        names = [fqn] if fqn in base.tensors else names
+        if len(names) != 1:
+            raise CheckpointError(
+                f"{self.adapter.root} changes {fqn}, but {base.path} has no such tensor: it is no base of it."
+            )
+        return base.tensors[names[0]]
+
+    def _is_conv1d(self, module: str) -> bool:
+        """Whether a square weight of the base is stored transposed, as in transformers' Conv1D.
+
+        peft's `fan_in_fan_out` is that of the last module it adapted. Models with such layers name these alike.
+        """
+        has_config = has_file(self.side, CONFIG)
+        document = read_json(member(self.side, CONFIG)) if has_config else {}
+        model_type = document.get("model_type") if isinstance(document, dict) else None
+        if model_type in _CONV1D_MODELS:
+            return module.rpartition(".")[2] in _CONV1D_LAYERS
+        return bool(self.config.get("fan_in_fan_out"))
+
+    def _matrix(self, name: str) -> tuple[int, int]:
+        shape = self.adapter.shapes[name]
+        if len(shape) != 2:
+            raise CheckpointError(f"{self.adapter.root}: {name} has shape {list(shape)}; only matrices can be merged.")
+        return shape[0], shape[1]
+
+    def _scale(self, module: str, rank: int) -> float:
+        path, patterns = self.adapter.root / peft.ADAPTER_CONFIG, self.config.get("alpha_pattern") or {}
+        alpha = self.config.get("lora_alpha")
+        try:  # peft's rule: the first pattern that is the module's name, or the end of it after a dot
+            alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
+        except (re.error, AttributeError) as error:
+            raise CheckpointError(f"{path}: alpha_pattern {patterns!r} cannot be used: {error}.") from error
+        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
+            raise CheckpointError(f"{path}: lora_alpha is {alpha!r}; expected a number.")
+        return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _misfit(self, what: str, shape: tuple[int, ...], kept: TensorEntry) -> CheckpointError:
+        return CheckpointError(
+            f"{self.adapter.root}: {what} has shape {list(shape)}, but {kept.name} of its base has {list(kept.shape)}: "
+            f"it is an adapter of another model."
         )
 
 
-def _base_entry(adapter: TensorIndex, base: TensorIndex, fqn: str) -> TensorEntry:
-    """The base's tensor that the adapter calls `fqn`; a checkpoint of the bare model lacks the model's prefix."""
-    if fqn in base.aliases or fqn in base.aliases.values():
-        raise CheckpointError(
-            f"{adapter.root} changes {fqn}, which {base.place} ties to another tensor; merging would change both."
-        )
-    names = [fqn] if fqn in base.tensors else [n for n in base.names if fqn.endswith(f".{n}") or n.endswith(f".{fqn}")]
-    if len(names) != 1:
-        raise CheckpointError(
-            f"{adapter.root} changes {fqn}, but {base.place} has no such tensor: it is no base of it."
-        )
-    return base.tensors[names[0]]
-
-
-def _replaced(adapter: TensorIndex, name: str, kept: TensorEntry) -> TensorEntry:
-    """A tensor that the adapter has whole (modules_to_save)."""
-    if adapter.shapes[name] != kept.shape:
-        raise _misfit(adapter, name, adapter.shapes[name], kept)
-    entry = adapter.tensors[name]
-    codec = _Elsewhere(adapter, name, entry.num_bytes)
-    return kept._replace(dtype=entry.dtype, pieces=(_piece(kept, codec),))
-
-
-def _adapted(
-    adapter: TensorIndex,
-    base: TensorIndex,
-    config: Mapping[str, Any],
-    module: str,
-    parts: Mapping[str, str],
-    kept: TensorEntry,
-) -> TensorEntry:
-    if parts.keys() != {"A", "B"}:
-        raise CheckpointError(f"{adapter.root} has only one of lora_A and lora_B of {module}.")
-    if kept.dtype not in CASTABLE:
-        raise CheckpointError(
-            f"{adapter.root} changes {kept.name}, which {base.place} stores as {kept.dtype}; an adapter merges into "
-            f"floating-point weights of 16 or 32 bits only."
-        )
-    (rank, columns), (rows, rank_b) = (_matrix(adapter, parts[part]) for part in "AB")
-    if rank != rank_b or set(kept.shape) != {rows, columns} or len(kept.shape) != 2:
-        raise _misfit(adapter, f"lora_B @ lora_A of {module}", (rows, columns), kept)
-    is_embedding = "lora_embedding_A" in parts["A"]
-    is_square = rows == columns
-    transposed = is_embedding or (_is_conv1d(base, config, module) if is_square else kept.shape != (rows, columns))
-    scale = _scale(adapter, config, module, rank)
-
-    @functools.lru_cache(maxsize=1)
-    def factors() -> tuple[torch.Tensor, torch.Tensor]:
-        a, b = adapter.read(parts["A"]).float(), adapter.read(parts["B"]).float() * scale
-        return (a.T.contiguous(), b.T.contiguous()) if transposed else (b, a)
-
-    return kept._replace(pieces=(_piece(kept, _LowRank(base, kept, factors)),))
-
-
-def _is_conv1d(base: TensorIndex, config: Mapping[str, Any], module: str) -> bool:
-    """Whether a square weight of the base lies transposed, as in transformers' Conv1D.
-
-    peft's own `fan_in_fan_out` is that of the last module which it came to. Models with such layers name these alike.
-    """
-    told = bool(config.get("fan_in_fan_out"))
-    side = base.side or base.root
-    document = read_json(member(side, "config.json")) if has_file(side, "config.json") else {}
-    kind = document.get("model_type") if isinstance(document, dict) else None
-    return module.rpartition(".")[2] in _CONV1D_LAYERS if kind in _CONV1D_MODELS else told
-
-
-def _matrix(adapter: TensorIndex, name: str) -> tuple[int, int]:
-    shape = adapter.shapes[name]
-    if len(shape) != 2:
-        raise CheckpointError(f"{adapter.root}: {name} has shape {list(shape)}; only matrices can be merged.")
-    return shape[0], shape[1]
-
-
-def _scale(adapter: TensorIndex, config: Mapping[str, Any], module: str, rank: int) -> float:
-    alpha = _of_module(config.get("alpha_pattern") or {}, module, config.get("lora_alpha"))
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
-        raise CheckpointError(f"{adapter.root / peft.CONFIG}: lora_alpha is {alpha!r}; expected a number.")
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _of_module(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """peft's rule: the first pattern that is the module's name, or the end of it after a dot."""
-    try:
-        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-    except (re.error, AttributeError) as error:
-        raise CheckpointError(f"{peft.CONFIG}: alpha_pattern {patterns!r} cannot be used: {error}.") from error
-
-
-def _misfit(adapter: TensorIndex, what: str, shape: tuple[int, ...], kept: TensorEntry) -> CheckpointError:
-    return CheckpointError(
-        f"{adapter.root}: {what} has shape {list(shape)}, but {kept.name} of its base has {list(kept.shape)}: it is an "
-        f"adapter of another model."
-    )
-
-
-def _piece(kept: TensorEntry, codec: Codec) -> Piece:
-    return Piece(kept.pieces[0].file, kept.pieces[0].start, (0,) * len(kept.shape), kept.shape, codec)
+def _with_codec(entry: TensorEntry, codec: Codec) -> TensorEntry:
+    """The entry as one piece that `codec` reads; the file only stands for those of the base."""
+    first = entry.pieces[0]
+    return entry._replace(pieces=(Piece(first.file, first.start, (0,) * len(entry.shape), entry.shape, codec),))
 
 
 @dataclass(frozen=True, slots=True)
-class _Elsewhere:
+class _Copied:
     """A tensor that another index holds."""
 
     index: TensorIndex
@@ -260,7 +230,7 @@ class _Elsewhere:
 
 
 @dataclass(frozen=True, slots=True)
-class _LowRank:
+class _LowRankSum:
     """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns]."""
 
     base: TensorIndex

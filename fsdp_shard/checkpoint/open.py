@@ -1,30 +1,108 @@
-"""Opening any checkpoint, on this machine or on a remote store."""
+"""Opens the checkpoint in a directory or file: recognizes its format, and completes the index that the format reads."""
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from pathlib import Path
 
+from fsdp_shard.checkpoint.digests import num_chunks
+from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.remote.url import is_remote
+from fsdp_shard.checkpoint.keys.tied_weights import usual_ties
+from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER, plain_names
+from fsdp_shard.checkpoint.steps import MANIFEST, Manifest
+from fsdp_shard.checkpoint.tensor_entry import count
+from fsdp_shard.errors import CheckpointError
 
 
-def open_checkpoint(path: str | Path) -> TensorIndex:
-    """The tensor index of what lies at `path`, recognized by content.
+def open_weights(weights: Path, side: Path | None = None, step: int | None = None) -> TensorIndex:
+    """Open the weights in one directory or file, under the names that the model itself uses.
 
-    A directory or a file of a known format, a step directory, a run directory (its latest step), or one of these two on
-    a remote store, which is downloaded into a cache. Headers only are read. Raises CheckpointError naming the file that
-    is wrong, or saying what was found instead of a checkpoint.
+    Args:
+        weights: The directory or file.
+        side: The directory with config and tokenizer, if it is another one.
+        step: The training step, used if the checkpoint does not record it.
+
+    Returns:
+        The index, from headers alone.
+
+    Raises:
+        CheckpointError: It is not a checkpoint, or it is damaged.
     """
-    from fsdp_shard.checkpoint.open_local import open_local
+    found = recognize(weights)
+    if found is None:
+        raise CheckpointError(f"{weights} is no checkpoint that fsdp-shard reads: {_contents(weights)}")
+    index = found.read(weights)
+    index = dataclasses.replace(
+        index, side=side, step=step if index.step is None else index.step, file=weights if weights.is_file() else None
+    )
+    if (manifest := index.manifest()) is not None:
+        return _with_manifest(index, manifest)
+    if not getattr(found, "KEEPS_NAMES", False):
+        index = _with_plain_names(index)
+    return dataclasses.replace(index, aliases=index.aliases or usual_ties(index, index.model_directory))
 
-    return open_local(here(path))
+
+def _with_plain_names(index: TensorIndex) -> TensorIndex:
+    """The index under the model's own names, without what wrappers add to them."""
+    # A Hugging Face directory has the model's own names; wrappers may show in them, but no trainer's nesting.
+    try:
+        selection = plain_names([*index.tensors, *index.aliases], is_nested=index.format != "huggingface")
+    except CheckpointError as error:
+        raise CheckpointError(f"{index.path}: {error}") from None
+    plain = selection.names
+    if not selection.extras and all(name == fqn for name, fqn in plain.items()):
+        return index
+    adapters = [index.tensors[name] for name in selection.extras.get(ADAPTER, ()) if name in index.tensors]
+    tensors = {plain[name]: entry._replace(name=plain[name]) for name, entry in index.tensors.items() if name in plain}
+    for alias, kept in index.aliases.items():
+        if kept not in plain and alias in plain:  # tied to what peft keeps as a copy: that is its only value
+            tensors.setdefault(plain[alias], index.tensors[kept]._replace(name=plain[alias]))
+    aliases = {plain[alias]: plain[kept] for alias, kept in index.aliases.items() if {alias, kept} <= plain.keys()}
+    extras = index.extras | ({ADAPTER: count(adapters)} if adapters else {})
+    return dataclasses.replace(index, tensors=tensors, aliases=aliases, extras=extras)
 
 
-def here(path: str | os.PathLike[str]) -> Path:
-    """`path` on this machine: what it is, or where the step that lies at a remote address is downloaded to."""
-    if not is_remote(path):
-        return Path(path).expanduser()
-    from fsdp_shard.checkpoint.remote.download import local_copy
+def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
+    """The index with what its manifest records, which must describe the same tensors."""
+    path = index.root / MANIFEST
+    for name in manifest.tensors.keys() | index.tensors.keys():
+        record, entry = manifest.tensors.get(name), index.tensors.get(name)
+        if record is None or entry is None:
+            missing = "the weight files" if entry is None else MANIFEST
+            raise CheckpointError(f"{path} and the weight files disagree: tensor {name} is not in {missing}.")
+        if (record.dtype, record.shape) != (entry.dtype, entry.shape):
+            raise CheckpointError(
+                f"{path} says that tensor {name} is {record.dtype} {list(record.shape)}, but the weight files hold "
+                f"{entry.dtype} {list(entry.shape)}."
+            )
+        if len(record.chunks) != num_chunks(entry.num_bytes):
+            raise CheckpointError(
+                f"{path} has the digests of {len(record.chunks)} chunks of tensor {name}, which has "
+                f"{num_chunks(entry.num_bytes)}: the manifest is damaged."
+            )
+    return dataclasses.replace(
+        index, aliases=manifest.aliases or index.aliases, step=manifest.step, world_size=manifest.world_size
+    )
 
-    return local_copy(str(path))
+
+def _contents(path: Path) -> str:
+    """What was found instead of a checkpoint, for the error."""
+    if path.is_file():
+        return "it is neither a safetensors file, nor a GGUF file, nor one of torch.save."
+    if not path.is_dir():
+        return "it is neither a file nor a directory."
+    names = sorted(entry.name for entry in path.iterdir())
+    if any(name.endswith(".distcp") for name in names):
+        return "it holds .distcp files, but no .metadata that says what is in them."
+    if len([name for name in names if name.endswith(".gguf")]) > 1:
+        return "it holds several GGUF files; give one of them (model.gguf_file for finetune)."
+    if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+        return (
+            f"it holds {', '.join(pickled[:5])}, of which none is known to hold its weights; give the file itself if "
+            "one of them does."
+        )
+    if len([name for name in names if name.endswith(".safetensors")]) > 1:
+        return "it holds several safetensors files, but no model.safetensors.index.json that says what is in them."
+    some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"the directory holds {some}." if names else "the directory is empty."

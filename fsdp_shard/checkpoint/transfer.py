@@ -1,34 +1,34 @@
-"""Moves tensors from an index into planned files: read a range, check it, cast it if asked, hash it, write it. Streams.
+"""Moves tensors from an index into planned files: read a range, check it, cast it if asked, hash it, write it.
 
 Two threads do all of that, a few MiB at a time, so that what one has read is still in its core's cache when it is
-hashed and written. Where the file system can have two files share their blocks, the target gets those of the source for
-bytes that stay as they are. torch is imported only to cast.
+hashed and written. If the file system can share blocks between files, bytes that stay as they are are not copied. torch
+is imported only to cast.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, describe_chunk, digest_chunks, num_chunks
-from fsdp_shard.checkpoint.index import Span, TensorIndex
+from fsdp_shard.checkpoint.digests import chunk_digests, describe_chunk, digest_chunks
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.non_finite import find_non_finite
-from fsdp_shard.checkpoint.io.atomicity import fsync_file, naming, start_writeback
-from fsdp_shard.checkpoint.io.dtypes import TensorSpec, itemsize, to_torch, torch_name
-from fsdp_shard.checkpoint.io.files import Handles, page_aligned, pwrite_all
-from fsdp_shard.checkpoint.io.safetensors_header import PAGE_BYTES
-from fsdp_shard.checkpoint.io.thread_pool import in_threads
+from fsdp_shard.checkpoint.io import PAGE_BYTES, Handles, TensorSpec, dtypes, in_threads, page_aligned, start_writeback
+from fsdp_shard.checkpoint.io.files import pwrite_all
 from fsdp_shard.checkpoint.sharded_state.write_shards import create_file
-from fsdp_shard.checkpoint.steps.file_plan import Extent, FilePlan
+from fsdp_shard.checkpoint.steps import Extent, FilePlan
+from fsdp_shard.checkpoint.tensor_entry import Span
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import fsync_file, name_in_errors
 
 _STEP_BYTES = 4 << 20  # read, hashed and written at a time
-_SHARE_BYTES = 32 << 20  # what a thread takes at a time: neighbors, so that each file is read and written in order
+_JOB_BYTES = 32 << 20  # what a thread takes at a time: adjacent bytes, so that each file is read and written in order
 
 Progress = Callable[[int], None]
+Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Move:
     def is_cast(self) -> bool:
         return self.target.dtype != self.source_dtype
 
-    def shares(self) -> Iterator[tuple[Move, range]]:
-        """All of it in parts for threads: the first elements of the steps of each."""
-        size = max(itemsize(self.source_dtype), itemsize(self.target.dtype))
+    def jobs(self) -> Iterator[tuple[Move, range]]:
+        """The tensor in jobs for threads, each with the first elements of its steps."""
+        size = max(dtypes.itemsize(self.source_dtype), dtypes.itemsize(self.target.dtype))
         step = _STEP_BYTES // size  # whole chunks of both, as no size is more than four times the other
-        many, total = _SHARE_BYTES // _STEP_BYTES * step, self.target.num_elements
+        many, total = _JOB_BYTES // _STEP_BYTES * step, self.target.num_elements
         return ((self, range(first, min(first + many, total), step)) for first in range(0, total, many))
 
 
@@ -60,29 +60,40 @@ def move_tensors(
     progress: Progress,
     *,
     sync: bool = True,
-) -> dict[str, list[bytes]]:
-    """Write the files of `plans` into the directory `root`; returns the chunk digests as written.
+) -> Digests:
+    """Write planned files.
 
-    With `sync` their way to the disk begins at once, and has ended when this returns.
+    Args:
+        index: The source.
+        moves: The tensors to write.
+        plans: The files to create.
+        root: The directory to create them in.
+        expected: Digests (hex) of the chunks of source tensors, for those whose digests are known.
+        progress: Called with the number of bytes of each write.
+        sync: Return only when the files are on the disk.
 
-    `expected` maps tensors to the digests (hex) that the chunks of the source must have; a chunk that differs is a
-    CheckpointError naming file, tensor and byte range. `progress` is told the bytes written.
+    Returns:
+        The digests of the chunks of each tensor as written.
+
+    Raises:
+        CheckpointError: A chunk of the source is damaged, or a value is too large for the new dtype.
+        OSError: A file could not be written.
     """
-    digests = {move.target.name: [b""] * num_chunks(move.target.num_bytes) for move in moves}
+    digests: Digests = {move.target.name: {} for move in moves}
     for plan in plans:
         create_file(root, plan)
-    writer = _Writer(index, root, [plan.name for plan in plans], sync)
+    writer = _Writer(index, root, [plan.name for plan in plans], sync=sync)
 
-    def work(shares: Iterator[tuple[Move, range]]) -> None:
+    def work(jobs: Iterator[tuple[Move, range]]) -> None:
         reader = _Reader(index, expected, digests)
-        for move, starts in shares:
+        for move, starts in jobs:
             for start in starts:
                 data = reader.read(move, start, min(starts.step, move.target.num_elements - start))
                 writer.write(move, start, data)
                 progress(len(data))
 
     try:
-        in_threads(work, [share for move in moves for share in move.shares()])
+        in_threads(work, [job for move in moves for job in move.jobs()])
     finally:
         writer.close()
     if sync:
@@ -95,10 +106,10 @@ def _sync(paths: Iterator[Path]) -> None:
         fsync_file(path)
 
 
-def compare_with(index: TensorIndex, digests: Mapping[str, Sequence[bytes]], progress: Progress) -> str | None:
-    """Read every tensor of `index` back; what is the first difference from `digests`, in words, or None."""
+def compare_with(index: TensorIndex, digests: Digests, progress: Progress) -> str | None:
+    """Read every tensor of `index` back; returns the first difference from `digests` as text, or None."""
     if set(index.names) != set(digests):
-        return f"the tensors {sorted(set(index.names) ^ set(digests))} are missing or extra"
+        return f"the tensors {sorted(set(index.names) ^ set(digests))} are missing or unexpected"
     problems: list[str] = []
 
     def work(names: Iterator[str]) -> None:
@@ -115,33 +126,28 @@ def compare_with(index: TensorIndex, digests: Mapping[str, Sequence[bytes]], pro
 class _Reader:
     """Reads, checks, casts and hashes what is to be written; one for each thread."""
 
-    def __init__(
-        self, index: TensorIndex, expected: Mapping[str, Sequence[str]], digests: dict[str, list[bytes]]
-    ) -> None:
+    def __init__(self, index: TensorIndex, expected: Mapping[str, Sequence[str]], digests: Digests) -> None:
         self._index, self._expected, self._digests = index, expected, digests
         self._source, self._cast_to = page_aligned(_STEP_BYTES), page_aligned(_STEP_BYTES)
 
     def read(self, move: Move, start: int, count: int) -> memoryview:
-        """What is to be written for `count` elements from `start` on; good until the next call."""
-        name, size = move.target.name, itemsize(move.source_dtype)
+        """The bytes to write for `count` elements from element `start` on; valid until the next call."""
+        name, size = move.target.name, dtypes.itemsize(move.source_dtype)
         data = self._source[: count * size]
         self._index.read_into(name, start, data)
-        found = _chunks(data)
-        self._check(name, start * size // CHUNK_BYTES, found)
+        found = chunk_digests(data, start * size, move.target.num_elements * size)
+        self._check(name, found)
         if move.is_cast:
-            size = itemsize(move.target.dtype)
+            size = dtypes.itemsize(move.target.dtype)
             data = self._cast(move, data, self._cast_to[: count * size])
-            found = _chunks(data)
-        first = start * size // CHUNK_BYTES
-        self._digests[name][first : first + len(found)] = found
+            found = chunk_digests(data, start * size, move.target.num_bytes)
+        self._digests[name].update(found)
         return data
 
-    def _check(self, name: str, first: int, found: Sequence[bytes]) -> None:
+    def _check(self, name: str, found: Mapping[int, bytes]) -> None:
         expected = self._expected.get(name)
-        if expected is None:
-            return
-        for number, digest in enumerate(found, start=first):
-            if digest.hex() != expected[number]:
+        for number, digest in found.items():
+            if expected is not None and digest.hex() != expected[number]:
                 raise CheckpointError(
                     f"{describe_chunk(self._index, name, number)} does not have the digest in the manifest of "
                     f"{self._index.root}: the checkpoint is damaged, so it is not converted."
@@ -150,56 +156,54 @@ class _Reader:
     def _cast(self, move: Move, data: memoryview, out: memoryview) -> memoryview:
         import torch
 
-        source = torch.frombuffer(data, dtype=to_torch(move.source_dtype))
-        cast = torch.frombuffer(out, dtype=to_torch(move.target.dtype)).copy_(source)
-        if find_non_finite(move.target.dtype, out) is not None:
-            self._refuse_overflow(move, int((source.isfinite() & ~cast.isfinite()).sum()))
-        return out
-
-    def _refuse_overflow(self, move: Move, num_lost: int) -> None:
-        if num_lost:
-            target = torch_name(move.target.dtype)
+        source = torch.frombuffer(data, dtype=dtypes.to_torch(move.source_dtype))
+        cast = torch.frombuffer(out, dtype=dtypes.to_torch(move.target.dtype)).copy_(source)
+        if find_non_finite(move.target.dtype, out) is None:
+            return out
+        if num_lost := int((source.isfinite() & ~cast.isfinite()).sum()):
             raise CheckpointError(
-                f"{self._index.place}: tensor {move.target.name} holds values ({num_lost:,} or more) that are too "
-                f"large for {target} and would become infinite; choose another dtype, such as bfloat16 or float32."
+                f"{self._index.path}: tensor {move.target.name} holds values ({num_lost:,} or more) that are too "
+                f"large for {dtypes.torch_name(move.target.dtype)} and would become infinite; choose another dtype, "
+                f"such as bfloat16 or float32."
             )
+        return out
 
 
 class _Writer:
-    """Puts what was read in its place in the files of `root`; for several threads.
+    """Writes bytes to their offsets in the files of `root`; for several threads.
 
-    One at a time writes to a file: where two do, the kernel has one spin until the other is done.
+    Only one thread at a time writes to a file: of two, the kernel would make one spin until the other is done.
     """
 
-    def __init__(self, index: TensorIndex, root: Path, names: Iterable[str], sync: bool) -> None:
+    def __init__(self, index: TensorIndex, root: Path, names: Sequence[str], *, sync: bool) -> None:
         self._index, self._root, self._sync = index, root, sync
         self._handles = Handles(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
         self._locks = {name: Lock() for name in names}
-        self._clones = True  # until the file system has shown that it cannot
+        self._clones = True  # until the file system turns out not to support it
 
     def write(self, move: Move, start: int, data: memoryview) -> None:
-        """Write `data`, the elements of `move` from `start` on, to wherever its extents are."""
-        at = start * itemsize(move.target.dtype)
+        """Write `data`, the elements of `move` from element `start` on, to its extents."""
+        at = start * dtypes.itemsize(move.target.dtype)
         for extent in move.extents:
             low, high = max(at, extent.start), min(at + len(data), extent.stop)
             if low < high:
                 offset = extent.offset + low - extent.start
                 spans = self._to_clone(move, low, high)
-                with self._handles.use(extent.file) as handle, naming(self._root / extent.file):
+                with self._handles.use(extent.file) as handle, name_in_errors(self._root / extent.file):
                     with self._locks[extent.file]:
                         self._put(handle, offset, data[low - at : high - at], spans)
                     if self._sync:
                         start_writeback(handle, offset, high - low)
 
     def _to_clone(self, move: Move, low: int, high: int) -> Sequence[Span]:
-        """Where the bytes [low, high) of `move` lie, if they may lie there as they are to be written."""
-        if not self._clones or move.is_cast or not self._index.is_in_long_runs(move.target.name):
+        """The spans of the bytes [low, high) of `move` in the source, if they can be written as they are."""
+        if not self._clones or move.is_cast or not self._index.entry(move.target.name).is_in_long_runs:
             return ()
-        size = itemsize(move.target.dtype)
-        return self._index.places(move.target.name, low // size, high // size)
+        size = dtypes.itemsize(move.target.dtype)
+        return self._index.spans(move.target.name, low // size, high // size)
 
     def _put(self, handle: int, offset: int, data: memoryview, spans: Sequence[Span]) -> None:
-        """Write `data`, which lies in `spans`, to `offset`: whole pages of it by sharing them, where that can be."""
+        """Write `data`, which is stored in `spans`, to `offset`: whole pages by sharing blocks, if that is possible."""
         for span in spans:
             end = offset + span.num_bytes
             first, last = self._clone(span, handle, offset)
@@ -209,19 +213,15 @@ class _Writer:
         pwrite_all(handle, offset, data)
 
     def _clone(self, span: Span, handle: int, offset: int) -> tuple[int, int]:
-        """The bytes [first, last) of the file that are now those of `span`, which goes to `offset`; none at its end."""
+        """The bytes [first, last) of the file that now share the blocks of `span`, which goes to `offset`; or none."""
         end = offset + span.num_bytes
         first, last = offset + -offset % PAGE_BYTES, end - end % PAGE_BYTES
         if self._clones and first < last and (span.start - offset) % PAGE_BYTES == 0:
             whole = Span(span.file, span.start + first - offset, span.start + last - offset)
-            if self._index.clone(whole, handle, first):
+            if self._index.reader.files.clone(whole.file, whole.start, whole.num_bytes, handle, first):
                 return first, last
             self._clones = False
         return end, end
 
     def close(self) -> None:
         self._handles.close()
-
-
-def _chunks(data: memoryview) -> list[bytes]:
-    return [chunk_digest(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]

@@ -1,92 +1,92 @@
-"""The command `fsdp-shard`: what it can do, and which code does it.
+"""The command `fsdp-shard` and its commands that are not recipes: inspect, verify, diff, ls, cp.
 
-Recipes are found by their file and run as programs of their own; the other commands call one function each. Imports
-nothing heavy: a command loads what it needs.
+Recipes are found by their file and run as programs. Nothing heavy is imported before a command needs it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp_shard import checkpoint
 from fsdp_shard.cli.exit import run_as_program, start_garbage_collection, wants_debug
-from fsdp_shard.errors import InputError
-from fsdp_shard.utils import nearest, set_environment
+from fsdp_shard.errors import CheckpointError, DifferenceError, InputError
+from fsdp_shard.utils import configs, format_count, nearest, recipes, set_environment, shipped
 
 _HELP = """\
 fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them
 
-  finetune [name=value ...]     fine-tune a causal language model on one or many ranks
-  convert [name=value ...]      turn any checkpoint into a Hugging Face directory, or into rank files
-  evaluate [name=value ...]     perplexity of a checkpoint, or tasks of lm-evaluation-harness
-  generate [name=value ...]     text from a checkpoint, over the devices and the disk there are
-  plan [name=value ...]         memory that each rank will need, from the config alone
-  doctor [name=value ...]       what would go wrong in a finetune with these settings, before it does
+  finetune [name=value ...]     fine-tune a Hugging Face model on one or more ranks
+  convert [name=value ...]      convert a checkpoint to another format, file size or dtype
+  evaluate [name=value ...]     compute perplexity, or run tasks of lm-evaluation-harness
+  generate [name=value ...]     generate text from a checkpoint, on GPUs, CPU and disk
+  plan [name=value ...]         estimate the memory that each rank will need, from the config alone
+  doctor [name=value ...]       dry run: report the problems that finetune would hit
 
-  inspect PATH                  what is in a checkpoint of any format
-  verify PATH [--against OTHER] every byte against its digest; or the content of two checkpoints
-  diff A B                      what differs between two checkpoints, tensor by tensor
+  inspect PATH                  show what is in a checkpoint of any format
+  verify PATH [--against OTHER] check a checkpoint against its digests, or compare two checkpoints
+  diff A B                      show the differences between two checkpoints, tensor by tensor
 
-  ls                            the recipes and configs that ship
-  cp NAME DEST                  copy one out to edit
-  run FILE.py [name=value ...]  run a copied or own recipe like the shipped ones
+  ls                            list the recipes and configs that ship with fsdp-shard
+  cp NAME DEST                  copy one of them, to edit
+  run FILE.py [name=value ...]  run your own recipe, launched like the shipped ones
 
-`fsdp-shard COMMAND --help` lists its settings. --debug shows tracebacks, --version the version.
+`fsdp-shard COMMAND --help` shows its settings. --debug shows tracebacks, --version the version.
 
   fsdp-shard finetune model.path=org/name data.path=text.txt launch.ranks=2
   fsdp-shard generate checkpoint=outputs/finetune/... prompt="Once upon a time"
 """
 
+_PATH_HELP = "checkpoint of any format, or a run directory (its latest step)"
+
 
 def main() -> None:
-    """Run the command line of this process, and leave with its exit status."""
+    """Run the command line of this process, and exit with its status."""
     arguments = sys.argv[1:]
     run_as_program(lambda: run_command(arguments), debug=wants_debug(arguments))
 
 
 def run_command(arguments: Sequence[str]) -> None:
-    """Do what `arguments`, without the program's name, ask for."""
+    """Run a command in this process.
+
+    Args:
+        arguments: The command and its arguments, without the name of the program.
+
+    Raises:
+        FsdpShardError: If the arguments are wrong, or the command fails or finds a difference.
+    """
     command, *rest = [argument for argument in arguments if argument != "--debug"] or ["--help"]
-    flags = {"--help": _show_help, "-h": _show_help, "--version": _show_version}
-    if command in flags:
-        flags[command]()
+    debug = ["--debug"] if "--debug" in arguments else []
+    if command in ("--help", "-h"):
+        print(_HELP, end="")
+    elif command == "--version":
+        from fsdp_shard import __version__
+
+        print(f"fsdp-shard {__version__}")
     elif command in ("-sc", "--shell-completion"):
         _complete(rest)
     elif command in _RECIPES:
-        _run_shipped(command, [*rest, *(["--debug"] if "--debug" in arguments else [])])
+        _run_shipped(command, [*rest, *debug])
     elif command == "run":
-        _run_file([*rest, *(["--debug"] if "--debug" in arguments else [])])
-    elif command in _OTHERS:
+        _run_file([*rest, *debug])
+    elif command in COMMANDS:
         start_garbage_collection()
-        _OTHERS[command](rest)
+        COMMANDS[command](rest)
     else:
         raise InputError(
-            f"{command} is no command of fsdp-shard{nearest(command, [*_RECIPES, *_OTHERS, 'run'])}. "
-            f"`fsdp-shard --help` lists them."
+            f"{command} is not a command of fsdp-shard{nearest(command, _NAMES)}. `fsdp-shard --help` lists them."
         )
-
-
-def _show_help() -> None:
-    print(_HELP, end="")
-
-
-def _show_version() -> None:
-    from fsdp_shard import __version__
-
-    print(f"fsdp-shard {__version__}")
-
-
-_RECIPES = ("finetune", "convert", "evaluate", "generate", "plan", "doctor")
 
 
 def _run_shipped(command: str, arguments: Sequence[str], program: str = "") -> None:
     from fsdp_shard.cli.recipes import load_recipe, run_jobs
     from fsdp_shard.config import schema_of
-    from fsdp_shard.utils import shipped
 
     file = shipped("recipes") / f"{command}.py"
     run_jobs(schema_of(command), lambda: load_recipe(file), arguments, program or f"fsdp-shard {command}")
@@ -94,9 +94,9 @@ def _run_shipped(command: str, arguments: Sequence[str], program: str = "") -> N
 
 def _run_file(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] in ("--help", "-h"):
-        print("fsdp-shard run FILE.py [name=value ...]\n\n  Run a copied or own recipe like the shipped ones.")
+        print("fsdp-shard run FILE.py [name=value ...]\n\n  Run your own recipe, launched like the shipped ones.")
         if not arguments:
-            raise InputError("run needs the path of a recipe, such as one that `fsdp-shard cp` made.")
+            raise InputError("run needs the path of a recipe, such as a copy made with `fsdp-shard cp`.")
         return
     from fsdp_shard.cli.recipes import load_recipe
 
@@ -105,7 +105,7 @@ def _run_file(arguments: Sequence[str]) -> None:
 
 
 def _complete(arguments: Sequence[str]) -> None:
-    """Shell completion: Hydra knows the settings of a recipe; the commands are completed here."""
+    """Shell completion: Hydra knows the settings of a recipe; the names of commands are completed here."""
     line = os.environ.get("COMP_LINE", "")
     words = line.split()
     if not any(argument.startswith("query=") for argument in arguments):
@@ -115,104 +115,135 @@ def _complete(arguments: Sequence[str]) -> None:
             with set_environment({"COMP_LINE": line.replace(f" {words[1]}", "", 1)}):
                 _run_shipped(words[1], ["-sc", *arguments])
     else:
-        print(" ".join([*_RECIPES, *_OTHERS, "run"]))
+        print(" ".join(_NAMES))
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with errors as all our commands tell them."""
+    """argparse with the errors of the other commands."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=f"fsdp-shard {command}", description=description, allow_abbrev=False)
+
+    def add_json(self) -> None:
+        """Add the option --json."""
+        self.add_argument("--json", action="store_true", help="print JSON, for programs")
 
     def error(self, message: str) -> None:  # type: ignore[override]  # ours raises, never returns
-        raise InputError(f"{message[:1].upper()}{message[1:]}. `{self.prog} --help` shows how it is used.")
+        raise InputError(f"{message[:1].upper()}{message[1:]}. `{self.prog} --help` shows the usage.")
 
 
-def _parser(command: str, description: str) -> _Parser:
-    return _Parser(prog=f"fsdp-shard {command}", description=description, allow_abbrev=False)
+def inspect(arguments: Sequence[str]) -> None:
+    """Print a summary of a checkpoint, or a list of its tensors."""
+    parser = _Parser("inspect", "Show what is in a checkpoint of any format. Reads headers only.")
+    parser.add_argument("path", help=f"{_PATH_HELP}, or a .gguf file")
+    parser.add_argument(
+        "--tensors", metavar="PATTERN", help="list the tensors whose names match, such as '*.3.*' or q_proj"
+    )
+    parser.add_json()
+    options = parser.parse_args(arguments)
+    description = checkpoint.summarize_checkpoint(_existing(options.path), options.tensors or "*")
+    if options.json:
+        print(description.to_json())
+    else:
+        print(description.to_list() if options.tensors else description.to_text())
 
 
-def _list(arguments: Sequence[str]) -> None:
-    from fsdp_shard.utils import configs, recipes
+def verify(arguments: Sequence[str]) -> None:
+    """Check a checkpoint, alone or against another one; DifferenceError if anything is wrong."""
+    parser = _Parser(
+        "verify",
+        "Check every byte of a checkpoint against the digests in its manifest.json. Without a manifest: check its "
+        "structure, its shapes against config.json, and that there are no NaN or infinite values.",
+    )
+    parser.add_argument("path", help=_PATH_HELP)
+    parser.add_argument(
+        "--against", metavar="OTHER", help="compare the content with this checkpoint, across formats and dtypes"
+    )
+    parser.add_json()
+    options = parser.parse_args(arguments)
+    report = checkpoint.verify(_existing(options.path), options.against and _existing(options.against))
+    print(report.to_json() if options.json else report)
+    if not report.is_sound:
+        compared = options.path if options.against is None else f"{options.path} against {options.against}"
+        raise DifferenceError(f"{compared}: {format_count(len(report.problems), 'problem')}, listed above.")
 
-    _parser("ls", "The recipes and configs that ship.").parse_args(arguments)
+
+def diff(arguments: Sequence[str]) -> None:
+    """Print how two checkpoints differ, and with --logits how their predictions do; DifferenceError if they differ."""
+    parser = _Parser("diff", "Show the differences between two checkpoints of any formats, tensor by tensor.")
+    parser.add_argument("a", help=_PATH_HELP)
+    parser.add_argument("b", help="the other checkpoint")
+    parser.add_argument("--all", action="store_true", help="list every tensor, not only those that differ most")
+    parser.add_argument(
+        "--logits", metavar="PROMPT", help="load both models and compare their predictions after each token of PROMPT"
+    )
+    parser.add_json()
+    options = parser.parse_args(arguments)
+    a, b = checkpoint.locate(_existing(options.a)), checkpoint.locate(_existing(options.b))
+    report = checkpoint.diff(a, b)
+    if not options.json:
+        print(report.to_text(options.all), flush=True)
+    logits = None
+    if options.logits is not None:
+        from fsdp_shard.inference import diff_logits
+
+        logits = diff_logits(a, b, options.logits)
+        if not options.json:
+            print(f"\n{logits}")
+    if options.json:
+        print(json.dumps({**report.to_dict(), "logits": logits and dataclasses.asdict(logits)}, indent=2))
+    if not report.is_equal:
+        raise DifferenceError(
+            f"{options.a} and {options.b} differ in {format_count(report.num_differences, 'tensor')}."
+        )
+    if logits is not None and not logits.is_equal:
+        raise DifferenceError(f"{options.a} and {options.b} have the same tensors but predict differently.")
+
+
+def ls(arguments: Sequence[str]) -> None:
+    """List the recipes and configs that ship with the package."""
+    _Parser("ls", "List the recipes and configs that ship with fsdp-shard.").parse_args(arguments)
     for title, items in (("Recipes", recipes()), ("Configs", configs())):
         print(title)
         width = max((len(item.name) for item in items), default=0)
         for item in items:
             print(f"  {item.name:<{width}}  {item.description}")
-    print("\n`fsdp-shard cp NAME DEST` copies one out to edit.")
+    print("\n`fsdp-shard cp NAME DEST` copies one, to edit.")
 
 
-def _copy(arguments: Sequence[str]) -> None:
-    from fsdp_shard.utils import configs, recipes
-
-    parser = _parser("cp", "Copy a shipped recipe or config out, to edit it.")
-    parser.add_argument("name", help="as `fsdp-shard ls` shows it")
-    parser.add_argument("destination", help="a new file, or a directory to put it in")
+def cp(arguments: Sequence[str]) -> None:
+    """Copy a shipped recipe or config."""
+    parser = _Parser("cp", "Copy a recipe or config that ships with fsdp-shard, to edit.")
+    parser.add_argument("name", help="name of the recipe or config in `fsdp-shard ls`")
+    parser.add_argument("destination", help="new file, or a directory for it")
     options = parser.parse_args(arguments)
     items = {item.name: item.path for item in [*recipes(), *configs()]}
     name = next((n for n in (options.name, f"{options.name}.yaml") if n in items), options.name.removesuffix(".py"))
     if name not in items:
-        raise InputError(f"Nothing called {options.name} ships{nearest(name, list(items))}. `fsdp-shard ls` lists all.")
+        raise InputError(
+            f"{options.name} is not a shipped recipe or config{nearest(name, list(items))}. `fsdp-shard ls` lists them."
+        )
     target = Path(options.destination)
     if target.is_dir() or options.destination.endswith("/"):
         # A config keeps the name of its group, so that the directory can be given as --config-dir.
         target = target / (name if name.endswith(".yaml") else items[name].name)
     if target.exists():
-        raise InputError(f"{target} is already there and is not overwritten; give another name.")
+        raise InputError(f"{target} already exists and is not overwritten; give another name.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(items[name], target)
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror}.") from error
     hint = f"fsdp-shard run {target}" if target.suffix == ".py" else "--config-dir DIRECTORY"
-    print(f"{target} is yours to edit; use it with {hint}")
+    print(f"Copied to {target}; use it with {hint}")
 
 
-def _inspect(arguments: Sequence[str]) -> None:
-    from fsdp_shard.cli.checkpoint_commands import inspect
-
-    parser = _parser("inspect", "What is in a checkpoint of any format. Reads headers only.")
-    parser.add_argument("path", help="a checkpoint, a run directory (its latest step), or a .gguf file")
-    parser.add_argument(
-        "--tensors", metavar="PATTERN", help="list the tensors of these names, such as '*.3.*' or q_proj, one a line"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    inspect(parser.parse_args(arguments))
+def _existing(path: str) -> str:
+    if not checkpoint.is_remote(path) and not Path(path).exists():
+        raise CheckpointError(f"{path}: there is no such file or directory.")
+    return path
 
 
-def _verify(arguments: Sequence[str]) -> None:
-    from fsdp_shard.cli.checkpoint_commands import verify
-
-    parser = _parser(
-        "verify",
-        "Every byte of a checkpoint against the digests in its manifest.json. Without one: its structure, config.json "
-        "against the shapes, NaN and infinities.",
-    )
-    parser.add_argument("path", help="a checkpoint, or a run directory (its latest step)")
-    parser.add_argument(
-        "--against", metavar="OTHER", help="compare the content with this checkpoint's, across formats and dtypes"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    verify(parser.parse_args(arguments))
-
-
-def _diff(arguments: Sequence[str]) -> None:
-    from fsdp_shard.cli.checkpoint_commands import diff
-
-    parser = _parser("diff", "How two checkpoints differ, tensor by tensor, whatever formats they are in.")
-    parser.add_argument("a", help="a checkpoint of any format, or a run directory (its latest step)")
-    parser.add_argument("b", help="the other one")
-    parser.add_argument("--all", action="store_true", help="every tensor, not only those that differ most")
-    parser.add_argument(
-        "--logits", metavar="PROMPT", help="load both models, and compare what they predict after each token of it"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    diff(parser.parse_args(arguments))
-
-
-_OTHERS: dict[str, Callable[[Sequence[str]], None]] = {
-    "inspect": _inspect,
-    "verify": _verify,
-    "diff": _diff,
-    "ls": _list,
-    "cp": _copy,
-}
+COMMANDS = {"inspect": inspect, "verify": verify, "diff": diff, "ls": ls, "cp": cp}
+_RECIPES = ("finetune", "convert", "evaluate", "generate", "plan", "doctor")
+_NAMES = (*_RECIPES, *COMMANDS, "run")

@@ -1,7 +1,4 @@
-"""How a command ends: its exit status, and the one paragraph that says why.
-
-Everything a user sees of an error is written here. Knows the error tree and no command.
-"""
+"""How a command ends: its exit status, and the one paragraph on standard error that says why."""
 
 from __future__ import annotations
 
@@ -20,10 +17,14 @@ from fsdp_shard.utils import redact
 
 
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
-    """Call `body` and leave the process with the status that its outcome has; an error is told in one paragraph.
+    """Call `body` and exit the process with the status of its outcome; print an error as one paragraph.
 
     The garbage collector is off until `body` calls `start_garbage_collection`: imports make a million objects, all of
-    which stay, and looking at them again and again takes a fifth of their time.
+    which stay, and visiting them again and again takes a fifth of the import time.
+
+    Args:
+        body: What the program does.
+        debug: Whether to print the traceback of an error.
     """
     gc.disable()
     interrupt_on_signals(ctrl_c=False)
@@ -32,14 +33,14 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
         # What the error's frames held, such as process groups, must go while the interpreter is whole: torch aborts
         # when its threads outlive it.
         gc.collect()
-    # Python would look through all that is left three times as it ends, which takes a second after importing torch and
-    # transformers. What nothing refers to any more is still destroyed, and so are the modules.
+    # Python would visit all remaining objects three times as it exits, which takes a second after importing torch and
+    # transformers. Objects without references are still destroyed, and so are the modules.
     gc.freeze()
     sys.exit(status)
 
 
 def start_garbage_collection() -> None:
-    """Turn on the garbage collector once a program has imported what it needs, without looking at that again.
+    """Turn on the garbage collector once a program has imported what it needs, without visiting that again.
 
     Does nothing in a process that `run_as_program` has not started.
     """
@@ -49,66 +50,71 @@ def start_garbage_collection() -> None:
 
 
 def _outcome(body: Callable[[], None], debug: bool) -> int:
-    """The exit status, after all has been told. No reference to what was raised is left."""
+    """Call `body`, print its error, and return the exit status. No reference to what was raised is left."""
     try:
         body()
         sys.stdout.flush()
     except SystemExit:
         raise
     except BrokenPipeError:
-        # Whoever read our output has gone, as `head` does. Python would complain once more when it flushes at exit.
+        # The reader of our output has gone, as `head` does. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BaseException as raised:  # torch has errors of its own that are no Exception
+    except BaseException as raised:  # torch has errors that are no Exception
         error = raised.as_error() if isinstance(raised, Stopped) else raised
-        if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of ranks that are told to stop, one says so
-            tell(error, debug)
+        if not (isinstance(error, Interrupted) and joined_rank() > 0):  # of several stopped ranks, one says so
+            print_error(error, debug)
         return error.exit_status if isinstance(error, FsdpShardError) else 1
     return 0
 
 
 def wants_debug(arguments: Sequence[str]) -> bool:
-    """Whether a command line asks for tracebacks; it may be too wrong to be composed."""
+    """Return whether a command line asks for tracebacks; it may be too wrong to be composed."""
     return "--debug" in arguments or any(argument.lower() == "debug=true" for argument in arguments)
 
 
-def tell(error: BaseException, debug: bool) -> None:
-    """Write what went wrong to standard error; one of several ranks that something else started says which it is."""
+def print_error(error: BaseException, debug: bool) -> None:
+    """Print an error to standard error as one paragraph, which names the rank if others started this process.
+
+    Args:
+        error: What was raised.
+        debug: Whether to print its traceback first.
+    """
     if debug:
         sys.stderr.write(redact(_traceback(error)))
-    # What is wrong for all of them is told by the first, and needs no number.
+    # Wrong input is the same on all ranks: the first one reports it, without a number.
     is_shared = isinstance(error, InputError) and joined_rank() == 0
-    where = f"rank {joined_rank()}: " if is_joined_rank() and not is_shared else ""
-    hint = " Give debug=true or --debug to see how it came to that." if _is_unexpected(error) and not debug else ""
-    print(paragraph(f"{where}{message(error)}{hint}", error), file=sys.stderr)
+    rank = f"rank {joined_rank()}: " if is_joined_rank() and not is_shared else ""
+    hint = " Give debug=true or --debug to see the traceback." if _is_unexpected(error) and not debug else ""
+    print(_paragraph(f"{rank}{_message(error)}{hint}", error), file=sys.stderr)
 
 
-def message(error: BaseException) -> str:
-    """What went wrong, in one line; for a mistake of our own, where it happened too."""
+def _message(error: BaseException) -> str:
+    """What went wrong, in one line; for a bug, where it was raised too."""
     if isinstance(error, FsdpShardError):
         return str(error)
     if _names_a_file(error):
         return f"{error.filename}: {error.strerror}."
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f" at {last[0].filename}:{last[0].lineno}" if last else ""
-    return f"{type(error).__name__}: {error}{place}."
+    line = f" at {last[0].filename}:{last[0].lineno}" if last else ""
+    return f"{type(error).__name__}: {error}{line}."
 
 
 def _names_a_file(error: BaseException) -> TypeGuard[OSError]:
-    """Whether the system says all there is to say: which file, and what is wrong with it."""
+    """Whether the operating system says all there is to say: which file, and what is wrong with it."""
     return isinstance(error, OSError) and error.filename is not None and bool(error.strerror)
 
 
 def _is_unexpected(error: BaseException) -> bool:
-    """Whether nobody foresaw it, so that only its traceback can explain it."""
+    """Whether only a traceback can explain the error."""
     return not (isinstance(error, FsdpShardError) or _names_a_file(error)) or bool(getattr(error, "traceback", ""))
 
 
-def paragraph(text: str, error: BaseException) -> str:
-    """`error: ...` on one line, unless standard error is a terminal that would break it in the middle of words."""
+def _paragraph(text: str, error: BaseException) -> str:
+    """`error: ...` on one line, or filled to the width of the terminal, without breaking words."""
     start = "" if isinstance(error, Interrupted) else "error: "
     text = redact(start + " ".join(text.split()))
     if not sys.stderr.isatty():
@@ -118,6 +124,6 @@ def paragraph(text: str, error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback of `error`; of one that a rank raised, that rank's own."""
-    told = getattr(error, "traceback", "") or getattr(error.__cause__, "traceback", "")
-    return told or "".join(traceback.format_exception(error))
+    """The traceback of `error`; if a rank raised it, that of the rank."""
+    of_rank = getattr(error, "traceback", "") or getattr(error.__cause__, "traceback", "")
+    return of_rank or "".join(traceback.format_exception(error))

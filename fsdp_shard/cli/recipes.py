@@ -1,7 +1,7 @@
 """What makes a function a recipe: a program with a config, run the same by `fsdp-shard`, `python` and `torchrun`.
 
-A recipe is composition only; this module does what they all share. The config is composed and checked once, before any
-rank starts; then RUN_DIR/config.yaml is written and the function is called on every rank. Knows no particular recipe.
+The config is composed and checked once, before any rank starts; then RUN_DIR/config.yaml is written and the function is
+called on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fsdp_shard.checkpoint import refuse_remote
-from fsdp_shard.cli.exit import run_as_program, start_garbage_collection, tell, wants_debug
+from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.config import RunConfig, command_of, is_used
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
@@ -27,29 +27,40 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=RunConfig)
 
-_SECONDS_TO_SPEAK = 20.0
+_SECONDS_TO_REPORT = 20.0
 
 
 def recipe(schema: type[C], *, check: Callable[[C], None] | None = None) -> Callable[[Callable[[C], None]], Recipe[C]]:
     """Make a function of a config into a recipe.
 
-    `schema` is one of the config dataclasses in `fsdp_shard.config`, or a dataclass that extends one. `check(config)`
-    is called once before any rank starts and raises one of our InputErrors when a file that the config names is not
-    what it must be.
+    Example:
+        @recipe(FinetuneConfig)
+        def main(config: FinetuneConfig) -> None:
+            ...
+
+    Args:
+        schema: A config dataclass of `fsdp_shard.config`, or a dataclass that extends one.
+        check: Called with the config once before any rank starts; raises an InputError if a file that the config names
+            is not what it must be.
+
+    Returns:
+        The decorator.
     """
     command_of(schema)
-
-    def decorate(work: Callable[[C], None]) -> Recipe[C]:
-        return Recipe(schema, work, check)
-
-    return decorate
+    return lambda work: Recipe(schema, work, check)
 
 
 class Recipe(Generic[C]):
-    """A function of a config that can be run as a program: `main()` reads the command line and leaves the process."""
+    """A function of a config that can be run as a program: `main()` reads the command line and exits the process.
 
-    def __init__(self, schema: type[C], work: Callable[[C], None], check: Callable[[C], None] | None) -> None:
-        self.schema, self.work, self.check = schema, work, check
+    Args:
+        schema: Config dataclass of the function.
+        work: The function.
+        check: What checks the config before any rank starts.
+    """
+
+    def __init__(self, schema: type[C], work: Callable[[C], None], check: Callable[[C], None] | None = None) -> None:
+        self.schema, self.work, self._check = schema, work, check
         self.file = Path(work.__code__.co_filename).resolve()
         self.__doc__ = work.__doc__
 
@@ -59,12 +70,19 @@ class Recipe(Generic[C]):
         run_as_program(lambda: self.run(arguments, Path(sys.argv[0]).name), debug=wants_debug(arguments))
 
     def run(self, arguments: Sequence[str], program: str) -> None:
-        """Compose the configs that `arguments` ask for, check them all, and then carry them out one by one."""
+        """Compose the configs that `arguments` ask for, check them all, and then run them one by one."""
         run_jobs(self.schema, lambda: self, arguments, program)
 
+    def check(self, config: C) -> None:
+        """Check what `config` names; InputError if it is not what it must be."""
+        if self._check is not None:
+            with _importable(self.file.parent):
+                self._check(config)
+
     def perform(self, config: C) -> None:
-        """The work of one rank."""
-        self.work(config)
+        """Do the work of one rank."""
+        with _importable(self.file.parent):
+            self.work(config)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # A started rank finds the recipe by its file: `main` of that module is this object, not the bare function.
@@ -72,41 +90,48 @@ class Recipe(Generic[C]):
 
 
 def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence[str], program: str) -> None:
-    """Carry out what `arguments` ask of a recipe with this schema.
+    """Run what `arguments` ask of a recipe. A run of a sweep that fails does not keep the others from running.
 
-    `find` gives that recipe, and is called after the configs have been composed, so that a wrong one costs no import
-    of torch. A run of a sweep that fails does not keep the others from running; RunError at the end says which did.
+    Args:
+        schema: Config dataclass of the recipe.
+        find: Returns the recipe; called after the configs have been composed, so that a wrong one costs no import of
+            torch.
+        arguments: Overrides and flags.
+        program: Name of the program in messages.
+
+    Raises:
+        RunError: If runs of a sweep failed.
     """
-    with _one_voice():
+    with _first_rank_reports():
         jobs = _prepare(schema, find, arguments, program)
     start_garbage_collection()
     failed = []
     for number, job in enumerate(jobs, start=1):
         if len(jobs) == 1:
-            _carry_out(find(), job.config)
+            _run(find(), job.config)
             continue
         print(f"[{number}/{len(jobs)}] {' '.join(job.overrides)} -> {job.config.run_dir}", flush=True)
         try:
-            _carry_out(find(), job.config)
+            _run(find(), job.config)
         except Interrupted:
             raise
         except FsdpShardError as error:
             failed.append(job.config.run_dir)
-            tell(error, job.config.debug)
+            print_error(error, job.config.debug)
         gc.collect()  # reference cycles hold the job's model and optimizer, and the next one needs their memory
     if failed:
         raise RunError(f"{len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}.")
 
 
 def _prepare(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence[str], program: str) -> list[Job[C]]:
-    """The jobs, checked. Nothing is loaded where there is nothing to do."""
+    """The jobs, checked. Nothing is loaded if there is nothing to do."""
     from fsdp_shard.config import compose_jobs
 
     jobs = compose_jobs(schema, [argument for argument in arguments if argument != "--debug"], program)
     for job in jobs:
         job.config.debug |= "--debug" in arguments
     if len(jobs) > 1:
-        _refuse_joined(schema, [job.config for job in jobs])
+        _check_sweep(schema, [job.config for job in jobs])
     if joined_rank() == 0:
         for line in dict.fromkeys(line for job in jobs for line in warnings_of(job.config)):
             print(line, file=sys.stderr, flush=True)
@@ -115,56 +140,55 @@ def _prepare(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
     return jobs
 
 
-def _refuse_joined(schema: type[C], configs: Sequence[C]) -> None:
-    """Ranks meet once, and so cannot for one job after the other."""
+def _check_sweep(schema: type[C], configs: Sequence[C]) -> None:
+    """Refuse a sweep whose ranks meet only once, and so for one job only."""
     if schema.ranks_are != "started":
         return
     if is_joined_rank():
         raise ConfigError(
-            f"-m asks for {len(configs)} runs one after the other, and ranks that torchrun or srun has started meet "
-            f"for one; start each run by itself, or have the ranks started here (launch.ranks)."
+            f"-m asks for {len(configs)} runs one after the other, but ranks started by torchrun or srun meet only "
+            f"once; start each run separately, or have fsdp-shard start the ranks (launch.ranks)."
         )
     if (nodes := max(config.launch.max_nodes for config in configs)) > 1:
         raise ConfigError(
-            f"-m asks for {len(configs)} runs one after the other, and {nodes} machines (launch.nodes) meet for one; "
-            f"start each run by itself."
+            f"-m asks for {len(configs)} runs one after the other, but {nodes} machines (launch.nodes) meet only once; "
+            f"start each run separately."
         )
 
 
 @contextmanager
-def _one_voice() -> Iterator[None]:
-    """Ranks that something else started all find the same wrong, and the first of them says it. The others speak only
-    if they are still there by then: torchrun ends them as soon as the first has ended.
+def _first_rank_reports() -> Iterator[None]:
+    """Let the first of several ranks report wrong input, which all of them find.
+
+    The others report it only if they still run after a while: torchrun ends them as soon as the first has exited.
     """
     try:
         yield
     except InputError:
         if joined_rank() > 0:
-            time.sleep(_SECONDS_TO_SPEAK)
+            time.sleep(_SECONDS_TO_REPORT)
         raise
 
 
 def _check(recipe: Recipe[C], config: C) -> None:
-    """What can be found wrong before any rank starts."""
+    """Find what is wrong before any rank starts."""
     if config.ranks_are == "started":
         check_machine(config.launch)
     _refuse_unused(config)
     refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
-    if recipe.check is not None:
-        recipe.check(config)
+    recipe.check(config)
 
 
 def _refuse_unused(config: RunConfig) -> None:
-    """Nothing that is given is ignored."""
+    """No setting that is given is ignored."""
     schema = type(config)
     defaults = {name: value for name, _, value in walk(schema())}
     unused = [(name, value) for name, _, value in walk(config) if not is_used(schema, name)]
-    given = [f"{name}={value}" for name, value in unused if value != defaults[name]]
-    if given:
-        raise ConfigError(f"{', '.join(given)} would do nothing: {config.command} does not use it. Leave it out.")
+    if given := [f"{name}={value}" for name, value in unused if value != defaults[name]]:
+        raise ConfigError(f"{', '.join(given)} has no effect: {config.command} does not use it. Remove it.")
 
 
-def _carry_out(recipe: Recipe[C], config: C) -> None:
+def _run(recipe: Recipe[C], config: C) -> None:
     from fsdp_shard.config import write_config
 
     if config.ranks_are == "started":
@@ -179,30 +203,53 @@ _loaded: dict[Path, Recipe[Any]] = {}
 
 
 def load_recipe(path: str | Path) -> Recipe[Any]:
-    """The recipe in a Python file. InputError when there is none, or when the file cannot be loaded."""
+    """Load the recipe in a Python file.
+
+    As with `python FILE.py`, it can import modules in its directory, while it is loaded and while it runs.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The recipe: the one function in the file that is decorated with `@recipe(...)`.
+
+    Raises:
+        InputError: If there is no such file, it cannot be loaded, or it does not have exactly one recipe.
+    """
     file = Path(path).resolve()
     if file in _loaded:
         return _loaded[file]
     if not file.is_file():
-        raise InputError(f"{path} is not a file; give the path of a recipe, such as one that `fsdp-shard cp` made.")
-    # As with `python FILE.py`, modules beside the recipe can be imported.
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
+        raise InputError(f"{path} is not a file; give the path of a recipe, such as a copy made with `fsdp-shard cp`.")
     name = f"fsdp_shard_recipe_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise InputError(f"{path} is not a Python file; a recipe ends in .py.")
+        raise InputError(f"{path} is not a Python file; the name of a recipe ends in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with _importable(file.parent):
+            spec.loader.exec_module(module)
     except Exception as error:
         raise InputError(f"{path} could not be loaded: {type(error).__name__}: {error}.") from error
     found = [value for value in vars(module).values() if isinstance(value, Recipe)]
     if len(found) != 1:
         raise ConfigError(
-            f"{path} has {len(found)} functions that are recipes and must have one: "
-            f"decorate its main function with @recipe(...) from fsdp_shard.cli."
+            f"{path} has {len(found)} functions that are recipes and must have exactly one: decorate its main function "
+            f"with @recipe(...) of fsdp_shard.cli."
         )
     _loaded[file] = found[0]
     return found[0]
+
+
+@contextmanager
+def _importable(directory: Path) -> Iterator[None]:
+    """Let modules in `directory` be imported for a while."""
+    if str(directory) in sys.path:
+        yield
+        return
+    sys.path.insert(0, str(directory))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(directory))

@@ -1,7 +1,7 @@
 """From a command line to checked configs, through Hydra: overrides, groups, presets, sweeps, --cfg, --help.
 
-Hydra only composes here. It runs nothing, writes nothing and makes no directory: that is left to the recipe, after all
-configs of a sweep have been checked. Knows no recipe.
+Hydra only composes. It runs nothing, writes nothing and makes no directory: the recipe does, after all configs of a
+sweep have been checked.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fsdp_shard.config.common import RunConfig, command_of, options_of, register, schema_name
-from fsdp_shard.config.config_errors import explain, unknown
-from fsdp_shard.config.reference import help_text
+from fsdp_shard.config.common import RunConfig, command_of
+from fsdp_shard.config.config_errors import composition_error, unknown_setting
+from fsdp_shard.config.reference import help_text, settings_of
+from fsdp_shard.config.registry import options_of, register, schema_name
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import check, redact, set_environment, shipped
+from fsdp_shard.utils import check, redact, redact_setting, set_environment, shipped, walk, write_atomically
 
 C = TypeVar("C", bound=RunConfig)
 
 # A composed config, its number in a sweep, and the overrides that make it.
 _Composed = tuple[Any, int | None, tuple[str, ...]]
 
-# What Hydra needs of its own to run jobs. Each entry left out is a file less to compose: its --help, `output` and
-# `env` are not used, and none of all this where it only composes.
+# The groups of Hydra's own config that it needs to run jobs. It needs none of them to compose, and each one left out
+# is one file less to read.
 _FOR_JOBS = (
     {"launcher": "basic"},
     {"sweeper": "basic"},
@@ -39,53 +40,62 @@ _FOR_JOBS = (
     {"job_logging": "none"},
 )
 
-# Overrides of Hydra itself, which only its own program heeds.
-_HYDRAS_OWN = ("hydra.", "hydra/", "+hydra", "~hydra")
+# Overrides of Hydra itself, which only hydra.main applies.
+_HYDRA_PREFIXES = ("hydra.", "hydra/", "+hydra", "~hydra")
 
 
 @dataclass(frozen=True)
 class Job(Generic[C]):
-    """One run to make: its config, and the overrides that tell it from the others of a sweep."""
+    """A run: its config, and the overrides that make it different from the others of a sweep."""
 
     config: C
     overrides: tuple[str, ...]
 
 
 def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> list[Job[C]]:
-    """The jobs that `arguments` ask of the command `program`: one, several for a sweep, none for --help and the like.
+    """Compose and check the configs of a command line.
 
-    Each config is complete and inside its ranges, or ConfigError says what is not.
+    Args:
+        schema: The config dataclass of the command.
+        arguments: Overrides and flags, without the command.
+        program: The command as the user typed it, for `--help`.
+
+    Returns:
+        The jobs: one, several for a sweep, none for `--help` and other flags that only print.
+
+    Raises:
+        ConfigError: A setting is unknown, missing, of the wrong type, out of range, or contradicts another.
     """
     if {"-h", "--help"} & set(arguments):
-        # Hydra's own would take seconds: it lists every group there is by copying the whole ConfigStore for each.
+        # Hydra's own takes seconds: it copies the whole ConfigStore for each group that it lists.
         print(help_text(schema, program))
         return []
 
     try:
-        composed = _through_hydra(schema, list(arguments), program)
+        composed = _compose(schema, list(arguments), program)
     except (ConfigError, BrokenPipeError):
         raise
     except Exception as error:  # Hydra has no base class for what it raises; assertions are among it
-        raise explain(error, schema, arguments) from error
+        raise composition_error(error, schema, arguments) from error
     if not composed and {"-m", "--multirun"} & set(arguments):
-        raise ConfigError("Hydra's launcher or sweeper has run no job here; leave hydra/launcher and sweeper alone.")
+        raise ConfigError("Hydra's launcher or sweeper ran no job; leave hydra/launcher and hydra/sweeper unchanged.")
     jobs = [_job(config, number, overrides, schema) for config, number, overrides in composed]
     for job in jobs:
         check(job.config)
     return jobs
 
 
-def _through_hydra(schema: type, arguments: list[str], program: str) -> list[_Composed]:
+def _compose(schema: type, arguments: list[str], program: str) -> list[_Composed]:
     register(schema)
-    if not any(argument.startswith(("-", *_HYDRAS_OWN)) for argument in arguments):
-        return [_once(schema, arguments)]
+    if not any(argument.startswith(("-", *_HYDRA_PREFIXES)) for argument in arguments):
+        return [_compose_one(schema, arguments)]
     with tempfile.TemporaryDirectory() as scratch:
         _register_hydra(scratch, _FOR_JOBS)
-        return _as_hydras_program(schema, arguments, program)
+        return _run_hydra_main(schema, arguments, program)
 
 
-def _once(schema: type, overrides: list[str]) -> _Composed:
-    """One config of overrides alone. hydra.main would compose it twice, first of all to see whether it is a sweep."""
+def _compose_one(schema: type, overrides: list[str]) -> _Composed:
+    """Compose one config from overrides; hydra.main would compose it twice, first to see whether it is a sweep."""
     from hydra import compose, initialize_config_dir
 
     _register_hydra(".", ())
@@ -93,38 +103,38 @@ def _once(schema: type, overrides: list[str]) -> _Composed:
         return compose(command_of(schema), overrides), None, tuple(overrides)
 
 
-def _as_hydras_program(schema: type, arguments: list[str], program: str) -> list[_Composed]:
-    """What Hydra's flags ask for: a sweep, a config that is shown and not run, presets from another directory."""
+def _run_hydra_main(schema: type, arguments: list[str], program: str) -> list[_Composed]:
+    """Apply Hydra's flags: a sweep, a config that is only printed, presets from another directory."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     composed: list[_Composed] = []
 
-    def take(config: Any) -> None:
-        mine = HydraConfig.get()
-        number = int(mine.job.num) if mine.mode == RunMode.MULTIRUN else None
-        composed.append((config, number, tuple(mine.overrides.task)))
+    def collect(config: Any) -> None:
+        job = HydraConfig.get()
+        number = int(job.job.num) if job.mode == RunMode.MULTIRUN else None
+        composed.append((config, number, tuple(job.overrides.task)))
 
-    conf, arguments = _with_own_presets(arguments)
-    # argparse takes what is positional in one stretch only, and users put -m anywhere.
+    conf, arguments = _preset_directories(arguments)
+    # argparse accepts positional arguments only in one sequence, and users put -m anywhere.
     arguments = sorted(arguments, key=lambda argument: "=" in argument and not argument.startswith("-"))
-    with _own_errors(), _as_program(program, arguments):
-        hydra.main(version_base="1.3", config_path=str(conf), config_name=command_of(schema))(take)()
+    with _config_errors(), _replaced_argv(program, arguments):
+        hydra.main(version_base="1.3", config_path=str(conf), config_name=command_of(schema))(collect)()
     return composed
 
 
-def _with_own_presets(arguments: list[str]) -> tuple[Path, list[str]]:
-    """The directory that Hydra looks in first, and the arguments with --config-dir naming the one it looks in next.
+def _preset_directories(arguments: list[str]) -> tuple[Path, list[str]]:
+    """The directory that Hydra searches first, and the arguments with --config-dir as the one that it searches next.
 
-    A file in the user's directory goes before a shipped one of the same name; Hydra has them the other way round.
+    A file in the user's directory takes precedence over a shipped one of the same name; in Hydra it is the other way.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", "-cd")
     try:
         options, rest = parser.parse_known_args(arguments)
     except argparse.ArgumentError:
-        return shipped("conf"), arguments  # Hydra says what is wrong with it
+        return shipped("conf"), arguments  # Hydra reports the error
     if options.config_dir is None:
         return shipped("conf"), arguments
     own = Path(options.config_dir).expanduser().absolute()
@@ -134,7 +144,7 @@ def _with_own_presets(arguments: list[str]) -> tuple[Path, list[str]]:
 
 
 def _register_hydra(scratch: str, defaults: Sequence[Mapping[str, str]]) -> None:
-    """Hydra's own settings: no logging, and a scratch directory for what it writes in a sweep."""
+    """Register Hydra's own settings: no logging, and a scratch directory for what it writes in a sweep."""
     from hydra.conf import HydraConf, RunDir, SweepDir
     from hydra.core.config_store import ConfigStore
 
@@ -144,29 +154,29 @@ def _register_hydra(scratch: str, defaults: Sequence[Mapping[str, str]]) -> None
 
 
 @contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
-    """Let exceptions out of Hydra, and turn its refusal of a flag into ours."""
+def _config_errors() -> Iterator[None]:
+    """Let exceptions out of Hydra, and turn an error of its argument parser into a ConfigError."""
     said = io.StringIO()
     try:
         with set_environment({"HYDRA_FULL_ERROR": "1"}), contextlib.redirect_stderr(said):
             yield
     except SystemExit as leaving:
         if leaving.code:
-            raise ConfigError(_last_words(said.getvalue())) from None
+            raise ConfigError(_argparse_message(said.getvalue())) from None
     else:
         sys.stderr.write(said.getvalue())
 
 
-def _last_words(said: str) -> str:
-    """The message of argparse, without the usage above it and the program's name before it."""
+def _argparse_message(said: str) -> str:
+    """The message of argparse, without the usage and the program's name."""
     line = said.strip().rpartition("\n")[2]
     message = line.partition("error: ")[2] or line
-    return f"{message[:1].upper()}{message[1:]}; settings are given as name=value, and --help lists them."
+    return f"{message[:1].upper()}{message[1:]}; settings have the form name=value; --help lists them."
 
 
 @contextlib.contextmanager
-def _as_program(program: str, arguments: list[str]) -> Iterator[None]:
-    """hydra.main reads the command line from sys.argv."""
+def _replaced_argv(program: str, arguments: list[str]) -> Iterator[None]:
+    """Replace sys.argv, from which hydra.main reads the command line."""
     before = sys.argv
     sys.argv = [program, *arguments]
     try:
@@ -179,58 +189,64 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # Hydra takes `+name=value` for any name, and then nothing would read it.
-    if (name := next(_unread(composed), None)) is not None:
-        raise ConfigError(unknown(name, schema))
-    _let_others_stand_in(composed)
+    # Hydra accepts `+name=value` for any name, which nothing would read.
+    if (name := next(_unknown_keys(composed), None)) is not None:
+        raise ConfigError(unknown_setting(name, schema))
+    _fill_alternatives(composed)
     if missing := sorted(OmegaConf.missing_keys(composed)):
-        raise ConfigError(_not_given(missing, schema))
+        raise ConfigError(_missing(missing, schema))
     try:
         config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
     except OmegaConfBaseException as error:
-        raise explain(error, schema, overrides) from error
-    run_dir = os.path.expanduser(config.run_dir)  # a shell leaves the ~ of name=~/place to the program
+        raise composition_error(error, schema, overrides) from error
+    run_dir = os.path.expanduser(config.run_dir)  # a shell does not expand the ~ in name=~/directory
     if number is not None:
         run_dir = str(Path(run_dir) / str(number))
     return Job(dataclasses.replace(config, run_dir=run_dir), overrides)
 
 
-def _let_others_stand_in(composed: Any) -> None:
-    """Settings that must be given, but for another one of their section (its dataclass's `instead`): empty then.
+def _fill_alternatives(composed: Any) -> None:
+    """Set required settings to "" where their dataclass has an alternative (`instead`) that is set.
 
-    The other one is there, or `name=value` says which value of it is meant.
+    `instead` maps a setting to `other` (which has any value) or `other=value`.
     """
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
 
     for name, other in getattr(OmegaConf.get_type(composed), "instead", {}).items():
         key, _, value = other.partition("=")
         section, _, leaf = name.rpartition(".")
-        if section and section not in composed:  # taken away by ~section, which is told of later
+        if section and section not in composed:  # removed by ~section, which is reported later
             continue
         holder = composed[section] if section else composed
         if OmegaConf.is_missing(holder, leaf) and (composed[key] == value if value else composed[key]):
             holder[leaf] = ""
-    for key in composed:
-        if isinstance(node := composed._get_node(key), DictConfig) and not node._is_none() and not node._is_missing():
-            _let_others_stand_in(node)
+    for _, section in _sections(composed):
+        _fill_alternatives(section)
 
 
-def _unread(composed: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the keys that no field of the dataclass behind their section has."""
-    from omegaconf import DictConfig, OmegaConf
+def _unknown_keys(composed: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the keys that are not fields of the dataclass of their section."""
+    from omegaconf import OmegaConf
 
     kind = OmegaConf.get_type(composed)
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(composed)
+    yield from (f"{prefix}{key}" for key in composed if key not in fields)
+    for key, section in _sections(composed):
+        if key in fields:
+            yield from _unknown_keys(section, f"{prefix}{key}.")
+
+
+def _sections(composed: Any) -> Iterator[tuple[str, Any]]:
+    """(key, mapping) of each mapping in `composed`."""
+    from omegaconf import DictConfig, OmegaConf
+
     for key in composed:
-        if key not in fields:
-            yield f"{prefix}{key}"
-        elif isinstance(node := composed._get_node(key), DictConfig) and not node._is_none() and not node._is_missing():
-            yield from _unread(node, f"{prefix}{key}.")
+        is_set = not OmegaConf.is_interpolation(composed, key) and not OmegaConf.is_missing(composed, key)
+        if is_set and isinstance(section := composed[key], DictConfig):
+            yield key, section
 
 
-def _not_given(missing: Sequence[str], schema: type) -> str:
-    from fsdp_shard.config.reference import settings_of
-
+def _missing(missing: Sequence[str], schema: type) -> str:
     helps = {setting.name: setting.help for setting in settings_of(schema)}
     said = "; ".join(f"{name} ({helps[name].rstrip('.')})" if name in helps else name for name in missing)
     verb = "is" if len(missing) == 1 else "are"
@@ -238,26 +254,27 @@ def _not_given(missing: Sequence[str], schema: type) -> str:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write RUN_DIR/config.yaml, whole or not at all, over that of an earlier run that this one resumes.
+    """Write RUN_DIR/config.yaml atomically, replacing that of an earlier run that this one resumes.
 
-    It is a config for `--config-name`, so that the same run can be made again from it.
+    It is a config for `--config-name`, from which the run can be repeated.
+
+    Raises:
+        ConfigError: `run_dir` cannot be written.
     """
     directory, text = Path(config.run_dir), redact(_as_yaml(config))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / "config.yaml").is_file() and (directory / "config.yaml").read_bytes() == text.encode():
             return
-        temporary = directory / f".config.yaml.{os.getpid()}"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(directory / "config.yaml")
+        write_atomically(directory / "config.yaml", text)
     except OSError as error:
         raise ConfigError(
-            f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Give a directory that can be made."
+            f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Set it to a writable directory."
         ) from error
 
 
 def _as_yaml(config: RunConfig) -> str:
-    """All settings; the defaults list before them has what they do not tell: the dataclass behind each group."""
+    """All settings, and a defaults list with the dataclass of each group."""
     from omegaconf import OmegaConf
 
     command = command_of(type(config))
@@ -267,6 +284,10 @@ def _as_yaml(config: RunConfig) -> str:
         for option, node in options_of(group).items()
         if type(getattr(config, group)) is node
     ]
-    comment = f"# To run this again: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
+    comment = f"# To repeat this run: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
     defaults = OmegaConf.to_yaml({"defaults": [schema_name(command), *chosen, "_self_"]})
-    return f"{comment}\n{defaults}{OmegaConf.to_yaml(OmegaConf.structured(config))}"
+    settings = OmegaConf.structured(config)
+    for name, _, value in walk(config):
+        if isinstance(value, str):
+            OmegaConf.update(settings, name, redact_setting(name, value))
+    return f"{comment}\n{defaults}{OmegaConf.to_yaml(settings)}"

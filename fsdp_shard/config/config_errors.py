@@ -1,7 +1,4 @@
-"""What is wrong with a composed config, in one paragraph: the setting, what was found, what was expected, what is near.
-
-Turns Hydra's and OmegaConf's exceptions into ConfigError. Knows the settings and groups of a command, not its work.
-"""
+"""Exceptions of Hydra and OmegaConf as one-paragraph ConfigErrors that name the setting and the closest known one."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import nearest
 
 
-def explain(error: BaseException, schema: type, arguments: Sequence[str]) -> ConfigError:
-    """ConfigError for what Hydra or OmegaConf raised while it composed `schema` from `arguments`."""
+def composition_error(error: BaseException, schema: type, arguments: Sequence[str]) -> ConfigError:
+    """The ConfigError for an exception of Hydra or OmegaConf while composing `schema` from `arguments`."""
     said = _wrong_override(error, schema, arguments) or _wrong_value(error, schema)
     return ConfigError(said or _in_one_paragraph(error))
 
 
 def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]) -> str | None:
-    """The first override that names a setting, group or option that is not there, or that cannot be read."""
+    """The message for the first override that cannot be parsed, or names an unknown setting, group or option."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -45,7 +42,7 @@ def _unreadable(argument: str) -> str:
         return f"{argument} is not of the form name=value, such as train.steps=100."
     name, _, value = argument.partition("=")
     return (
-        f"{argument} cannot be read: the value of {name} has a character that Hydra gives a meaning to. "
+        f"{argument} cannot be parsed: the value of {name} has a character with a special meaning in Hydra. "
         f"Quote it twice, such as '{name}=\"{value}\"'."
     )
 
@@ -64,7 +61,7 @@ def _unknown(override: Any, schema: type, error: BaseException) -> str | None:
         inside = name.removeprefix(f"{outer}.")
         value = settings[outer].default
         return None if value.startswith("{") else f"{name}: {outer} is {value}, not a mapping that has {inside}."
-    return unknown(name, schema)
+    return unknown_setting(name, schema)
 
 
 def _whole_section(override: Any, inside: Sequence[str]) -> str:
@@ -73,14 +70,14 @@ def _whole_section(override: Any, inside: Sequence[str]) -> str:
     return f"{name}={value}: {name} is a section of settings and has no value itself; did you mean {likely}={value}?"
 
 
-def unknown(name: str, schema: type) -> str:
-    """The sentence for a setting that is not there."""
+def unknown_setting(name: str, schema: type) -> str:
+    """The message for a setting that does not exist."""
     known = sorted({*(setting.name for setting in settings_of(schema)), *groups_of(schema)})
-    return f"{name} is no setting of {command_of(schema)}{_near(name, known)}. See --help for all of them."
+    return f"{name} is not a setting of {command_of(schema)}{_near(name, known)}. See --help for all of them."
 
 
 def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseException) -> str | None:
-    """Only what Hydra could not find is unknown: a preset may also lie in the user's --config-dir."""
+    """Only options that Hydra could not find are unknown: a preset may also be in the user's --config-dir."""
     group, option = override.key_or_group, override.get_value_element_as_str()
     if override.is_sweep_override() or not (override.value() is None or "Could not find" in str(error)):
         return None
@@ -92,7 +89,7 @@ def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseExce
 
 
 def _near(name: str, known: Sequence[str]) -> str:
-    """The nearest known full name; a last part that is right, or nearly so, counts even if what is before it is not."""
+    """The closest known full name, or else the one with the closest last part."""
     if close := nearest(name, known):
         return close
     last_parts = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
@@ -101,7 +98,7 @@ def _near(name: str, known: Sequence[str]) -> str:
 
 
 def _wrong_value(error: BaseException, schema: type) -> str | None:
-    """What OmegaConf says of a value whose type is wrong, or of a key in a YAML file that is unknown."""
+    """The message for a value of the wrong type, or for an unknown key in a YAML file."""
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
     cause: BaseException | None = error
@@ -112,40 +109,37 @@ def _wrong_value(error: BaseException, schema: type) -> str | None:
     name = str(getattr(cause, "full_key", None) or "")
     where = _preset_in(str(error))
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and name:
-        return f"{where}{unknown(name, schema)}"
+        return f"{where}{unknown_setting(name, schema)}"
     if isinstance(cause, ValidationError) and name:
         return f"{where}{_expected(name, str(cause.msg))}."
     return None
 
 
 def _preset_in(message: str) -> str:
-    """Hydra's `In 'group/option': ...` names the YAML file that is at fault."""
+    """The YAML file that Hydra names in `In 'group/option': ...`."""
     match = re.match(r"In '([^']+)'", message)
     return f"{match[1]}.yaml: " if match else ""
 
 
-_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
-
-_NAMES = {"int": "Integer", "float": "Float", "bool": "Boolean", "str": "String"}
+_TYPES = {
+    **dict.fromkeys(("int", "Integer"), "a whole number"),
+    **dict.fromkeys(("float", "Float"), "a number"),
+    **dict.fromkeys(("bool", "Boolean"), "true or false"),
+    **dict.fromkeys(("str", "String"), "text"),
+}
 
 
 def _expected(name: str, message: str) -> str:
-    """`Value 'abc' of type 'str' could not be converted to Integer` in a user's words."""
+    """`Value 'abc' of type 'str' could not be converted to Integer` without the names of Python types."""
     message = message.partition("\n")[0]
-    match = re.match(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", message)
-    if match is None:
-        match = re.match(r"Value '(.*)' is not a valid (\w+)", message)
-        kind = {"bool": "Boolean"}.get(match[2], match[2]) if match else ""
-    else:
-        kind = match[2]
-    if match is None and (several := re.match(r"Value '(.*)' of type .* type hint '.*Union\[(.*)\]+'", message)):
-        kinds = [_TYPES[_NAMES[kind]] for kind in several[2].rstrip("]").split(", ") if kind in _NAMES]
-        return f"{name}={several[1]} is not {' or '.join(kinds)}"
-    if match is None and message.endswith("is not Optional"):
-        return f"{name}=null: this setting needs a value; leave it out to have its default"
-    if match is None:
-        return f"{name}: {message.rstrip('.')}"
-    return f"{name}={match[1]} is not {_TYPES.get(kind, kind)}"
+    if match := re.match(r"Value '(.*)' (?:of type '\w+' could not be converted to|is not a valid) (\w+)", message):
+        return f"{name}={match[1]} is not {_TYPES.get(match[2], match[2])}"
+    if match := re.match(r"Value '(.*)' of type .* type hint '.*Union\[(.*)\]+'", message):
+        kinds = [_TYPES[kind] for kind in match[2].rstrip("]").split(", ") if kind in _TYPES]
+        return f"{name}={match[1]} is not {' or '.join(kinds)}"
+    if message.endswith("is not Optional"):
+        return f"{name}=null: this setting needs a value; leave it out to use its default"
+    return f"{name}: {message.rstrip('.')}"
 
 
 def _in_one_paragraph(error: BaseException) -> str:

@@ -1,7 +1,6 @@
-"""Every setting of every command, told from its declaration: the text of `--help` and of docs/config.md.
+"""The reference of all settings, from their declarations: the text of `--help` and of docs/config.md.
 
-`python -m fsdp_shard.reference` prints docs/config.md. Knows the config dataclasses and the names of presets, and
-nothing of how a config is composed.
+`python -m fsdp_shard.config.reference` prints docs/config.md.
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_shard.config.common import RunConfig, command_of, is_used, options_of
-from fsdp_shard.config.schemas import COMMANDS, schema_of
+from fsdp_shard.config.commands import COMMANDS, schema_of
+from fsdp_shard.config.common import RunConfig, command_of, is_used
+from fsdp_shard.config.registry import options_of
 from fsdp_shard.utils import REQUIRED, configs
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One leaf of a config: its dotted name, default as written on a command line, and what its declaration says."""
+    """A leaf of a config: its dotted name, its default as on a command line, and its declaration."""
 
     name: str
     default: str
@@ -30,13 +30,13 @@ class Setting:
 
     @property
     def sentence(self) -> str:
-        """The help text with what is accepted and where."""
+        """The help text with the accepted values and the options that have the setting."""
         extra = "; ".join(part for part in (self.accepts, self.only_with and f"only {self.only_with}") if part)
         return f"{self.help} ({extra})" if extra else self.help
 
 
 def settings_of(schema: type[RunConfig]) -> list[Setting]:
-    """Every setting that the command reads, those of all options of a group too, in the order declared."""
+    """Every setting that the command reads, of all options of its groups, in the order of their declaration."""
     return [setting for setting in _walk(schema(), "") if is_used(schema, setting.name)]
 
 
@@ -51,11 +51,11 @@ def _walk(config: Any, prefix: str) -> Iterator[Setting]:
         elif dataclasses.is_dataclass(value):
             yield from _walk(value, f"{name}.")
         else:
-            yield Setting(name, _written(value), field.metadata.get("help", ""), _accepts(field.metadata))
+            yield Setting(name, _format(value), field.metadata.get("help", ""), _accepts(field.metadata))
 
 
 def _walk_options(group: str, nodes: dict[str, type]) -> Iterator[Setting]:
-    """The settings of all options of a group, each once, with the options that have it where not all do."""
+    """The settings of all options of a group, each once, with the options that have it unless all do."""
     options = {name: list(_walk(node(), f"{group}.")) for name, node in nodes.items()}
     seen: set[str] = set()
     for settings in options.values():
@@ -68,8 +68,8 @@ def _walk_options(group: str, nodes: dict[str, type]) -> Iterator[Setting]:
             yield dataclasses.replace(setting, only_with=only)
 
 
-def _written(value: Any) -> str:
-    """`value` as Hydra reads it; the time in the default of run_dir as a reader expects it."""
+def _format(value: Any) -> str:
+    """`value` as in an override, with a placeholder for the time in the default of run_dir."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:
@@ -77,21 +77,21 @@ def _written(value: Any) -> str:
     if isinstance(value, str):
         return value.replace("${now:%Y-%m-%d_%H-%M-%S}", "<date>_<time>")
     if isinstance(value, list):
-        return "[" + ",".join(_written(item) for item in value) + "]"
+        return "[" + ",".join(_format(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_written(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_format(item)}" for key, item in value.items()) + "}"
     return str(value)
 
 
 def _accepts(rules: Any) -> str:
     if (choices := rules.get("choices")) is not None:
-        return " | ".join(map(_written, choices))
+        return " | ".join(map(_format, choices))
     words = (("minimum", "at least"), ("above", "more than"), ("maximum", "at most"))
     return ", ".join(f"{word} {rules[rule]}" for rule, word in words if rules.get(rule) is not None)
 
 
 def groups_of(schema: type) -> dict[str, list[str]]:
-    """The groups in the defaults list of the command and the options of each, dataclasses before presets."""
+    """Group -> its options, for the groups in the command's defaults list; dataclasses come before presets."""
     root = next(item.path for item in configs() if item.name == f"{command_of(schema)}.yaml")
     groups = re.findall(r"^  - (\w+): ", root.read_text(encoding="utf-8"), re.MULTILINE)
     presets = [item.name.removesuffix(".yaml").rpartition("/") for item in configs()]
@@ -100,17 +100,17 @@ def groups_of(schema: type) -> dict[str, list[str]]:
 
 
 def help_text(schema: type, command: str) -> str:
-    """What `--help` says of a command."""
+    """The text of `--help` for a command."""
     lines = [
         f"{command} [name=value ...]",
         "",
         f"  {(schema.__doc__ or '').strip().partition(chr(10))[0]}",
         "",
-        "name=value changes a setting, group=option takes a set of them. -m with name=a,b runs once for each value.",
-        "--cfg job shows the config and runs none, --config-dir DIR adds presets of yours, --debug shows tracebacks.",
+        "name=value sets a setting, group=option selects a set of them. -m with name=a,b runs once for each value.",
+        "--cfg job prints the config without running, --config-dir DIR adds your presets, --debug shows tracebacks.",
         "",
         *_group_lines(groups_of(schema)),
-        "Settings and their defaults (??? must be given)",
+        "Settings and their defaults (??? is required)",
     ]
     for setting in settings_of(schema):
         lines.append(f"  {setting.name}={setting.default}")
@@ -124,23 +124,23 @@ def _group_lines(groups: dict[str, list[str]]) -> list[str]:
 
 
 def markdown() -> str:
-    """The whole of docs/config.md."""
+    """The content of docs/config.md."""
     lines = [
         "# Settings",
         "",
-        "Made by `make docs` from the declarations in the code. On a command line `name=value` changes a setting and",
-        f"`group=option` takes a set of them. `{REQUIRED}` must be given.",
+        "Generated by `make docs` from the declarations in the code. On the command line, `name=value` sets a setting",
+        f"and `group=option` selects a set of them. `{REQUIRED}` is required.",
     ]
     for command in COMMANDS:
         schema = schema_of(command)
         lines += ["", f"## fsdp-shard {command}", "", (schema.__doc__ or "").strip().partition("\n")[0], ""]
         if base := next((other for other in COMMANDS if schema_of(other) in schema.__mro__[1:]), None):
-            lines.append(f"Its settings are those of `{base}`, of which none must be given.")
+            lines.append(f"Its settings are those of `{base}`, none of which is required.")
             continue
         groups = (
             f"- `{group}=` {', '.join(f'`{o}`' for o in options)}" for group, options in groups_of(schema).items()
         )
-        lines += [*groups, "", "| setting | default | what it is |", "|---|---|---|"]
+        lines += [*groups, "", "| setting | default | description |", "|---|---|---|"]
         lines += [f"| `{s.name}` | `{s.default}` | {_cell(s.sentence)} |" for s in settings_of(schema)]
     return "\n".join(lines) + "\n"
 

@@ -1,5 +1,11 @@
 from .config import DataConfig as DataConfig, all_sources as all_sources, cache_directory as cache_directory
-from .prepare import (
+from .kinds.kind import (
+    CAUSAL as CAUSAL,
+    CLASSIFICATION as CLASSIFICATION,
+    MASKED_LM as MASKED_LM,
+    SEQ2SEQ as SEQ2SEQ,
+)
+from .pipeline import (
     open_samples as open_samples,
     prepare_data as prepare_data,
     prepare_held_out as prepare_held_out,
@@ -7,26 +13,21 @@ from .prepare import (
     tokenize_all as tokenize_all,
 )
 from .sample_order import sample_indices as sample_indices
-from .samples.masked_lm import MaskedWindows as MaskedWindows
-from .samples.micro_batches import evaluation_batches as evaluation_batches, micro_batches as micro_batches
-from .samples.protocol import Dataset as Dataset, HeldOut as HeldOut
-from .samples.seq2seq_classification import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
-from .samples.windows import MASKED as MASKED, Batch as Batch, WindowDataset as WindowDataset
-from .statistics import (
+from .samples.batch import (
+    MASKED as MASKED,
+    Batch as Batch,
+    evaluation_batches as evaluation_batches,
+    micro_batches as micro_batches,
+)
+from .samples.protocol import (
+    Dataset as Dataset,
+    MapDataset as MapDataset,
     data_figures as data_figures,
-    source_names as source_names,
+    source_figures as source_figures,
     source_predictions as source_predictions,
-    sources_seen as sources_seen,
 )
-from .streaming.dataset import Streamed as Streamed, go_to as go_to, place_in as place_in
-from .task import (
-    CAUSAL as CAUSAL,
-    CLASSIFICATION as CLASSIFICATION,
-    MASKED_LM as MASKED_LM,
-    SEQ2SEQ as SEQ2SEQ,
-    SpecialTokens as SpecialTokens,
-    Task as Task,
-    check_task as check_task,
-)
+from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
+from .samples.windows import MaskedWindows as MaskedWindows, WindowDataset as WindowDataset
+from .task import SpecialTokens as SpecialTokens, Task as Task, check_task as check_task
 from .tokenized.example_cache import Examples as Examples
 from .validate import check_data as check_data, check_source as check_source, check_tokenizer as check_tokenizer

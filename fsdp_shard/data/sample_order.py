@@ -1,11 +1,11 @@
-"""The one order in which samples are trained: a function of the seed and of nothing else.
+"""The order in which samples are trained: a function of the seed alone.
 
-Sample number `first` of a run is the same at every number of ranks, micro-batch size and restart, so a run resumes
-from the number of samples it has consumed. Each epoch is a permutation of all samples. Pure.
+It is the same for any number of ranks, micro-batch size and restart, so a run resumes from the number of samples that
+it has consumed. Each epoch is a permutation of all samples.
 
 The permutation is the stable argsort of raw Philox output (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
-2011), seeded by (seed, epoch). numpy promises for ever the streams of its bit generators (NEP 19), but not those of
-`Generator.permutation`: an upgrade in the middle of a run must not change its order.
+2011), seeded by (seed, epoch). numpy guarantees the streams of its bit generators (NEP 19), but not those of
+`Generator.permutation`: an upgrade during a run must not change its order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,20 @@ import numpy.typing as npt
 
 
 def sample_indices(seed: int, num_samples: int, first: int, count: int) -> npt.NDArray[np.int64]:
-    """Indices [count] of the samples at places [first, first + count) of the endless order over `num_samples`."""
+    """Return a part of the endless order of samples.
+
+    Args:
+        seed: The seed of the order.
+        num_samples: Number of samples in an epoch.
+        first: Position of the first sample in the order.
+        count: How many samples to return.
+
+    Returns:
+        The indices [count] of the samples, int64.
+
+    Raises:
+        ValueError: There are no samples.
+    """
     if num_samples < 1:
         raise ValueError("there are no samples to order")
     pieces = [np.empty(0, np.int64)]
@@ -30,11 +43,11 @@ def sample_indices(seed: int, num_samples: int, first: int, count: int) -> npt.N
 
 
 def epoch_order(seed: int, num_samples: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The permutation [num_samples] of one epoch; kept for the next call, so it is read-only."""
+    """Return the permutation [num_samples] of one epoch; it is cached, so it is read-only."""
     return _orders(seed, num_samples)(epoch)
 
 
-@lru_cache(maxsize=64)  # of as many sources of a mixture, each asked for in turn
+@lru_cache(maxsize=64)  # one for each source of a mixture
 def _orders(seed: int, num_samples: int) -> Callable[[int], npt.NDArray[np.int64]]:
     return lru_cache(maxsize=2)(partial(_epoch_order, seed, num_samples))
 

@@ -1,33 +1,28 @@
-"""What a model is trained to do, as far as its samples depend on it. Plain data; knows no model and no torch."""
+"""What a model is trained to do, as far as its samples depend on it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from fsdp_shard.data.config import DataConfig, all_sources
+from fsdp_shard.data.config import DataConfig, all_sources, default_of
+from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, MASKED_LM, SEQ2SEQ, Tokenizer
+from fsdp_shard.data.kinds.registry import KINDS
 from fsdp_shard.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-CAUSAL, SEQ2SEQ, MASKED_LM, CLASSIFICATION = "causal_lm", "seq2seq", "masked_lm", "sequence_classification"
-
-_KINDS = {
-    CAUSAL: ("text", "chat", "instruction", "pairs"),
-    SEQ2SEQ: ("pairs", "instruction"),
-    MASKED_LM: ("text",),
-    CLASSIFICATION: ("text",),
-}
 _ONLY_FOR = {"target_length": SEQ2SEQ, "mask_fraction": MASKED_LM, "label_column": CLASSIFICATION}
 
 
 @dataclass(frozen=True)
 class Task:
-    """`name` is that of `model.task`. A seq2seq model's targets begin with `decoder_start`; a classifier has
-    `num_labels` classes, and may have names for them. Rows of these two are padded with `padding`: some classifiers
-    take the last token that is another one.
+    """The task of a model and what it says about samples.
+
+    Attributes:
+        name: The value of `model.task`.
+        decoder_start: The first token of the decoder's input, for seq2seq models.
+        num_labels: Number of classes of a classifier.
+        label_numbers: Indices of the classes by name, if they have names.
+        padding: The padding token of seq2seq models and classifiers, some of which take the last other token.
     """
 
     name: str = CAUSAL
@@ -39,8 +34,9 @@ class Task:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Tokens that a masked language model's windows are made with; begin and end are empty where it has none. Those
-    of `all` are never hidden.
+    """The special tokens in the windows of a masked language model; `begin` and `end` may be empty.
+
+    `vocabulary` is the size of the vocabulary. The tokens in `all` are never masked.
     """
 
     mask: int
@@ -50,8 +46,8 @@ class SpecialTokens:
     all: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
-        """Those of `tokenizer`; raises DataError when it has no mask token."""
+    def of(cls, tokenizer: Tokenizer) -> SpecialTokens:
+        """Return those of `tokenizer`; raise DataError if it has no mask token."""
         if tokenizer.mask_token_id is None:
             raise DataError(
                 "model.task=masked_lm needs a mask token, but the model's tokenizer has none. Set mask_token in its "
@@ -68,18 +64,19 @@ class SpecialTokens:
 
 
 def check_task(task: str, data: DataConfig) -> None:
-    """Raise ConfigError for data that the task has no use for."""
+    """Raise ConfigError for data that cannot be used for the task `model.task`."""
+    kinds = [name for name, kind in KINDS.items() if task in kind.tasks]
     for source in all_sources(data):
-        if source.kind not in _KINDS[task]:
+        if source.kind not in kinds:
             raise ConfigError(
                 f"{source.where}.kind={source.kind} does not fit model.task={task}, which is trained on data.kind="
-                f"{' or '.join(_KINDS[task])}."
+                f"{' or '.join(kinds)}."
             )
         if task == CLASSIFICATION and source.sample_by != "document":
             raise ConfigError(f"{source.where}.sample_by is for plain text files, which have no labels; leave it out.")
         for name, needs in _ONLY_FOR.items():
             value = getattr(source, name)
-            if task != needs and value != DataConfig.__dataclass_fields__[name].default:
+            if task != needs and value != default_of(name):
                 raise ConfigError(f"{source.where}.{name}={value} is for model.task={needs}, not {task}; leave it out.")
     if data.packing and task != CAUSAL:
         raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")

@@ -1,5 +1,6 @@
+from .agreement import run_on_all as run_on_all, run_on_main as run_on_main
+from .config import LaunchConfig as LaunchConfig
 from .launcher import (
-    LaunchConfig as LaunchConfig,
     check_machine as check_machine,
     count_gpus as count_gpus,
     is_joined_rank as is_joined_rank,
@@ -12,8 +13,15 @@ from .launcher import (
 )
 from .local_shard import LocalShard as LocalShard, row_major_range as row_major_range
 from .process_group import (
+    Communicator as Communicator,
     DistributedContext as DistributedContext,
-    distributed as distributed,
+    init_distributed as init_distributed,
     is_restarted as is_restarted,
 )
-from .signals import Stopped as Stopped, interrupt_on_signals as interrupt_on_signals, noting_ctrl_c as noting_ctrl_c
+from .signals import (
+    STOP_SIGNALS as STOP_SIGNALS,
+    Stopped as Stopped,
+    interrupt_on_signals as interrupt_on_signals,
+    noting_ctrl_c as noting_ctrl_c,
+    stop_signals as stop_signals,
+)

@@ -1,153 +1,152 @@
-"""torch's elastic agent of one machine, quicker to end ranks that cannot go on, and with an eye for frozen ones.
+"""torch's elastic agent of one machine, which ends ranks sooner that cannot continue and detects frozen ones.
 
-When a rank dies, torch gives the others 30 s, most of which ranks that wait for the dead one would sit out; here it is
-a few seconds. A rank that is stopped or hangs in the kernel never dies: so each rank has a thread that gives a sign of
-life, and one that gives none for too long is killed. Knows ranks as processes only.
+When a rank dies, torch gives the others 30 s, which ranks that wait for the dead one would use up; this agent gives
+them a few seconds. A rank that is stopped or hangs in the kernel never exits, so each rank has a heartbeat, and one
+whose heartbeat stops for too long is killed.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+from fsdp_shard.distributed.config import LaunchConfig
+from fsdp_shard.distributed.elastic_private import OverridableAgent
 from fsdp_shard.distributed.process_group import ATTEMPT, ATTEMPT_KEY, wait_for_members
+from fsdp_shard.distributed.rank_reports import AttemptDirectory
+from fsdp_shard.errors import InputError
 from fsdp_shard.utils import set_environment
 
-_SECONDS_TO_END = 5.0  # for ranks that have lost another one: to notice it, and to leave word
+_SECONDS_TO_END = 5.0  # for ranks that have lost another one: to notice it, and to report
 _SECONDS_TO_SAVE = 30.0
 _SECONDS_TO_START = 10.0
-_SECONDS_BETWEEN_SIGNS = 1.0
 
 
-def give_signs_of_life(file: Path) -> None:
-    """Touch `file` every second from a thread, as long as this process runs."""
-    file.touch()
-
-    def touch() -> None:
-        while True:
-            time.sleep(_SECONDS_BETWEEN_SIGNS)
-            try:
-                os.utime(file)
-            except OSError:  # the launcher is gone, and its directory with it
-                return
-
-    threading.Thread(target=touch, name="signs-of-life", daemon=True).start()
-
-
-class SignsOfLife:
-    """How long each rank has given no sign of life, counting only time in which this process itself has run."""
+class Heartbeats:
+    """How long the heartbeat of each rank has stopped, counting only time in which this process itself has run."""
 
     def __init__(self) -> None:
         self._last: dict[Path, int] = {}
         self._silent: dict[Path, float] = {}
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
 
-    def silent_seconds(self, files: list[Path]) -> dict[Path, float]:
-        """For the files that are there: a rank that has only just started has none."""
+    def silent_seconds(self, files: Iterable[Path]) -> dict[Path, float]:
+        """Return the seconds since each heartbeat; a rank that has only just started has no file yet."""
         now = time.monotonic()
-        passed, self._looked = min(now - self._looked, 1.0), now
+        passed, self._checked = min(now - self._checked, 1.0), now
+        found = {}
         for file in files:
             try:
                 changed = file.stat().st_mtime_ns
             except FileNotFoundError:
                 continue
-            self._silent[file] = 0.0 if changed != self._last.get(file) else self._silent[file] + passed
+            found[file] = 0.0 if changed != self._last.get(file) else self._silent[file] + passed
             self._last[file] = changed
-        return {file: self._silent[file] for file in files if file in self._silent}
+        self._silent |= found
+        return found
 
 
-class Agent(LocalElasticAgent):
-    """Starts the ranks of this machine and looks after them.
+class Agent(OverridableAgent):
+    """Starts the ranks of this machine and monitors them.
 
-    `sign_of_life(attempt, rank)` is the file that a rank touches, while it is at work. `restarts(status)` says whether
-    ranks are to be started again after one has ended with that exit status. `all_started(attempt)` is called when the
-    ranks of all machines are there: none of them may meet the others before.
+    Args:
+        spec: What to run, and where the machines meet.
+        settings: Restarts, timeouts and grace period of the run.
+        start_method: fork or spawn.
+        reports: Directory in which each attempt has an `AttemptDirectory`.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        logs: DefaultLogsSpecs,
-        *,
-        start_method: str,
-        grace_seconds: int,
-        timeout_seconds: float,
-        sign_of_life: Callable[[str, int], Path | None],
-        restarts: Callable[[int], bool],
-        all_started: Callable[[str], None],
-    ) -> None:
-        super().__init__(spec, logs, start_method=start_method, shutdown_timeout=grace_seconds)
-        self._grace_seconds, self._timeout_seconds = grace_seconds, timeout_seconds
-        self._sign_of_life, self._restarts, self._all_started = sign_of_life, restarts, all_started
-        self._signs = SignsOfLife()
-        self._attempt = ""
-        self._first_seen_dead: float | None = None
+    def __init__(self, spec: WorkerSpec, settings: LaunchConfig, start_method: str, reports: Path) -> None:
+        # torch makes a directory for logs even when it writes none.
+        logs = DefaultLogsSpecs(log_dir=str(reports))
+        super().__init__(spec, logs, start_method=start_method, shutdown_timeout=settings.grace_seconds)
+        self._settings, self._reports = settings, reports
+        self._heartbeats = Heartbeats()
+        self._attempt = AttemptDirectory(reports)
         # Of the last attempt: the rank that died first, its exit status as Python gives it, and the frozen ones.
-        self.first_death: tuple[int, int] | None = None
-        self.frozen: set[int] = set()
+        self._first_death: tuple[int, int] | None = None
+        self._death_seen: float | None = None
+        self._frozen: set[int] = set()
 
-    # torch's names: these are the methods that an agent of one's own overrides.
+    def first_death(self) -> tuple[int, str]:
+        """Return the rank that was found dead first, and how it died."""
+        rank, status = self._first_death or (0, 1)
+        if rank in self._frozen:
+            return rank, (
+                f"sent no heartbeat for launch.timeout_seconds={self._settings.timeout_seconds:g} and was killed; it "
+                f"was stopped, or hung in a system call"
+            )
+        if status < 0:
+            hint = "; the machine may have run out of memory" if -status == signal.SIGKILL else ""
+            return rank, f"was killed by {signal.Signals(-status).name}{hint}"
+        return rank, f"ended with exit status {status}"
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        self.first_death, self.frozen, self._first_seen_dead = None, set(), None
+    def start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        self._first_death, self._frozen, self._death_seen = None, set(), None
         group: Any = worker_group  # torch's annotations know only what its fields are before the machines have met
-        self._attempt = bytes(group.store.get(ATTEMPT_KEY)).decode()
-        with set_environment({ATTEMPT: self._attempt}):  # the ranks inherit it
-            pids: dict[int, int] = super()._start_workers(worker_group)
-        # A thread of one of the launchers serves the store, and looks up the name of whoever comes to it: a rank that
-        # is forked at that moment finds the resolver of the C library locked for ever. So nobody comes before all are
-        # forked. One machine that is late does not keep the others: what could happen then is rare.
+        attempt = bytes(group.store.get(ATTEMPT_KEY)).decode()
+        self._attempt = AttemptDirectory.create(self._reports, attempt)
+        with set_environment({ATTEMPT: attempt}):  # the ranks inherit it
+            pids = super().start_workers(worker_group)
+        # A thread of one of the launchers serves the store, and looks up the name of whoever connects: a rank that is
+        # forked at that moment finds the resolver of the C library locked for ever. So no rank connects before all are
+        # forked. One late machine does not keep the others waiting: what could happen then is rare.
         wait_for_members(group.store, "fsdp-shard/started", group.group_world_size, _SECONDS_TO_START)
-        self._all_started(self._attempt)
+        self._attempt.release()
         return pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        ranks = {int(worker.global_rank): int(worker.id) for worker in worker_group.workers}
-        self._kill_frozen(ranks)
-        died = {rank: status for rank, pid in ranks.items() if (status := _exit_status(pid)) not in (None, 0)}
-        if died and self._first_seen_dead is None:
-            self._first_seen_dead = time.monotonic()
-            self.first_death = min(died.items(), key=lambda one: one[1] >= 0)  # killed ones come first
-            if not self._restarts(self.first_death[1]):
-                self._remaining_restarts = 0
-            _send(signal.SIGTERM, [pid for rank, pid in ranks.items() if rank not in died])
-        if self._first_seen_dead is not None:
+    def monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        pids = {int(worker.global_rank): int(worker.id) for worker in worker_group.workers}
+        self._kill_frozen(pids)
+        died = {rank: status for rank, pid in pids.items() if (status := _exit_status(pid)) not in (None, 0)}
+        if died and self._death_seen is None:
+            self._death_seen = time.monotonic()
+            self._first_death = min(died.items(), key=lambda death: death[1] >= 0)  # killed ones come first
+            if not self._can_restart(self._first_death[1]):
+                self.forbid_restarts()
+            _send(signal.SIGTERM, [pid for rank, pid in pids.items() if rank not in died])
+        if self._death_seen is not None:
             # torch's own way of seeing that a rank has died blocks until all have ended.
-            running = [pid for pid in ranks.values() if _exit_status(pid) is None]
-            if running and time.monotonic() - self._first_seen_dead < _SECONDS_TO_END:
+            running = [pid for pid in pids.values() if _exit_status(pid) is None]
+            if running and time.monotonic() - self._death_seen < _SECONDS_TO_END:
                 return RunResult(state=WorkerState.HEALTHY)
             _send(signal.SIGKILL, running)
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
+        return super().monitor_workers(worker_group)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        # Ranks that are well are stopped because a machine came or went: they may save first. That machine's may have
-        # died in the middle of a collective, though, and then these wait for nothing.
-        seconds = min(self._grace_seconds, _SECONDS_TO_SAVE) if self._first_seen_dead is None else _SECONDS_TO_END
-        self._shutdown(timeout=int(seconds))
-        for worker in worker_group.workers:
-            _kill_group(int(worker.id))
+    def stop_workers(self, worker_group: WorkerGroup) -> None:
+        # Healthy ranks are stopped because a machine joined or left, and may save first. But if that machine died in
+        # the middle of a collective, they would wait in vain.
+        is_healthy = self._death_seen is None
+        seconds = min(self._settings.grace_seconds, _SECONDS_TO_SAVE) if is_healthy else _SECONDS_TO_END
+        self.shut_down(int(seconds))
+        # What a rank has started goes with it: it could hold files and locks that the next attempt needs.
+        _send(signal.SIGKILL, [-int(worker.id) for worker in worker_group.workers])
 
-    def _kill_frozen(self, ranks: dict[int, int]) -> None:
-        files = {file: rank for rank in ranks if (file := self._sign_of_life(self._attempt, rank)) is not None}
-        for file, seconds in self._signs.silent_seconds(list(files)).items():
+    def _can_restart(self, status: int) -> bool:
+        """Whether a rank that ended with this status may succeed when it is started again.
+
+        Wrong input would be wrong again. A fixed number of machines cannot continue after one was told to leave.
+        """
+        return not (status == InputError.exit_status or (status > 128 and not self._settings.is_elastic))
+
+    def _kill_frozen(self, pids: dict[int, int]) -> None:
+        files = {self._attempt.heartbeat(rank): rank for rank in pids.keys() - self._attempt.finished()}
+        for file, seconds in self._heartbeats.silent_seconds(files).items():
             rank = files[file]
-            if seconds > self._timeout_seconds and rank not in self.frozen:
-                self.frozen.add(rank)
-                _send(signal.SIGKILL, [ranks[rank]])
+            if seconds > self._settings.timeout_seconds and rank not in self._frozen:
+                self._frozen.add(rank)
+                _send(signal.SIGKILL, [pids[rank]])
 
 
 def _exit_status(pid: int) -> int | None:
-    """The exit status of a child, negative for a signal; None while it runs. torch still finds it to be reaped."""
+    """Return the exit status of a child, negative for a signal; None while it runs. torch can still reap the child."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # torch has it already
@@ -157,17 +156,10 @@ def _exit_status(pid: int) -> int | None:
     return int(found.si_status) if found.si_code == os.CLD_EXITED else -int(found.si_status)
 
 
-def _send(number: signal.Signals, pids: list[int]) -> None:
+def _send(number: signal.Signals, pids: Iterable[int]) -> None:
+    """Send a signal to processes, and to process groups where a number is negative."""
     for pid in pids:
         try:
             os.kill(pid, number)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
             continue
-
-
-def _kill_group(pid: int) -> None:
-    """What a rank has started goes with it: it could hold files and locks that the next attempt needs."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return

@@ -1,12 +1,12 @@
-"""A rank's part of a tensor, as every wrapper and every checkpoint format here understands it.
+"""A rank's shard of a tensor, as every wrapper and every checkpoint format understands it.
 
 FSDP2 gives a rank some rows of each parameter; FSDP1 gives it a range of a flattened unit. Both are one contiguous
-range of the row-major elements of each logical tensor. Tensor parallelism also cuts columns: then it is a box. These
-are the only words that sharding and checkpoints share. Knows neither of them.
+range of the row-major elements of each logical tensor. Tensor parallelism also divides columns: then it is a box.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """This rank's elements [start, start + len(data)) of a row-major tensor of `shape`.
+    """This rank's elements [start, start + len(data)) of a row-major tensor.
 
-    `data` is a flat view [num_elements] of the rank's own memory: writing into it changes the model. `tensor` is the
-    parameter or buffer as the model and the optimizer know it. Exactly one rank of those that hold the same elements
-    `writes` them into a checkpoint.
-
-    With a `box`, (offsets, shape), `data` are the elements of that box instead, row by row; `start` is its first one's.
+    Attributes:
+        tensor: The parameter or buffer as the model and the optimizer know it.
+        data: Flat view [num_elements] of this rank's own memory; writing into it changes the model.
+        start: Offset of the first element in the row-major tensor.
+        shape: Shape of the whole tensor.
+        writes: Whether this rank writes the elements into a checkpoint: exactly one rank of those that hold them does.
+        box: (offsets, shape) of the shard if `data` are the elements of a box, row by row, instead of a flat range.
     """
 
     tensor: torch.Tensor
@@ -34,7 +36,7 @@ class LocalShard:
     box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def view_of(self, state: torch.Tensor) -> torch.Tensor:
-        """The flat local elements [num_elements] of an optimizer state that has the parameter's own shape."""
+        """Return the flat local elements [num_elements] of an optimizer state that has the shape of the parameter."""
         from torch.distributed.tensor import DTensor
 
         local = state.to_local() if isinstance(state, DTensor) else state
@@ -43,8 +45,6 @@ class LocalShard:
 
 
 def row_major_range(shape: Sequence[int], rows: range) -> tuple[int, int]:
-    """(start, length) in elements of rows `rows` of a row-major tensor of `shape`."""
-    row = 1
-    for extent in shape[1:]:
-        row *= extent
+    """Return (start, length), in elements, of `rows` of a row-major tensor of `shape`."""
+    row = math.prod(shape[1:])
     return rows.start * row, len(rows) * row

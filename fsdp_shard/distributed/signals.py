@@ -1,6 +1,6 @@
-"""The signals that ask a run to stop, and what they do in a process that has no handler of its own for them.
+"""The signals that ask a run to stop, and their handlers until a training loop installs its own, which save.
 
-Installing one is for the main thread. Knows no recipe: a training loop puts its own handlers, which save, over these.
+Handlers can only be installed in the main thread.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from fsdp_shard.errors import Interrupted
 
 
 class Stopped(BaseException):
-    """A signal came while nothing handled it. No Exception: libraries wrap those, or go on after them."""
+    """A stop signal came while nothing else handled it. A BaseException: libraries wrap or swallow an Exception."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
     def as_error(self) -> Interrupted:
-        """What is told of it."""
+        """Return the error to show to the user."""
         return Interrupted(f"Stopped by {signal.Signals(self.number).name}.", signal_number=self.number)
 
 
-# SIGUSR1 is what Slurm sends before a time limit, when it is asked to.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Slurm sends SIGUSR1 before a time limit if it is asked to.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop; not SIGHUP where `nohup` ignores it, so that the run outlives a terminal."""
+    """Return the signals that ask a run to stop, without those that are ignored, such as SIGHUP under `nohup`."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def interrupt_on_signals(*, ctrl_c: bool) -> None:
-    """Raise Stopped on these signals; on Ctrl-C only if `ctrl_c`, which else stays Python's KeyboardInterrupt."""
+    """Raise Stopped on stop signals; on Ctrl-C only if `ctrl_c`, else it stays Python's KeyboardInterrupt."""
     for number in stop_signals():
         if ctrl_c or number != signal.SIGINT:
             signal.signal(number, _hang_up if number == signal.SIGHUP else _stop)
@@ -44,9 +44,12 @@ def interrupt_on_signals(*, ctrl_c: bool) -> None:
 
 @contextmanager
 def noting_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Gives what tells whether Ctrl-C has come, which is no KeyboardInterrupt meanwhile; a second one is.
+    """Record the first Ctrl-C instead of raising KeyboardInterrupt; a second one raises it.
 
-    An exception is lost that comes while Python runs a finalizer, and leaves half done whatever it comes into.
+    An exception that is raised at any point leaves work half done, and is lost in a finalizer.
+
+    Yields:
+        A function that returns whether Ctrl-C has been pressed.
     """
     count = 0
 

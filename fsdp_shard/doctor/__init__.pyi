@@ -1,5 +1,13 @@
 from .findings import Report as Report
-from .machine import hardware as hardware, software as software
-from .rank_probe import ranks as ranks
-from .run import data as data, memory as memory, plan_of as plan_of, room as room, settings as settings
-from .storage import disk as disk, remote as remote, run_directory as run_directory
+from .machine import check_hardware as check_hardware, check_software as check_software
+from .rank_probe import check_ranks as check_ranks
+from .run import (
+    check_data as check_data,
+    check_disk as check_disk,
+    check_disk_space as check_disk_space,
+    check_memory as check_memory,
+    check_remote as check_remote,
+    check_run_directory as check_run_directory,
+    check_settings as check_settings,
+    plan_run as plan_run,
+)

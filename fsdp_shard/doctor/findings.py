@@ -1,4 +1,4 @@
-"""What an examination finds, and the report that they all go into. Knows nothing that is examined."""
+"""What the checks of `doctor` find, and the report of it."""
 
 from __future__ import annotations
 
@@ -6,67 +6,78 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from fsdp_shard.distributed import joined_rank
 from fsdp_shard.errors import FsdpShardError, RunError
+from fsdp_shard.utils import format_count
 
 OK, SKIPPED, WARNING, PROBLEM = "ok", "-", "warn", "FAIL"
 
 
 class Finding(NamedTuple):
-    """One sentence for people, and what it means: WARNING lets a run go on, slower or worse; PROBLEM would end it."""
+    """A sentence and what it means: a run with a WARNING is slower or worse, one with a PROBLEM would fail."""
 
     mark: str
     text: str
 
 
 def ok(text: str) -> Finding:
+    """Return a finding that is no reason to worry."""
     return Finding(OK, text)
 
 
 def skipped(missing: str) -> Finding:
-    """What could not be looked at for want of settings."""
-    return Finding(SKIPPED, f"not looked at; add {missing}")
+    """Return the finding that something was not checked because settings are missing."""
+    return Finding(SKIPPED, f"not checked; add {missing}")
 
 
 def warning(text: str) -> Finding:
+    """Return a finding that makes a run slower or worse."""
     return Finding(WARNING, text)
 
 
 def problem(text: str) -> Finding:
+    """Return a finding that would make a run fail."""
     return Finding(PROBLEM, text)
 
 
 class Report:
-    """Hands each finding to `tell`, a line each, as soon as it is made. A problem is told once, whoever finds it."""
+    """Prints each finding on a line as soon as it is made, and a problem that several checks find only once.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    Args:
+        print_line: What prints a line; by default to standard output, on the first of several ranks.
+    """
+
+    def __init__(self, print_line: Callable[[str], None] | None = None) -> None:
+        self._print = print_line or (print if joined_rank() == 0 else lambda line: None)
         self._findings: list[Finding] = []
 
-    def add(self, subject: str, look: Callable[[], Iterable[Finding]]) -> None:
-        """Tell what `look` finds of `subject`. An error of ours, or of the system, that it raises is a problem."""
-        for finding in _findings(look):
+    def add(self, subject: str, findings: Iterable[Finding]) -> None:
+        """Print the findings of a check.
+
+        Args:
+            subject: What was checked, in one word.
+            findings: The findings, as they are made; an error of this package or the system raised by the iterator is
+                a problem.
+        """
+        for finding in _with_errors(findings):
             if finding.mark == PROBLEM and finding in self._findings:
                 continue
             self._findings.append(finding)
-            self._tell(f"{subject:<9} {finding.mark:<4}  {finding.text}")
+            self._print(f"{subject:<9} {finding.mark:<4}  {finding.text}")
 
     def conclude(self) -> None:
-        """Tell that there is no problem, or raise RunError."""
+        """Print that there is no problem, or raise RunError."""
         counts = Counter(finding.mark for finding in self._findings)
         if counts[PROBLEM]:
-            raise RunError(f"finetune would not get through: {_number(counts[PROBLEM], 'problem')}, marked FAIL above.")
-        warned = f", {_number(counts[WARNING], 'warning')}" if counts[WARNING] else ""
-        self._tell(f"\nNo problem found{warned}.")
+            raise RunError(f"finetune would fail: {format_count(counts[PROBLEM], 'problem')}, marked FAIL above.")
+        warnings = f", {format_count(counts[WARNING], 'warning')}" if counts[WARNING] else ""
+        self._print(f"\nNo problem found{warnings}.")
 
 
-def _findings(look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def _with_errors(findings: Iterable[Finding]) -> Iterator[Finding]:
     try:
-        yield from look()
+        yield from findings
     except FsdpShardError as error:
         yield problem(str(error))
     except OSError as error:
         yield problem(f"{error.filename or 'a file'}: {error.strerror or error}.")
-
-
-def _number(count: int, what: str) -> str:
-    return f"1 {what}" if count == 1 else f"{count} {what}s"

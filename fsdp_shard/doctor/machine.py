@@ -1,4 +1,4 @@
-"""This machine as ranks would find it: versions of libraries, cores, memory, GPUs, limits. Knows no model."""
+"""This machine as ranks would find it: versions of libraries, cores, memory, GPUs, limits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fsdp_shard.distributed import LaunchConfig, check_machine, count_gpus, num_
 from fsdp_shard.doctor.findings import Finding, ok, problem, warning
 from fsdp_shard.inference import free_cpu_bytes
 from fsdp_shard.sharding import ShardConfig
-from fsdp_shard.utils import format_size
+from fsdp_shard.utils import format_count, format_size
 
 _SHOWN = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hydra-core")
 _FEWEST_FILES = 1024  # checkpoints of many ranks, data workers and sockets are open at a time
-_SHARED_MEMORY_BYTES = 1 << 30  # of GPUs on one machine; containers have 64 MB unless told
+_SHARED_MEMORY_BYTES = 1 << 30  # for the GPUs of a machine; containers have 64 MB by default
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def versions(names: Iterable[str] = _SHOWN) -> dict[str, str]:
-    """Of each package that is installed, which version."""
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the most important libraries that are installed."""
     found = {"python": platform.python_version()}
-    for name in names:
+    for name in _SHOWN:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -35,8 +35,8 @@ def versions(names: Iterable[str] = _SHOWN) -> dict[str, str]:
     return found
 
 
-def software(requirements: Iterable[str] | None = None) -> Iterator[Finding]:
-    """The libraries that are installed, against the `requirements` of this package."""
+def check_software(requirements: Iterable[str] | None = None) -> Iterator[Finding]:
+    """Compare the installed libraries with the requirements of this package, or with `requirements`."""
     if requirements is None:
         try:
             requirements = metadata.requires("fsdp-shard") or ()
@@ -45,7 +45,7 @@ def software(requirements: Iterable[str] | None = None) -> Iterator[Finding]:
             requirements = ()
     unmet = [text for text in map(_unmet, map(Requirement, requirements)) if text]
     if unmet:
-        yield problem(f"{'; '.join(unmet)}. Install what is asked for, best with constraints.txt.")
+        yield problem(f"{'; '.join(unmet)}. Install the required versions, preferably with constraints.txt.")
     yield ok(", ".join(f"{name} {version}" for name, version in versions().items()))
 
 
@@ -55,22 +55,22 @@ def _unmet(requirement: Requirement) -> str | None:
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
-        return f"{requirement.name} is not installed, and {requirement} is needed"
+        return f"{requirement.name} is not installed, but {requirement} is required"
     if requirement.specifier.contains(version, prereleases=True):
         return None
-    return f"{requirement.name} {version} is installed, and {requirement} is needed"
+    return f"{requirement.name} {version} is installed, but {requirement} is required"
 
 
-def hardware(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
-    """Whether there is a place for each rank, and what would make it slow."""
+def check_hardware(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
+    """Check that there is a device for each rank, and find what would make ranks slow."""
     check_machine(launch)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = f"{format_size(free_cpu_bytes())} of {format_size(total)} of memory free"
-    yield ok(f"{platform.node()}: {num_cores()} cores, {memory}, {_gpus()}")
+    yield ok(f"{platform.node()}: {format_count(num_cores(), 'core')}, {memory}, {_gpus()}")
     yield from _gpu_limits(launch) if uses_gpus(launch) else _cpu_limits(launch, shard)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FEWEST_FILES:
-        yield warning(f"a process may have only {files} files open; `ulimit -n 65536` allows more.")
+        yield warning(f"a process may open only {files} files; `ulimit -n 65536` allows more.")
 
 
 def _gpus() -> str:
@@ -79,7 +79,7 @@ def _gpus() -> str:
     count = count_gpus()
     found = [torch.cuda.get_device_properties(ordinal) for ordinal in range(count)]
     named = ", ".join(f"{each.name} with {format_size(each.total_memory)}" for each in found)
-    return f"{count} GPU{'s' if count > 1 else ''} ({named})" if count else "no GPU"
+    return f"{format_count(count, 'GPU')} ({named})" if count else "no GPU"
 
 
 def _gpu_limits(launch: LaunchConfig) -> Iterator[Finding]:
@@ -88,23 +88,23 @@ def _gpu_limits(launch: LaunchConfig) -> Iterator[Finding]:
     shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else _SHARED_MEMORY_BYTES
     if launch.ranks > 1 and shared < _SHARED_MEMORY_BYTES:
         yield warning(
-            f"/dev/shm has only {format_size(shared)}, through which the GPUs of a machine talk where they cannot "
-            f"reach each other; give the container more (docker run --shm-size=8g)."
+            f"/dev/shm has only {format_size(shared)}; GPUs of a machine that cannot access each other communicate "
+            f"through it. Give the container more (docker run --shm-size=8g)."
         )
 
 
 def _cpu_limits(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
     if launch.ranks > num_cores():
-        yield warning(f"launch.ranks={launch.ranks} share {num_cores()} cores, so they take turns.")
+        yield warning(f"launch.ranks={launch.ranks} is more than the {format_count(num_cores(), 'core')} they run on.")
     if shard.param_dtype != "float32" and not _computes_in(shard.param_dtype):
         yield warning(
-            f"this CPU has no instructions for shard.param_dtype={shard.param_dtype} and computes in it many times "
-            f"slower than in float32; take shard=float32."
+            f"this CPU has no instructions for shard.param_dtype={shard.param_dtype}, which is many times slower than "
+            f"float32 here; set shard=float32."
         )
 
 
 def _computes_in(dtype: str) -> bool:
-    """Whether the CPU's flags name matrix products in `dtype`; True where the system does not tell."""
+    """Whether the CPU's flags name matrix products in `dtype`; True if the flags are unknown."""
     wanted = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"amx_fp16", "avx512_fp16", "asimdhp"}}[dtype]
     try:
         lines = _CPUINFO.read_text(encoding="ascii", errors="replace").splitlines()

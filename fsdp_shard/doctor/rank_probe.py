@@ -1,7 +1,4 @@
-"""Whether the ranks of a run find each other, agree on what they are, and how fast they talk: by starting them.
-
-Each rank tells what it sees (`Facts`); what that means is worked out from all of them together (`judge`).
-"""
+"""Starts the ranks of a run to find whether they meet, agree on what they are, and how fast they communicate."""
 
 from __future__ import annotations
 
@@ -16,17 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
-from fsdp_shard.distributed import launch, uses_gpus, world_sizes
+import torch
+import torch.distributed as dist
+
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.data import cache_directory
+from fsdp_shard.distributed import DistributedContext, init_distributed, launch, run_on_main, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem
 from fsdp_shard.doctor.machine import versions
-from fsdp_shard.doctor.storage import there
+from fsdp_shard.doctor.run import nearest_existing, scratch_directory
+from fsdp_shard.sharding import check_ranks as check_num_ranks
 from fsdp_shard.utils import format_size
-
-if TYPE_CHECKING:
-    from fsdp_shard.config import FinetuneConfig
-    from fsdp_shard.distributed import DistributedContext
 
 _REDUCED_BYTES = 16 << 20
 _ROUNDS = 3
@@ -34,35 +32,48 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank is, and whether it `sees` the mark that rank 0 has left in each of some places."""
+    """What one rank knows.
+
+    Attributes:
+        host: Name of its machine.
+        device: Its device: cpu, or the number and name of the GPU.
+        versions: Versions of libraries on its machine.
+        visible: Of each directory that the run writes to, whether the rank sees what rank 0 has written there.
+    """
 
     host: str
     device: str
     versions: dict[str, str]
-    sees: dict[str, bool]
+    visible: dict[str, bool]
 
 
-def ranks(config: FinetuneConfig) -> Iterator[Finding]:
-    """Start all ranks as finetune would, have them meet, and end them; on several machines, on each."""
+def check_ranks(config: FinetuneConfig) -> Iterator[Finding]:
+    """Start all ranks as finetune would, let them meet, and end them; on several machines, on each."""
     for num_ranks in world_sizes(config.launch):
-        config.shard.check_ranks(num_ranks, on_gpu=uses_gpus(config.launch))
+        check_num_ranks(config.shard, num_ranks, on_gpu=uses_gpus(config.launch))
     if world_sizes(config.launch) == [1]:
-        yield ok("one rank, which has nobody to meet")
+        yield ok("one rank, which communicates with no other")
         return
     with TemporaryDirectory() as scratch:
-        told = Path(scratch) / "findings.json"
-        launch(partial(_meet, str(told)), config)
-        if not told.exists():
-            yield ok("the ranks have met; the machine of rank 0 tells more")
+        findings = Path(scratch) / "findings.json"
+        launch(partial(_probe, str(findings)), config)
+        if not findings.exists():
+            yield ok("the ranks have met; the machine of rank 0 reports the details")
             return
-        for verdict, text in json.loads(told.read_text(encoding="utf-8")):
-            yield Finding(verdict, text)
+        for mark, text in json.loads(findings.read_text(encoding="utf-8")):
+            yield Finding(mark, text)
 
 
-def judge(facts: Sequence[Facts], seconds: float, bytes_a_second: float) -> Iterator[Finding]:
-    """What the facts of all ranks, in rank order, come to. Pure.
+def judge(facts: Sequence[Facts], seconds: float, bytes_per_second: float) -> Iterator[Finding]:
+    """Find what keeps ranks from working together.
 
-    `seconds`: until they had met; `bytes_a_second`: summing a tensor over all of them.
+    Args:
+        facts: The facts of all ranks, in rank order.
+        seconds: Time until they had met.
+        bytes_per_second: Rate of an all-reduce over them.
+
+    Yields:
+        The problems, and a summary at last.
     """
     hosts = list(dict.fromkeys(fact.host for fact in facts))
     for fact in facts[1:]:
@@ -74,81 +85,66 @@ def judge(facts: Sequence[Facts], seconds: float, bytes_a_second: float) -> Iter
         if differing:
             yield problem(f"{fact.host} has {', '.join(differing)} of {facts[0].host}; install the same on all.")
             break
-    for mark in facts[0].sees:
-        if blind := [fact.host for fact in facts if not fact.sees[mark]]:
+    for directory in facts[0].visible:
+        if blind := [fact.host for fact in facts if not fact.visible[directory]]:
             yield problem(
-                f"{blind[0]} does not see what {facts[0].host} writes to {mark}; give a directory that all machines "
-                f"share."
+                f"{blind[0]} does not see what {facts[0].host} writes to {directory}; give a directory that all "
+                f"machines share."
             )
-    placed = [(fact.host, fact.device) for fact in facts if fact.device != "cpu"]
-    if twice := next((place for place in placed if placed.count(place) > 1), None):
-        yield problem(f"two ranks drive {twice[1]} of {twice[0]}; each needs a GPU of its own.")
+    gpus = [(fact.host, fact.device) for fact in facts if fact.device != "cpu"]
+    if shared := next((gpu for gpu in gpus if gpus.count(gpu) > 1), None):
+        yield problem(f"two ranks use {shared[1]} of {shared[0]}; each needs a GPU of its own.")
     machines = f"on {len(hosts)} machines " if len(hosts) > 1 else ""
     yield ok(
         f"{len(facts)} ranks {machines}({', '.join(dict.fromkeys(fact.device for fact in facts))}) met in "
-        f"{seconds:.1f} s and sum {format_size(_REDUCED_BYTES)} at {format_size(bytes_a_second)}/s"
+        f"{seconds:.1f} s; all-reduce of {format_size(_REDUCED_BYTES)} at {format_size(bytes_per_second)}/s"
     )
 
 
-def _meet(told: str, config: FinetuneConfig) -> None:
-    """The work of one rank; rank 0 writes the findings to `told`."""
-    from fsdp_shard.data import cache_directory
-    from fsdp_shard.distributed import distributed
-
+def _probe(findings: str, config: FinetuneConfig) -> None:
+    """The work of one rank; rank 0 writes the findings to the file `findings`."""
     settings, shard, begin = config.launch, config.shard, time.perf_counter()
-    with distributed(
+    with init_distributed(
         settings.device,
         shard.replicas,
         settings.timeout_seconds,
         tensor_parallel=shard.tensor_parallel,
         expert_parallel=shard.expert_parallel,
     ) as context:
-        context.beside(settings.timeout_seconds).barrier()  # saves have a group of their own
+        context.with_new_group(settings.timeout_seconds).barrier()  # saves have a group of their own
         seconds = time.perf_counter() - begin
-        rate = _rate(context)
-        with ExitStack() as marked:
-            marks = context.decide(lambda: _mark(marked, [Path(config.run_dir), cache_directory(config.data)]))
-            facts = context.all_gather_object(_facts(context, marks))
+        rate = _all_reduce_rate(context)
+        with ExitStack() as scratch:
+            directories = [Path(config.run_dir), cache_directory(config.data)]
+            written = run_on_main(context, lambda: _write_marks(scratch, directories))
+            facts = context.all_gather_object(_facts(context, written))
     if context.is_main:
-        Path(told).write_text(json.dumps(list(judge(facts, seconds, rate))), encoding="utf-8")
+        Path(findings).write_text(json.dumps(list(judge(facts, seconds, rate))), encoding="utf-8")
 
 
-def _facts(context: DistributedContext, marks: dict[str, str]) -> Facts:
-    device = context.device
-    return Facts(
-        host=platform.node(),
-        device=device.type if device.type == "cpu" else f"GPU {_identity(context)}",
-        versions=versions(),
-        sees={place: os.path.exists(mark) for place, mark in marks.items()},
-    )
+def _facts(context: DistributedContext, written: dict[str, str]) -> Facts:
+    device = context.device.type
+    if device == "cuda":
+        device = f"GPU {context.local_rank} ({torch.cuda.get_device_properties(context.device).name})"
+    visible = {directory: os.path.exists(mark) for directory, mark in written.items()}
+    return Facts(platform.node(), device, versions(), visible)
 
 
-def _identity(context: DistributedContext) -> str:
-    import torch
-
-    return f"{context.local_rank} ({torch.cuda.get_device_properties(context.device).name})"
-
-
-def _rate(context: DistributedContext) -> float:
-    """Bytes a second of a sum over all ranks, the median of a few after one that is not counted."""
-    import torch
-    import torch.distributed as dist
-
+def _all_reduce_rate(context: DistributedContext) -> float:
+    """Bytes per second of an all-reduce, the median of a few after one that is not counted."""
     tensor = torch.ones(_REDUCED_BYTES // 4, device=context.device)
-    took = []
+    seconds = []
     for _ in range(1 + _ROUNDS):
         begin = time.perf_counter()
         dist.all_reduce(tensor)
         if context.device.type == "cuda":
             torch.cuda.synchronize()
-        took.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - begin)
         tensor.fill_(1)
-    return _REDUCED_BYTES / statistics.median(took[1:])
+    return _REDUCED_BYTES / statistics.median(seconds[1:])
 
 
-def _mark(marked: ExitStack, places: Sequence[Path]) -> dict[str, str]:
-    """Make a directory in each of `places`, or the nearest one above that is there: {that: what was made in it}."""
-    return {
-        str(place): marked.enter_context(TemporaryDirectory(prefix=".fsdp-shard-doctor-", dir=place))
-        for place in dict.fromkeys(map(there, places))
-    }
+def _write_marks(scratch: ExitStack, directories: Sequence[Path]) -> dict[str, str]:
+    """Make a directory in each of `directories`, or in its nearest one that exists; return it by that."""
+    existing = dict.fromkeys(map(nearest_existing, directories))
+    return {str(directory): scratch.enter_context(scratch_directory(directory)) for directory in existing}

@@ -1,44 +1,124 @@
-"""What is trained on what: the settings as `finetune` checks them, memory, room for checkpoints, and the data.
+"""The run itself: its directory and disk, its settings as `finetune` checks them, memory, disk space, and data.
 
-Nothing is loaded of the model but its config; text is tokenized into the cache that the run will take it from.
+Of the model only its config is loaded; text is tokenized into the cache that the run will read it from. What is written
+to try the disk is removed again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from shutil import disk_usage
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
 
-from fsdp_shard.checkpoint import CheckpointConfig, locate
-from fsdp_shard.data import Streamed, open_samples, tokenize_all
-from fsdp_shard.distributed import LaunchConfig, uses_gpus, world_sizes
+from fsdp_shard import training
+from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.data import open_samples, tokenize_all
+from fsdp_shard.distributed import uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
-from fsdp_shard.doctor.storage import there
 from fsdp_shard.inference import free_cpu_bytes
 from fsdp_shard.models import load_config, load_tokenizer
 from fsdp_shard.planning import MemoryPlan, PlannedRun, plan_memory
-from fsdp_shard.training import LoraConfig, TrainConfig, data_task
-from fsdp_shard.utils import format_size
+from fsdp_shard.sharding import num_shards
+from fsdp_shard.utils import format_count, format_size, fsync_directory
 
-if TYPE_CHECKING:
-    from fsdp_shard.config import FinetuneConfig
+PlanFunction = Callable[[], MemoryPlan | None]
+
+_TRIAL_BYTES = 32 << 20
+_SLOW_BYTES_PER_SECOND = 50e6
 
 
-def settings(config: FinetuneConfig, check: Callable[[FinetuneConfig], None] | None) -> Iterator[Finding]:
-    """What finetune itself finds with `check` before any rank starts; nothing is fetched from a remote store."""
-    if missing := _not_given(config):
+def nearest_existing(path: Path) -> Path:
+    """Return `path`, or the nearest directory above it that exists, which is on the same file system."""
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
+def scratch_directory(directory: Path) -> TemporaryDirectory[str]:
+    """Make a temporary directory in `directory`."""
+    return TemporaryDirectory(prefix=".fsdp-shard-doctor-", dir=directory)
+
+
+def check_run_directory(run_dir: str, resume: str, train: training.TrainConfig) -> Iterator[Finding]:
+    """Check that the run may use its directory, and find where it starts. Fetches nothing from a remote store."""
+    if (other := training.holder(Path(run_dir))) is not None:
+        yield problem(f"run_dir={run_dir} is in use by another run ({other}); wait for it, or give another run_dir.")
+    step = training.find_step(resume, run_dir)
+    if step is None:
+        yield ok(f"run_dir={run_dir}: a new run starts")
+    elif training.is_finished(step, run_dir, train):
+        yield warning(f"run_dir={run_dir}: the run is finished, so finetune would do nothing; give another run_dir.")
+    else:
+        training.check_optimizer(step)
+        current = training.read_trainer(step).step
+        yield ok(f"run_dir={run_dir}: the run resumes from {step}, at step {current} of {train.steps}")
+
+
+def check_disk(run_dir: str) -> Iterator[Finding]:
+    """Check that files can be written, synced, renamed and locked in `run_dir`, and measure how fast."""
+    directory = nearest_existing(Path(run_dir))
+    with scratch_directory(directory) as scratch:
+        seconds = _write(Path(scratch) / "trial.partial")
+        os.rename(Path(scratch) / "trial.partial", Path(scratch) / "trial")
+        fsync_directory(Path(scratch))
+        handle = os.open(Path(scratch) / "trial", os.O_RDWR)  # as the lock of a run is
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            yield warning(
+                f"{directory} does not support file locks ({error.strerror}): two runs could use one run_dir at a time."
+            )
+        finally:
+            os.close(handle)
+    rate = _TRIAL_BYTES / seconds
+    text = f"{directory}: {format_size(disk_usage(directory).free)} free, written and synced at {format_size(rate)}/s"
+    yield ok(text) if rate > _SLOW_BYTES_PER_SECOND else warning(f"{text}: saving checkpoints will be slow")
+
+
+def _write(path: Path) -> float:
+    """Seconds to write a file of `_TRIAL_BYTES` and sync it to the disk."""
+    content = os.urandom(_TRIAL_BYTES)  # some file systems compress
+    begin = time.perf_counter()
+    with open(path, "xb", buffering=0) as file:
+        file.write(content)
+        os.fsync(file.fileno())
+    return time.perf_counter() - begin
+
+
+def check_remote(url: str | None) -> Iterator[Finding]:
+    """Check that the store of checkpoint.remote answers, if one is set."""
+    if url is None:
+        return
+    latest = RemoteStore(url).latest()
+    yield ok(f"{url} answers and has {'no checkpoint' if latest is None else f'checkpoints up to step {latest}'}")
+
+
+def check_settings(config: FinetuneConfig, check: Callable[[FinetuneConfig], None]) -> Iterator[Finding]:
+    """Check the settings with `check`, as finetune does before any rank starts, without a remote store."""
+    if missing := _missing(config):
         yield skipped(missing)
         return
-    assert check is not None, "the recipe has one"
     check(replace(config, checkpoint=replace(config.checkpoint, remote=None)))
-    yield ok(f"finetune takes {config.model.path} and {config.data.path or 'the mixture'} on {_ranks(config.launch)}")
+    text = config.data.path or "the mixture"
+    sizes = world_sizes(config.launch)
+    ranks = f"{sizes[0]} to {sizes[-1]} ranks" if len(sizes) > 1 else format_count(sizes[0], "rank")
+    yield ok(f"finetune accepts {config.model.path} and {text} on {ranks}")
 
 
-def plan_of(config: FinetuneConfig) -> MemoryPlan | None:
-    """The memory of each rank, and blocks and parameters; None where there is no model, or it cannot be planned for."""
+def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
+    """Plan the memory of each rank, with blocks and parameters.
+
+    Args:
+        config: Settings of the run.
+
+    Returns:
+        The plan; None if there is no model, or with tensor or expert parallelism, which cannot be planned for.
+    """
     if not config.model.path or config.shard.tensor_parallel > 1 or config.shard.expert_parallel > 1:
         return None
     run = PlannedRun(
@@ -51,109 +131,96 @@ def plan_of(config: FinetuneConfig) -> MemoryPlan | None:
         config.adapter,
         config.checkpoint.asynchronous,
     )
-    source = locate(config.model.path, config.model.gguf_file)
-    return plan_memory(load_config(source, config.model.trust_remote_code), run)
+    return plan_memory(load_config(config.source.directory, config.model.trust_remote_code), run)
 
 
-def memory(plan: MemoryPlan | None, config: FinetuneConfig) -> Iterator[Finding]:
-    """Whether each rank of this machine has the memory that the plan says it needs."""
+def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
+    """Check that each rank of this machine has the memory that it needs according to the plan."""
+    plan = plan_run()
     if plan is None:
-        divided = "memory is not counted where layers or experts are divided; watch memory_bytes in metrics.jsonl"
-        yield warning(divided) if config.model.path else skipped("model.path=...")
+        unknown = "memory is not estimated with tensor or expert parallelism; watch memory_bytes in metrics.jsonl"
+        yield warning(unknown) if config.model.path else skipped("model.path=...")
         return
     what = f"{plan.model_class}, {plan.num_params / 1e6:,.1f} M parameters in {len(plan.blocks)} blocks"
     if plan.peak_bytes is None:
-        yield warning(f"{what}; what its forward pass keeps could not be measured ({plan.problem})")
+        yield warning(f"{what}; the activations of its forward pass could not be measured ({plan.problem})")
         return
     on_gpu, num_ranks = uses_gpus(config.launch), config.launch.ranks
     free = _free_gpu_bytes(num_ranks) if on_gpu else free_cpu_bytes() // num_ranks
-    text = f"{what}: up to {format_size(plan.peak_bytes)} a rank, {format_size(free)} are free"
+    text = f"{what}: up to {format_size(plan.peak_bytes)} per rank, {format_size(free)} free"
     if plan.peak_bytes <= free:
         yield ok(text)
     else:
         yield problem(
-            f"{text}. What helps: more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true"
-            f"{', shard.cpu_offload=true' if on_gpu else ''}; `fsdp-shard plan` tells what takes it."
+            f"{text}. Use more ranks, a smaller train.micro_batch_size, or shard.activation_checkpointing=true"
+            f"{' or shard.cpu_offload=true' if on_gpu else ''}; `fsdp-shard plan` shows what needs the memory."
         )
     in_host_memory = max(rank.staging_bytes + rank.host_bytes for rank in plan.per_rank) * num_ranks
     if on_gpu and in_host_memory > (free := free_cpu_bytes()):
         yield problem(
-            f"the ranks keep up to {format_size(in_host_memory)} in host memory, {format_size(free)} are free; "
+            f"the ranks need up to {format_size(in_host_memory)} of host memory, {format_size(free)} free; "
             f"checkpoint.asynchronous=false and shard.cpu_offload=false need none."
         )
 
 
-def room(plan: MemoryPlan | None, config: FinetuneConfig) -> Iterator[Finding]:
-    """Whether all checkpoints that will be there at one time fit on the disk."""
+def check_disk_space(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
+    """Check that all checkpoints that exist at a time fit on the disk."""
+    plan = plan_run()
     if plan is None:
         return
-    num_shards = config.shard.num_shards(len(plan.per_rank))
-    of_weights, of_optimizer = _step_bytes(plan, num_shards, isinstance(config.adapter, LoraConfig))
-    of_optimizer *= config.checkpoint.optimizer
-    count = num_at_once(config.train, config.checkpoint)
+    # A checkpoint has one replica. Of an adapter only what is trained is saved, which is what has gradients.
+    replica = plan.per_rank[: num_shards(config.shard, len(plan.per_rank))]
+    is_adapter = isinstance(config.adapter, training.LoraConfig)
+    weights = sum(rank.gradients_bytes if is_adapter else rank.parameters_bytes for rank in replica)
+    optimizer = sum(rank.optimizer_bytes for rank in replica) * config.checkpoint.optimizer
+    count = max_num_checkpoints(config.train, config.checkpoint)
     with_optimizer = min(count, (config.checkpoint.keep_optimizer_last or count) + 1)
-    needed, free = count * of_weights + with_optimizer * of_optimizer, disk_usage(there(Path(config.run_dir))).free
+    needed = count * weights + with_optimizer * optimizer
+    free = disk_usage(nearest_existing(Path(config.run_dir))).free
     number = "one checkpoint" if count == 1 else f"up to {count:,} checkpoints at a time"
-    text = (
-        f"{number} of {format_size(of_weights + of_optimizer)}: {format_size(needed)}, and {format_size(free)} are free"
-    )
+    text = f"{number} of {format_size(weights + optimizer)}: {format_size(needed)} needed, {format_size(free)} free"
     if needed <= free:
         yield ok(text)
     else:
         yield problem(f"{text}. Set checkpoint.keep_last=N or a larger checkpoint.every, or give another run_dir.")
 
 
-def num_at_once(train: TrainConfig, config: CheckpointConfig) -> int:
-    """The most checkpoints that lie in the run's directory at a time: kept ones, the best, and one on its way."""
+def max_num_checkpoints(train: training.TrainConfig, config: CheckpointConfig) -> int:
+    """Return the largest number of checkpoints in a run directory: kept ones, the best, and one being written."""
     before_last = (train.steps - 1) // config.every if config.every else 0
     best = 1 if train.eval_every and config.save_best else 0
     if config.keep_last is None:
         return before_last + 1 + best
-    for_good = (
+    kept_forever = (
         (train.steps - 1) // math.lcm(config.every, config.keep_every) if config.every and config.keep_every else 0
     )
-    return min(before_last + 1, for_good + config.keep_last + 1) + best
+    return min(before_last + 1, kept_forever + config.keep_last + 1) + best
 
 
-def data(config: FinetuneConfig) -> Iterator[Finding]:
-    """What becomes of the text, and how often each sample will be trained."""
-    if missing := _not_given(config):
+def check_data(config: FinetuneConfig) -> Iterator[Finding]:
+    """Prepare the data, and find how often each sample would be trained."""
+    if missing := _missing(config):
         yield skipped(missing)
         return
-    source = locate(config.model.path, config.model.gguf_file)
-    tokenizer, task = load_tokenizer(source, config.model.trust_remote_code), data_task(config.model, source)
+    tokenizer = load_tokenizer(config.source.tokenizer, config.model.trust_remote_code)
+    task = training.data_task(config.model, config.source)
     tokenized = tokenize_all(config.data, tokenizer, task=task.name)
     samples = open_samples(config.data, tokenized, task, config.seed, lambda: tokenizer)
     yield from map(ok, samples.notes)
-    wanted = config.train.steps * config.train.global_batch_size
-    if isinstance(samples.train, Streamed):
-        yield ok(f"{config.train.steps:,} steps take {wanted:,} samples of the stream")
+    needed, num_samples = config.train.steps * config.train.global_batch_size, samples.train.num_samples
+    text = f"{config.train.steps:,} steps take {needed:,} samples of"
+    if num_samples is None:
+        yield ok(f"{text} the stream")
     else:
-        epochs = wanted / len(samples.train)
-        yield ok(f"{config.train.steps:,} steps take {wanted:,} samples of {len(samples.train):,}: {epochs:.3g} epochs")
+        yield ok(f"{text} {num_samples:,}: {needed / num_samples:.3g} epochs")
 
 
-def _not_given(config: FinetuneConfig) -> str:
+def _missing(config: FinetuneConfig) -> str:
     given = {"model.path=...": config.model.path, "data.path=...": config.data.path or config.data.mixture}
     return " ".join(name for name, value in given.items() if not value)
-
-
-def _ranks(launch: LaunchConfig) -> str:
-    sizes = world_sizes(launch)
-    return f"{sizes[0]} rank{'s' if sizes[0] > 1 else ''}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} ranks"
 
 
 def _free_gpu_bytes(num_ranks: int) -> int:
     import torch
 
     return min(int(torch.cuda.mem_get_info(ordinal)[0]) for ordinal in range(num_ranks))
-
-
-def _step_bytes(plan: MemoryPlan, num_shards: int, adapter_only: bool) -> tuple[int, int]:
-    """Bytes of weights and of optimizer state in a checkpoint, which has those of one replica once.
-
-    Of an adapter only what is trained is saved, which is what has gradients.
-    """
-    replica = plan.per_rank[:num_shards]
-    weights = sum(rank.gradients_bytes if adapter_only else rank.parameters_bytes for rank in replica)
-    return weights, sum(rank.optimizer_bytes for rank in replica)

@@ -1,27 +1,29 @@
-"""What two checkpoints predict after each token of a prompt: for `diff --logits`. One model is in memory at a time."""
-
-from __future__ import annotations
+"""Compares what two checkpoints predict after each token of a prompt, for `diff --logits`; loads one at a time."""
 
 import gc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fsdp_shard.checkpoint import locate
+import torch
+
+from fsdp_shard.checkpoint import Location
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import dispatch_model
+from fsdp_shard.inference.generation.tokenize_prompts import context_length
 from fsdp_shard.models import check_causal, load_config, load_tokenizer
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
 class LogitsReport:
-    """`max_difference` over all logits; `mean_divergence` and `max_divergence` are KL(A || B) a position, in nats.
+    """The differences between the logits of two models, A and B.
 
-    `top_agrees` says for each token of the prompt whether both models hold the same next token for likeliest;
-    `disagreements` gives those places: (position, the prompt up to there, token of A, token of B).
+    Attributes:
+        num_tokens: Tokens of the prompt.
+        max_difference: The largest absolute difference of a logit.
+        mean_divergence: KL(A || B) per position, in nats.
+        max_divergence: Its largest value.
+        top_agrees: For each position, whether both have the same most likely next token.
+        disagreements: The other positions: (position, the prompt up to it, token of A, token of B).
     """
 
     num_tokens: int
@@ -33,29 +35,38 @@ class LogitsReport:
 
     @property
     def is_equal(self) -> bool:
+        """Whether all logits are bit for bit the same."""
         return self.max_difference == 0
 
     def __str__(self) -> str:
         agree = sum(self.top_agrees)
         lines = [
             f"logits after {self.num_tokens} tokens: the largest difference is {self.max_difference:.3g}",
-            f"KL divergence of B from A: {self.mean_divergence:.3g} nats a token, {self.max_divergence:.3g} at most",
-            f"the likeliest next token is the same at {agree} of {self.num_tokens} positions",
+            f"KL divergence of B from A: {self.mean_divergence:.3g} nats per token, {self.max_divergence:.3g} at most",
+            f"the most likely next token is the same at {agree} of {self.num_tokens} positions",
         ]
         for position, text, first, second in self.disagreements:
-            lines.append(f"  {position}: after ...{text[-30:]!r} A has {first!r}, B {second!r}")
+            lines.append(f"  {position}: after ...{text[-30:]!r} A predicts {first!r}, B {second!r}")
         return "\n".join(lines)
 
 
-def diff_logits(a: str, b: str, prompt: str) -> LogitsReport:
-    """Run both models on `prompt`, tokenized by the tokenizer of `a`, in the dtype that each is stored in.
+def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
+    """Run both models on `prompt`, each in the dtype that it is stored in.
 
-    Raises what loading does, DataError for a prompt without tokens, and ModelError where the two cannot be compared:
-    another vocabulary, or no decoder-only model.
+    Args:
+        a: The first checkpoint, whose tokenizer is used.
+        b: The second.
+        prompt: The text.
+
+    Returns:
+        The differences.
+
+    Raises:
+        DataError: The prompt has no tokens, or more than the context of a model.
+        ModelError: They cannot be compared: another vocabulary, not a decoder-only model, or logits that are not
+            finite.
     """
-    import torch
-
-    tokenizer = load_tokenizer(locate(a))
+    tokenizer = load_tokenizer(a.tokenizer)
     tokens = list(tokenizer(prompt)["input_ids"])
     if not tokens:
         raise DataError(f"--logits {prompt!r} has no tokens that the model in {a} knows; give other text.")
@@ -67,7 +78,7 @@ def diff_logits(a: str, b: str, prompt: str) -> LogitsReport:
     for path, logits in ((a, first), (b, second)):
         if not logits.isfinite().all():
             raise ModelError(
-                f"A logit of {path} is NaN or infinite; `fsdp-shard verify {path}` looks for that in the weights."
+                f"A logit of {path} is NaN or infinite; `fsdp-shard verify {path}` checks the weights for that."
             )
 
     def text(ids: list[int]) -> str:
@@ -75,31 +86,28 @@ def diff_logits(a: str, b: str, prompt: str) -> LogitsReport:
 
     log_a, log_b = first.log_softmax(-1), second.log_softmax(-1)
     divergence = (log_a.exp() * (log_a - log_b)).sum(-1).clamp(min=0)
-    top_a, top_b = first.argmax(-1), second.argmax(-1)
-    agrees = top_a == top_b
+    top_a, top_b = first.argmax(-1).tolist(), second.argmax(-1).tolist()
     return LogitsReport(
         num_tokens=len(tokens),
         max_difference=float((first - second).abs().max()),
         mean_divergence=float(divergence.mean()),
         max_divergence=float(divergence.max()),
-        top_agrees=tuple(agrees.tolist()),
+        top_agrees=tuple(one == two for one, two in zip(top_a, top_b, strict=True)),
         disagreements=tuple(
-            (at, text(tokens[: at + 1]), text([int(top_a[at])]), text([int(top_b[at])]))
-            for at in torch.nonzero(~agrees).flatten().tolist()
+            (position, text(tokens[: position + 1]), text([one]), text([two]))
+            for position, (one, two) in enumerate(zip(top_a, top_b, strict=True))
+            if one != two
         ),
     )
 
 
-def _logits(path: str, tokens: list[int]) -> torch.Tensor:
-    """[num_tokens, vocabulary] of the model at `path`, as float64 on the CPU; the model is gone after it."""
-    import torch
-
-    source = locate(path)
-    config = load_config(source)
+def _logits(source: Location, tokens: list[int]) -> torch.Tensor:
+    """[num_tokens, vocabulary] of the model at `source`, as float64 on the CPU; the model is deleted afterwards."""
+    config = load_config(source.directory)
     check_causal(config)
-    room = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if room is not None and len(tokens) > room:
-        raise DataError(f"--logits has {len(tokens)} tokens, but the context of {path} is {room}; shorten it.")
+    limit = context_length(config)
+    if limit is not None and len(tokens) > limit:
+        raise DataError(f"--logits has {len(tokens)} tokens, but the context of {source} is {limit}; shorten it.")
     model = dispatch_model(source, config, DispatchConfig())
     try:
         with torch.inference_mode():

@@ -1,57 +1,53 @@
-"""A model whose layers are divided over ranks that run it together, by transformers' tensor-parallel plan.
+"""Divides a model's layers among ranks that run it together, by transformers' tensor-parallel plan.
 
-Each rank reads its own part of every weight from the checkpoint, whatever it was sharded by. All of them hold the same
-activations between layers, so they draw the same tokens. Knows no prompts.
+Each rank reads its own part of every weight from the checkpoint, however that was sharded. All of them have the same
+activations between layers, so they generate the same tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+
+import torch
+from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import TensorIndex, load_shards
-from fsdp_shard.distributed import LocalShard
+from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.models import rebuild_buffers
-from fsdp_shard.sharding import RUN_ONLY_STYLES, check_plan, divide_layers, part_of
-from fsdp_shard.utils import format_size
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
+from fsdp_shard.sharding import INFERENCE_STYLES, apply_tensor_parallel, check_tensor_parallel, local_shard
+from fsdp_shard.utils import format_size, replace_tensors
 
 
-def divide(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device) -> str:
-    """Cut `model`, on meta, over the ranks of `mesh` and give this rank's part memory on `device`, unfilled.
+def load_divided(
+    model: PreTrainedModel,
+    index: TensorIndex,
+    stored: Mapping[str, str],
+    context: DistributedContext,
+    log: Callable[[str], object],
+) -> None:
+    """Divide `model` among the ranks of the tensor-parallel mesh, and read this rank's part on its device.
 
-    Returns what was done, in words. Raises ConfigError where transformers has no plan that can be followed.
+    Args:
+        model: The model, on meta.
+        index: The checkpoint.
+        stored: Parameters and persistent buffers -> names in `index`.
+        context: This rank, and the mesh of those that divide the layers.
+        log: Called with a summary, before any weight is read.
+
+    Raises:
+        ConfigError: transformers has no plan for the model that can be followed.
     """
-    check_plan(model, mesh.size(), "tensor_parallel", also=RUN_ONLY_STYLES)
-    divide_layers(model, mesh)
-    _give_memory(model, device)
+    mesh, device = context.mesh["tensor"], context.device
+    check_tensor_parallel(model, mesh.size(), "tensor_parallel", also=INFERENCE_STYLES)
+    apply_tensor_parallel(model, mesh)
+    replace_tensors(model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     rebuild_buffers(model, device)
-    held = sum(part.data.nbytes for part in _parts(model).values())
-    return f"each layer is divided over {mesh.size()} ranks, {format_size(held)} of weights on this one"
-
-
-def fill(model: PreTrainedModel, index: TensorIndex, stored: Mapping[str, str]) -> None:
-    """Read this rank's parts; `stored` maps parameters and persistent buffers to names in `index`."""
-    load_shards(index, _parts(model), stored)
-    index.close()
-
-
-def _parts(model: nn.Module) -> dict[str, LocalShard]:
-    kept = model.state_dict(keep_vars=True)
-    parts = {name: part_of(param, writes=False) for name, param in model.named_parameters()}
+    parts = {name: local_shard(param, writes=False) for name, param in model.named_parameters()}
+    persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
-        if name in kept:
+        if name in persistent:
             parts[name] = LocalShard(buffer, buffer.detach().view(-1), 0, tuple(buffer.shape), writes=False)
-    return parts
-
-
-def _give_memory(model: nn.Module, device: torch.device) -> None:
-    """`torch.empty_like` for all that is on meta; tied parameters stay tied."""
-    import torch
-
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    held = format_size(sum(part.data.nbytes for part in parts.values()))
+    log(f"{index.path}: each layer is divided over {mesh.size()} ranks, {held} of weights on this one")
+    load_shards(index, parts, stored)
+    index.close()

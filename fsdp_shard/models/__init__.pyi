@@ -1,25 +1,31 @@
 from .blocks import Block as Block, no_split_blocks as no_split_blocks, tied_names as tied_names
+from .config import REMOTE_CODE as REMOTE_CODE, ModelConfig as ModelConfig
 from .context_length import check_packing as check_packing, num_positions as num_positions
-from .gguf_config import NAME as NAME, side_directory as side_directory
+from .gguf_config import GGUF_FORMAT as GGUF_FORMAT, gguf_model_files as gguf_model_files
+from .hub import download_model as download_model
 from .loading import (
-    REMOTE_CODE as REMOTE_CODE,
-    ModelConfig as ModelConfig,
-    ModelSource as ModelSource,
-    build_on_meta as build_on_meta,
     check_causal as check_causal,
-    check_task as check_task,
+    check_model_config as check_model_config,
+    check_model_task as check_model_task,
     load_config as load_config,
     load_tokenizer as load_tokenizer,
-    rebuild_buffers as rebuild_buffers,
-    resolve as resolve,
 )
+from .meta_device import build_on_meta as build_on_meta, rebuild_buffers as rebuild_buffers
 from .quantized_linear import (
-    BLOCK as BLOCK,
-    CODES as CODES,
-    Code as Code,
+    QUANTIZATION_BLOCK as QUANTIZATION_BLOCK,
+    QUANTIZATION_CODES as QUANTIZATION_CODES,
+    QuantizationCode as QuantizationCode,
     QuantizedLinear as QuantizedLinear,
     QuantizedWeight as QuantizedWeight,
-    num_weights as num_weights,
+    dequantization_bytes as dequantization_bytes,
     quantized_weights as quantized_weights,
-    scratch_bytes as scratch_bytes,
+    weights_per_parameter as weights_per_parameter,
+)
+from .transformers_private import (
+    attention_implementation as attention_implementation,
+    dtypes_to_keep as dtypes_to_keep,
+    ignored_unexpected_keys as ignored_unexpected_keys,
+    is_plain_fast_tokenizer as is_plain_fast_tokenizer,
+    is_stateful as is_stateful,
+    parallel_plan as parallel_plan,
 )

@@ -1,7 +1,6 @@
-"""No-split blocks: the modules that stay whole when a model is sharded, recomputed, offloaded or budgeted.
+"""No-split blocks: the units in which a model is sharded, recomputed, offloaded and planned.
 
-Everything here is pure: it looks at modules, their names and their parameters' shapes, never at values, devices or
-ranks, so it works on a model on the meta device. It knows no wrapper, no checkpoint and no device map.
+They follow from the modules, their names and the shapes of their parameters, so a model on the meta device will do.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp_shard.errors import ModelError
+from fsdp_shard.models.transformers_private import no_split_modules
 from fsdp_shard.utils import nearest
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -20,11 +20,16 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One module that is never divided; `num_params` and `num_bytes` count a tied parameter once, in its first block.
+    """One module that is never divided. A tied parameter counts once, in its first block.
 
-    `repeated` tells a layer (decoder layer, residual block, recurrent cell) from what stands beside the layers
-    (embedding, final norm, output head). A `direct` block has only the parameters that its module holds itself, not
-    those of the modules in it, which are blocks of their own.
+    Attributes:
+        fqn: Name of the module.
+        cls: Name of its class.
+        num_params: Number of its parameters.
+        num_bytes: Size of its parameters.
+        repeated: Whether it is a layer (decoder layer, residual block, recurrent cell), not an embedding, a final norm
+            or an output head.
+        direct: Whether it has only the module's own parameters; the modules in it are blocks of their own.
     """
 
     fqn: str
@@ -36,13 +41,24 @@ class Block:
 
 
 def no_split_blocks(model: nn.Module, names: Sequence[str] | None = None) -> list[Block]:
-    """The blocks of `model` in module order: disjoint, never nested, each parameter in exactly one of them.
+    """Find the blocks of a model.
 
-    Repeated blocks are found by class name: `names` when given, else the model's own `_no_split_modules` as far as
-    those are present (see `_own`), else by structure (see `_structural`). What holds parameters beside them is a block
-    too.
+    Layers are found by class name: `names`, or the model's own `_no_split_modules` as far as those are present, or else
+    by structure: recurrent cells, and modules that repeat in a list. The other modules with parameters are blocks too.
 
-    Raises ModelError when a class in `names` is not in the model, or nothing repeats; it lists the candidates.
+    Args:
+        model: The model; may be on the meta device.
+        names: Class names of the layers.
+
+    Returns:
+        The blocks in module order. They are disjoint and not nested, and each parameter is in exactly one of them.
+
+    Raises:
+        ModelError: A class in `names` is not in the model, or nothing repeats. The message lists the candidates.
+
+    Example:
+        >>> no_split_blocks(model)[1]
+        Block(fqn='model.layers.0', cls='LlamaDecoderLayer', num_params=..., num_bytes=..., repeated=True, direct=False)
     """
     layers = set(_layers(model, names))
     seen: set[int] = set()
@@ -57,7 +73,7 @@ def no_split_blocks(model: nn.Module, names: Sequence[str] | None = None) -> lis
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Each further name of a tied parameter -> the name it is kept under, which is its first in module order."""
+    """Return the other names of tied parameters -> the name that each is stored under, the first in module order."""
     kept: dict[int, str] = {}
     aliases = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -80,21 +96,21 @@ def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     layers = _own(model) or list(_structural(model, _whole_classes(model)))
     if not layers:
         raise ModelError(
-            f"No blocks were found in {type(model).__name__}: nothing in it repeats and it names none itself. "
-            f"Name them with shard.blocks=[CLASS]; candidates are {', '.join(_candidates(model))}."
+            f"No blocks were found in {type(model).__name__}: no module repeats, and it lists none itself. "
+            f"Set shard.blocks=[CLASS]; candidates are {', '.join(_candidates(model))}."
         )
     return layers
 
 
 def _own(model: nn.Module) -> list[nn.Module]:
-    """The modules that the model's own list names, but whole layers where it names only parts of them.
+    """Find the modules that the model's own list names, or the layers around them if it names only parts of layers.
 
-    A listed class that is always the only one of its kind in a module, which is no list, is such a part where a module
+    A listed class is a part if it is always the only one of its class in a module other than a list, and a module
     around it is of a class that repeats: the shortcut of a residual block (ResNet), the attention of an encoder layer
-    (Idefics). Then every module of the class around it stays whole. Where the list has only what stands beside the
-    layers (BiT's embeddings), those are found by structure.
+    (Idefics). Then all modules of the class around it are blocks. If the list has no layers at all (BiT's embeddings),
+    those are found by structure.
     """
-    names = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
+    names = no_split_modules(model)
     listed = list(_outermost(model, names))
     if not listed:
         return []
@@ -116,7 +132,7 @@ def _is_single(child: nn.Module, parent: nn.Module) -> bool:
 
 
 def _repeated_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """The classes of modules, other than lists, that repeat inside a list."""
+    """Return the classes of modules, other than lists, that repeat in a list."""
     found: set[type[nn.Module]] = set()
     for parent in filter(_is_container, model.modules()):
         counts = Counter(map(type, parent.children()))
@@ -125,7 +141,7 @@ def _repeated_classes(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def _around(module: nn.Module, parents: dict[nn.Module, nn.Module], repeated: set[type[nn.Module]]) -> nn.Module | None:
-    """The innermost module around `module` that is of a class which repeats."""
+    """Return the innermost module around `module` of a class that repeats."""
     while (parent := parents.get(module)) is not None:
         if type(parent) in repeated:
             return parent
@@ -134,7 +150,7 @@ def _around(module: nn.Module, parents: dict[nn.Module, nn.Module], repeated: se
 
 
 def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
-    """Modules of one of `classes` that hold parameters and are not inside another such module."""
+    """Yield modules of one of `classes` that have parameters and are not inside another such module."""
     for child in module.children():
         if type(child).__name__ in classes and _has_params(child):
             yield child
@@ -143,11 +159,11 @@ def _outermost(module: nn.Module, classes: set[str]) -> Iterator[nn.Module]:
 
 
 def _structural(module: nn.Module, whole: set[type[nn.Module]]) -> Iterator[nn.Module]:
-    """Blocks of a model that names none: recurrent cells, and modules that repeat inside a list.
+    """Find the layers of a model that lists none: recurrent cells, and modules that repeat in a list.
 
-    A module that is nothing but a list of repeated modules (a stage of a ResNet) is looked into; one that has
-    something beside its list (a residual block with its shortcut, a decoder layer) is whole, and so are all of its
-    class (`whole`): those whose shortcut is the identity, and one that is alone in its list.
+    A module that is only a list of repeated modules (a stage of a ResNet) is searched; one that has more than a list (a
+    residual block with its shortcut, a decoder layer) is a layer, and so are all of its class (`whole`): those whose
+    shortcut is the identity, and one that is alone in its list.
     """
     for child in module.children():
         is_alike = type(child) in whole and _is_container(module) and _has_params(child)
@@ -158,7 +174,7 @@ def _structural(module: nn.Module, whole: set[type[nn.Module]]) -> Iterator[nn.M
 
 
 def _whole_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """The classes of which some module repeats and is more than a list."""
+    """Return the classes of which some module repeats and is more than a list."""
     found = {type(child) for parent in model.modules() for child in parent.children() if _is_layer(child, parent)}
     return found - set(_CONTAINERS)
 
@@ -174,7 +190,7 @@ def _is_repeated(child: nn.Module, parent: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether all of the module's parameters sit in lists of modules that repeat."""
+    """Return whether all parameters of the module are in lists of modules that repeat."""
     with_params = [child for child in module.children() if _has_params(child)]
     return bool(with_params) and all(
         _is_repeated(child, module) or (_is_container(child) and _is_stage(child)) for child in with_params
@@ -182,7 +198,7 @@ def _is_stage(module: nn.Module) -> bool:
 
 
 def _cover(module: nn.Module, fqn: str, layers: set[nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The layers and, around them, the largest modules that hold no layer, as (FQN, module, only direct parameters)."""
+    """Yield the layers and the largest modules without a layer, as (FQN, module, only direct parameters)."""
     if module in layers or not any(inner in layers for inner in module.modules()):
         if _has_params(module):
             yield fqn, module, False
@@ -198,7 +214,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _candidates(model: nn.Module) -> list[str]:
-    """Class names of modules with parameters that hold other modules, most frequent first."""
+    """Return the class names of modules with parameters and other modules, most frequent first."""
     counts: dict[str, int] = {}
     for module in model.modules():
         if module is not model and _has_params(module) and any(module.children()) and not _is_container(module):

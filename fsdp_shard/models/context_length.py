@@ -1,6 +1,6 @@
-"""Where a model's tokens are: how many positions it has learned, and whether it keeps packed documents apart by them.
+"""Positions of a model: how many it has learned, and whether they keep packed documents apart.
 
-The second is found out by running a tiny model of the same architecture: what the code says is not what it does.
+The second is tested by running a tiny model of the same architecture.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models.loading import build_on_meta, rebuild_buffers
+from fsdp_shard.models.meta_device import build_on_meta, rebuild_buffers
+from fsdp_shard.utils import persistent_buffers
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 _LEARNED_POSITIONS = frozenset({"position_embeddings", "position_embedding", "embed_positions", "wpe"})
 
-# The settings of transformers' configs that decide how large a model is, and what they are in a tiny one.
+# The settings of transformers' configs that decide the size of a model, and their values in a tiny one.
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "index_n_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embed_dim")
@@ -27,35 +28,34 @@ _INNER = ("intermediate_size", "ffn_dim", "n_inner", "dff", "ffn_hidden_size", "
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k", "moe_topk", "moe_k", "n_group")
 _TINY_INNER, _TINY_VOCABULARY = 64, 97
-_MOST_PARAMETERS = 150_000_000  # half a second to fill; a model that cannot be made smaller is refused
+_MOST_PARAMETERS = 150_000_000  # half a second to initialize; larger ones are rejected
 
 _FIRST, _SECOND = 7, 9  # tokens of the two documents
-_ROUNDING = 1e-3  # of the largest logit: experts compute other tokens in one product with a document's
-_FLASH_LIKE = "fsdp_shard_by_positions"  # transformers looks for kernels where a name has "flash" in it
+_ROUNDING = 1e-3  # relative to the largest logit: experts multiply tokens of several documents at once
+_FLASH_LIKE = "fsdp_shard_by_positions"  # transformers looks for kernels if a name contains "flash"
 
 
 def num_positions(model: PreTrainedModel) -> int | None:
-    """Tokens that a model has learned positions for; None where it computes them, so that there is no end."""
+    """Return the number of positions that a model has learned; None if it computes them, so that there is no limit."""
     from torch import nn
 
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    rooms = []
+    found = []
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in _LEARNED_POSITIONS and isinstance(module, nn.Embedding):
-            # RoBERTa counts from its padding token on, and OPT and BART leave room in front.
+            # RoBERTa counts from its padding token, and OPT and BART have an offset.
             padding = module.padding_idx
-            front = int(getattr(module, "offset", 0)) if padding is None else padding + 1
-            if limit in (module.num_embeddings, module.num_embeddings - front):  # or they are those of pictures
-                rooms.append(module.num_embeddings - front)
-    return min(rooms, default=None)
+            offset = int(getattr(module, "offset", 0)) if padding is None else padding + 1
+            if limit in (module.num_embeddings, module.num_embeddings - offset):  # others are of images
+                found.append(module.num_embeddings - offset)
+    return min(found, default=None)
 
 
 def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
-    """Check that a model keeps documents apart that share a window and differ by positions that start again.
+    """Check that a model keeps packed documents, whose positions restart, apart.
 
-    A tiny model of the same architecture is run on a window of two documents, as training calls it. Flash attention is
-    given no mask, so there each layer has to hand on the positions; a function that does as it does stands for it, and
-    no GPU is needed.
+    A tiny model of the same architecture is run on a window of two documents, as in training. Flash attention gets no
+    mask, so each layer must pass the positions on; a function with the same inputs replaces it, so no GPU is needed.
 
     Args:
         config: The model's config; `architectures` names its class.
@@ -77,38 +77,38 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
     elif "position_ids" not in inspect.signature(cls.forward).parameters:
         reason = "it takes no position_ids"
     elif others:
-        reason = f"it has layers that are no attention ({', '.join(others)})"
+        reason = f"it has layers without attention ({', '.join(others)})"
     elif problem := _leak(config, "eager" if attention == "eager" else None):
         reason = problem
     elif attention == "flash_attention_2" and _leak(config, _flash_like()):
         reason, instead = (
-            "flash attention is not told of positions there",
+            "its layers do not pass positions to flash attention",
             "model.attention=sdpa, or data.packing=false",
         )
     else:
         return
-    raise ModelError(f"{name} cannot keep documents that share a window apart, as {reason}; set {instead}.")
+    raise ModelError(f"{name} cannot keep packed documents apart: {reason}. Set {instead}.")
 
 
 def _leak(config: PretrainedConfig, attention: str | None) -> str:
-    """What is wrong with packed windows in models of `config`; empty when nothing is."""
+    """Return why packed windows are wrong in models of `config`; empty if they are right."""
     import torch
 
     reason = ""
-    for num_heads in (1, 4, None):  # a few architectures want several heads, or a certain ratio of their widths
+    for num_heads in (1, 4, None):  # some architectures need several heads, or a fixed ratio of widths
         try:
             with torch.random.fork_rng(devices=[]), _one_thread():
                 is_apart = _keeps_apart(_tiny_model(config, attention, num_heads))
-            return "" if is_apart else "what it attends to does not depend on positions"
-        except Exception as error:  # whatever the code of an architecture raises for sizes that it does not expect
+            return "" if is_apart else "its attention does not depend on positions"
+        except Exception as error:  # any type, from code that does not expect such sizes
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            reason = reason or f"a tiny model of its kind, which would show it, does not run ({text})"
+            reason = reason or f"a tiny model of this architecture, which would test it, does not run ({text})"
     return reason
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Several would wait for each other at each of thousands of tiny operations, for seconds on a busy machine."""
+    """Run torch on one thread: several would wait for each other in thousands of tiny operations."""
     import torch
 
     before = torch.get_num_threads()
@@ -120,7 +120,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _keeps_apart(model: PreTrainedModel) -> bool:
-    """Whether the second document of a window has the logits that it has alone, whatever the first one is."""
+    """Return whether the second document of a window has the same logits as without the first one."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -147,9 +147,9 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _tiny_model(config: PretrainedConfig, attention: str | None, num_heads: int | None) -> PreTrainedModel:
-    """A model on the CPU as `config` describes it but for its sizes, with random weights.
+    """Build a small model with the architecture of `config` on the CPU, with random weights.
 
-    All layers are there, as no list says for every architecture of which kind each is.
+    It has all layers, as not every config lists which kind each of them is.
     """
     import torch
     from torch import nn
@@ -161,24 +161,22 @@ def _tiny_model(config: PretrainedConfig, attention: str | None, num_heads: int 
     generator = torch.Generator().manual_seed(0)
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                if param not in filled:
-                    # Not as the architecture does, which may start with zeros that would hide what is looked for.
-                    spread = param.shape[-1] ** -0.5 if param.ndim > 1 else 0.1
-                    values = torch.empty(param.shape).normal_(0, spread, generator=generator)
-                    values += param.ndim == 1 and name == "weight"  # of a norm
-                    filled[param] = nn.Parameter(values, requires_grad=False)
-                module._parameters[name] = filled[param]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                module._buffers[name] = torch.ones_like(buffer, device="cpu")
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if param not in filled:
+                # Not as the architecture initializes: zeros would hide a leak.
+                spread = param.shape[-1] ** -0.5 if param.ndim > 1 else 0.1
+                values = torch.empty(param.shape).normal_(0, spread, generator=generator)
+                values += param.ndim == 1 and name == "weight"  # of a norm
+                filled[param] = nn.Parameter(values, requires_grad=False)
+            setattr(module, name, filled[param])
+    for owner, name, _, buffer in persistent_buffers(model):
+        setattr(owner, name, torch.ones_like(buffer, device="cpu"))
     rebuild_buffers(model, "cpu")
     return model
 
 
 def _shrunk(values: Mapping[str, Any], num_heads: int | None, heads: int = 0) -> dict[str, Any]:
-    """The settings of a config, or of a part of it, for a tiny model; `heads` are those of the whole."""
+    """Return the settings of a config, or of a part of it, for a tiny one; `heads` is the number in the full model."""
     heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), heads)
     chosen = [values[name] for name in _CHOSEN_EXPERTS if isinstance(values.get(name), int)]
 
@@ -201,7 +199,7 @@ def _shrunk(values: Mapping[str, Any], num_heads: int | None, heads: int = 0) ->
             return min(value, 2 * max(chosen, default=1))
         if num_heads is not None and heads > num_heads:
             if name in _HIDDEN:
-                return -(-value * num_heads // heads // 8) * 8  # what products of several experts want
+                return -(-value * num_heads // heads // 8) * 8  # grouped products of experts need multiples of 8
             if name in (*_HEADS, *_KEY_VALUE_HEADS):
                 return num_heads if value >= heads else 1
         return value
@@ -210,7 +208,7 @@ def _shrunk(values: Mapping[str, Any], num_heads: int | None, heads: int = 0) ->
 
 
 def _flash_like() -> str:
-    """The name of an attention function that sees what flash attention sees: no mask, and positions if it gets them."""
+    """Register an attention function with the inputs of flash attention, positions but no mask; return its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_FLASH_LIKE, _attend_like_flash)

@@ -1,79 +1,80 @@
-"""Config, generation config and tokenizer of a GGUF file as the Hugging Face files that everything else reads.
+"""Config, generation config and tokenizer of a GGUF file, as Hugging Face files.
 
-A GGUF file carries them in its metadata, which takes transformers some 10 s to read for a vocabulary of 49,152 tokens,
-and twice that as each is read on its own. So they are written out once, into a cache, by whoever comes first. Knows no
-weights.
+A GGUF file has them in its metadata, which transformers reads in some 10 s for a vocabulary of 49,152 tokens, and once
+for each of them. So they are written to a cache by the first process that needs them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.utils import user_cache
+from fsdp_shard.utils import atomic_directory, first_line, user_cache
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NAME = "gguf"  # of the format; here, so that who only asks whether a checkpoint is of it loads no more than this
-_FORMAT = 2  # changed when what is written changes
-_SCALING = ("type", "factor", "original_context_length", "finetuned")  # what is read of it, or says nothing
+# The name of the format, defined here so that comparing a checkpoint's format imports nothing else.
+GGUF_FORMAT = "gguf"
+_VERSION = 2  # changes with the content of the files
+_SCALING = ("type", "factor", "original_context_length", "finetuned")  # the keys that are supported, or have no effect
 
 
-def side_directory(file: Path) -> Path:
-    """A directory with config.json, generation_config.json and the tokenizer files of the GGUF file `file`.
+def gguf_model_files(file: Path) -> Path:
+    """Return a directory with config.json, generation_config.json and the tokenizer files of a GGUF file.
 
-    Raises ModelError when transformers cannot make them, or the cache cannot be written. Several processes may call
-    this at once.
+    Several processes may call this at the same time.
+
+    Args:
+        file: The GGUF file.
+
+    Raises:
+        ModelError: transformers cannot make the files, or the cache cannot be written.
     """
     target = user_cache("gguf") / _key(file)
     if target.is_dir():
         return target
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-        try:
-            _write_side_files(file, partial)
-            if not target.is_dir():  # else another process was quicker
-                os.rename(partial, target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with atomic_directory(target) as partial:
+            _write_model_files(file, partial)
     except OSError as error:
-        if not target.is_dir():
-            raise ModelError(
-                f"What {file} says of its model could not be written to {target.parent}: {error}. "
-                f"Set XDG_CACHE_HOME to a directory that can be written."
-            ) from error
+        raise ModelError(
+            f"The config and tokenizer of {file} could not be written to {target.parent}: {error}. "
+            f"Set XDG_CACHE_HOME to a directory that can be written."
+        ) from error
     return target
 
 
 def _key(file: Path) -> str:
-    """Changes with the file, and with the version of transformers, which decides how it is read."""
+    """Return a name that changes with the file and with the version of transformers, which reads it."""
     from importlib.metadata import version  # slow to import, and every command imports this module
 
     state = file.stat()
-    parts = (str(file.resolve()), state.st_size, state.st_mtime_ns, version("transformers"), _FORMAT)
+    parts = (str(file.resolve()), state.st_size, state.st_mtime_ns, version("transformers"), _VERSION)
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
-def _write_side_files(file: Path, directory: Path) -> None:
+def _write_model_files(file: Path, directory: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    # Alone in a directory: of one that has a tokenizer.json too, transformers would take that.
+    # In a directory of its own: transformers prefers a tokenizer.json in the same directory.
     (alone := directory / "alone").mkdir()
     (alone / file.name).symlink_to(file.resolve())
     try:
         config = AutoConfig.from_pretrained(alone, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
-    except (ValueError, KeyError, ImportError, TypeError, NotImplementedError) as error:  # all that it does not know
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{file} cannot be used as a model: {reason}") from error
+    except (
+        ValueError,
+        KeyError,
+        ImportError,
+        TypeError,
+        NotImplementedError,
+    ) as error:  # raised for whatever transformers does not support
+        raise ModelError(f"{file} cannot be used as a model: {first_line(error)}") from error
     finally:
         shutil.rmtree(alone)
     if scaling := _rope_scaling(file, config):
@@ -86,9 +87,9 @@ def _write_side_files(file: Path, directory: Path) -> None:
 
 
 def _rope_scaling(file: Path, config: PretrainedConfig) -> dict[str, Any]:
-    """How rotary frequencies are changed for long texts, in transformers' words, which itself leaves it out.
+    """Return the scaling of rotary frequencies as transformers' config has it; transformers itself ignores it.
 
-    Raises ModelError where that cannot be said: the model would be another one.
+    Raises ModelError for scaling that is not supported: the model would compute something else.
     """
     from gguf import GGUFReader
 
@@ -104,35 +105,37 @@ def _rope_scaling(file: Path, config: PretrainedConfig) -> dict[str, Any]:
     if factors is not None and (factors != 1).any():
         return _llama3_scaling(file, factors, config)
     factor, original = value(f"{scaling}.factor"), value(f"{scaling}.original_context_length")
-    if kind in (None, "none") or (kind == "linear" and not factor):  # which llama.cpp takes for 1
+    if kind in (None, "none") or (kind == "linear" and not factor):  # llama.cpp reads 0 as 1
         return {}
     others = {key for key in reader.fields if key.startswith(f"{scaling}.")} - {f"{scaling}.{key}" for key in _SCALING}
     if kind == "linear" and not others:
         return {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn" and factor and original and not others:
         return {"rope_type": kind, "factor": float(factor), "original_max_position_embeddings": int(original)}
-    told = ", ".join([f"type {kind}", *sorted(others)])
+    found = ", ".join([f"type {kind}", *sorted(others)])
     raise ModelError(
-        f"{file} scales its rotary frequencies in a way that is not known here ({told}); convert the model from its "
+        f"{file} scales its rotary frequencies in a way that is not supported ({found}); convert the model from its "
         f"original files."
     )
 
 
 def _llama3_scaling(file: Path, factors: Any, config: PretrainedConfig) -> dict[str, Any]:
-    """The parameters that give what frequencies are divided by, `factors` [head_dim / 2]: a GGUF file has only those.
+    """Return the parameters of Llama 3.1 that result in `factors` [head_dim / 2], the divisors of the frequencies.
 
-    As Llama 3.1 and later have them; the formula is that of the Llama 3.1 release (`apply_scaling`).
+    A GGUF file has only the factors. The formula is that of the Llama 3.1 release (`apply_scaling`).
     """
     import numpy as np
 
     low, high, original, factor = 1.0, 4.0, 8192, float(factors.max())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    turns = config.rope_parameters["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)  # per token
-    share = np.clip((original * turns - low) / (high - low), 0.0, 1.0)  # of the frequency as it is
-    if factors.shape != turns.shape or not np.allclose(factors, 1 / ((1 - share) / factor + share), rtol=1e-3):
+    frequencies = config.rope_parameters["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim) / (
+        2 * np.pi
+    )  # per token
+    kept = np.clip((original * frequencies - low) / (high - low), 0.0, 1.0)  # fraction of the original frequency
+    if factors.shape != frequencies.shape or not np.allclose(factors, 1 / ((1 - kept) / factor + kept), rtol=1e-3):
         raise ModelError(
             f"{file} divides its rotary frequencies by factors (rope_freqs.weight) that are not those of Llama 3.1, "
-            f"and what they come from is not in it; convert the model from its original files."
+            f"which is not supported; convert the model from its original files."
         )
     return {
         "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,

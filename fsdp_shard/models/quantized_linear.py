@@ -1,7 +1,7 @@
-"""Weights in 8 or 4 bits: 64 neighbors at a time become a row of bytes, their codes and one float32 scale.
+"""Linear layers with weights in 8 or 4 bits: 64 neighboring weights become a row of bytes, codes and a float32 scale.
 
-A row holds all that is needed for its 64 weights, so rows may be cut, moved and filled anywhere, and what is in them
-depends on the weights alone. Pure functions of tensors; knows no module, no file and no rank.
+A row has everything to decode its 64 weights, so rows can be sharded, moved and filled in any order, and their content
+depends on the weights alone.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-BLOCK = 64  # weights that share a scale, as in QLoRA
+QUANTIZATION_BLOCK = 64  # weights that share a scale, as in QLoRA
 
 _SCALE_BYTES = 4
-_DECODED_AT_ONCE = 1 << 22  # weights: what is made on the way to them takes up to 8 bytes each
+_DECODED_AT_ONCE = 1 << 22  # weights; each takes up to 8 bytes of temporary memory
 
-# The 4-bit NormalFloat of Dettmers et al., QLoRA (2023): equally likely quantiles of a normal distribution, and 0.
+# The 4-bit NormalFloat of Dettmers et al., QLoRA (2023): equally probable quantiles of a normal distribution, and 0.
 _NORMAL = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -29,11 +29,14 @@ _NORMAL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
-    """How 64 weights become `code_bytes` bytes and back. `to_codes` and `to_values` work on blocks, [n, 64] float32.
+class QuantizationCode:
+    """How 64 weights become `code_bytes` bytes and back.
 
-    `to_codes` gives the codes of blocks that were divided by their largest weight; a decoded weight is its value of
-    `to_values` times that largest weight.
+    Attributes:
+        name: The name of the code in settings.
+        code_bytes: Bytes of the codes of a block of 64 weights.
+        to_codes: Encodes blocks [n, 64], float32, that were divided by their largest absolute weight.
+        to_values: Decodes to blocks [n, 64], float32, that are to be multiplied by that weight.
     """
 
     name: str
@@ -43,28 +46,29 @@ class Code:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row: the codes and the scale."""
         return self.code_bytes + _SCALE_BYTES
 
     @property
     def bits(self) -> float:
-        """Of a weight, with its part of the scale."""
-        return 8 * self.row_bytes / BLOCK
+        """Bits per weight, including the scale."""
+        return 8 * self.row_bytes / QUANTIZATION_BLOCK
 
     def num_rows(self, num_weights: int) -> int:
-        """Rows of a matrix of so many weights; the last one may not be full."""
-        return -(-num_weights // BLOCK)
+        """Return the number of rows of a matrix with `num_weights` weights; the last row may not be full."""
+        return -(-num_weights // QUANTIZATION_BLOCK)
 
     def encode(self, weights: torch.Tensor) -> torch.Tensor:
-        """The rows [num_rows, row_bytes], uint8, of flat finite float32 `weights`; what the last one lacks is 0."""
-        blocks = F.pad(weights, (0, -len(weights) % BLOCK)).view(-1, BLOCK)
+        """Encode flat finite float32 `weights` to rows [num_rows, row_bytes], uint8; the last is padded with 0."""
+        blocks = F.pad(weights, (0, -len(weights) % QUANTIZATION_BLOCK)).view(-1, QUANTIZATION_BLOCK)
         largest = blocks.abs().amax(1, keepdim=True)
         codes = self.to_codes(blocks / torch.where(largest > 0, largest, 1.0))
         return torch.cat([codes.view(torch.uint8), largest.view(torch.uint8)], dim=1)
 
     def decode(self, rows: torch.Tensor, num_weights: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first `num_weights` weights, flat, of `rows`: computed in float32, rounded to `dtype`."""
-        weights = torch.empty((len(rows), BLOCK), dtype=dtype, device=rows.device)
-        step = _DECODED_AT_ONCE // BLOCK
+        """Decode the first `num_weights` weights of `rows`, flat: computed in float32, rounded to `dtype`."""
+        weights = torch.empty((len(rows), QUANTIZATION_BLOCK), dtype=dtype, device=rows.device)
+        step = _DECODED_AT_ONCE // QUANTIZATION_BLOCK
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
             largest = part[:, self.code_bytes :].contiguous().view(torch.float32)
@@ -72,7 +76,7 @@ class Code:
         return weights.view(-1)[:num_weights]
 
     def scratch_bytes(self, num_weights: int, itemsize: int) -> int:
-        """Memory that `decode` takes at its fullest, its result with `itemsize` bytes a weight included."""
+        """Return the peak memory of `decode` in bytes, with its result of `itemsize` bytes per weight."""
         return num_weights * itemsize + 8 * min(num_weights, _DECODED_AT_ONCE)
 
 
@@ -85,7 +89,7 @@ def _from_int8(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _to_nf4(blocks: torch.Tensor) -> torch.Tensor:
-    """The numbers of the nearest levels, two in a byte, the first one in its upper half."""
+    """Return the indices of the nearest levels, two in a byte, the first in the upper half."""
     levels = _levels(blocks.device)
     codes = torch.bucketize(blocks, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
     return (codes[:, 0::2] << 4) | codes[:, 1::2]
@@ -93,27 +97,30 @@ def _to_nf4(blocks: torch.Tensor) -> torch.Tensor:
 
 def _from_nf4(codes: torch.Tensor) -> torch.Tensor:
     levels = _levels(codes.device)
-    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)  # [256, 2]: of each byte
-    return F.embedding(codes.view(-1).int(), pairs).view(-1, BLOCK)
+    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)  # [256, 2], of each byte
+    return F.embedding(codes.view(-1).int(), pairs).view(-1, QUANTIZATION_BLOCK)
 
 
 def _levels(device: torch.device) -> torch.Tensor:
     return torch.tensor(_NORMAL, dtype=torch.float32).to(device, non_blocking=True)
 
 
-CODES = {
-    "int8": Code("int8", BLOCK, _to_int8, _from_int8),
-    "nf4": Code("nf4", BLOCK // 2, _to_nf4, _from_nf4),
+QUANTIZATION_CODES = {
+    "int8": QuantizationCode("int8", QUANTIZATION_BLOCK, _to_int8, _from_int8),
+    "nf4": QuantizationCode("nf4", QUANTIZATION_BLOCK // 2, _to_nf4, _from_nf4),
 }
 
 
 class QuantizedWeight(nn.Module):
-    """x -> x @ W.T, with W of `shape` [out, in] in `rows` on the meta device, held as elements of `held_as`.
+    """x -> x @ W.T, with W in `rows`. A module of its own, so that the rows are gathered apart from what is cast.
 
-    A module of its own, so that the rows can be gathered apart from what is cast.
+    Args:
+        shape: The shape [out, in] of W.
+        code: How its weights are encoded.
+        held_as: Dtype of the parameter `rows`, which is created on the meta device.
     """
 
-    def __init__(self, shape: tuple[int, int], code: Code, held_as: torch.dtype) -> None:
+    def __init__(self, shape: tuple[int, int], code: QuantizationCode, held_as: torch.dtype) -> None:
         super().__init__()
         self.shape, self.code = shape, code
         width, rest = divmod(code.row_bytes, held_as.itemsize)
@@ -123,6 +130,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def num_weights(self) -> int:
+        """Number of weights of W."""
         return self.shape[0] * self.shape[1]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -134,9 +142,9 @@ class QuantizedWeight(nn.Module):
 
 
 class QuantizedLinear(nn.Module):
-    """What takes the place of the frozen `linear`, whose bias it keeps."""
+    """Replaces a frozen `linear`, whose bias it keeps; `dtype` is that of the weights it stands for."""
 
-    def __init__(self, linear: nn.Linear, code: Code, held_as: torch.dtype, dtype: torch.dtype) -> None:
+    def __init__(self, linear: nn.Linear, code: QuantizationCode, held_as: torch.dtype, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features, self._dtype = linear.in_features, linear.out_features, dtype
         self.quantized = QuantizedWeight((linear.out_features, linear.in_features), code, held_as)
@@ -144,7 +152,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """For models that look at the type and shape of a layer's weight (T5): one without values, on meta."""
+        """A tensor on the meta device, for models that read dtype and shape of a layer's weight (T5)."""
         return torch.empty(self.out_features, self.in_features, dtype=self._dtype, device="meta")
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -153,10 +161,12 @@ class QuantizedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """inputs [..., in] @ W.T, in the type of the inputs. Only the rows are kept for the backward pass."""
+    """inputs [..., in] @ W.T, in the dtype of the inputs. Only the rows are saved for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, rows: torch.Tensor, code: Code, shape: tuple[int, int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, inputs: torch.Tensor, rows: torch.Tensor, code: QuantizationCode, shape: tuple[int, int]
+    ) -> torch.Tensor:
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(rows)
         ctx.code, ctx.shape = code, shape
@@ -164,31 +174,31 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         (rows,) = ctx.saved_tensors
-        return slope @ _decode(rows, ctx.code, ctx.shape, slope.dtype), None, None, None
+        return grad @ _decode(rows, ctx.code, ctx.shape, grad.dtype), None, None, None
 
 
 def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Those in `model`, by FQN."""
+    """Yield FQN and module of each quantized weight of `model`."""
     for fqn, module in model.named_modules():
         if isinstance(module, QuantizedWeight):
             yield fqn, module
 
 
-def num_weights(model: nn.Module) -> dict[str, int]:
-    """Of each parameter of `model`, by FQN, how many weights it stands for: its elements, unless they are bytes."""
+def weights_per_parameter(model: nn.Module) -> dict[str, int]:
+    """Return by FQN how many weights each parameter of `model` stands for: its elements, unless it is quantized."""
     found = {name: param.numel() for name, param in model.named_parameters()}
     return found | {f"{fqn}.rows": module.num_weights for fqn, module in quantized_weights(model)}
 
 
-def scratch_bytes(model: nn.Module, itemsize: int) -> int:
-    """Memory for the largest decoded weight of `model`, in a type of `itemsize` bytes."""
+def dequantization_bytes(model: nn.Module, itemsize: int) -> int:
+    """Return the memory in bytes to decode the largest quantized weight of `model` to a dtype of `itemsize` bytes."""
     weights = (module for _, module in quantized_weights(model))
     return max((module.code.scratch_bytes(module.num_weights, itemsize) for module in weights), default=0)
 
 
-def _decode(rows: torch.Tensor, code: Code, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def _decode(rows: torch.Tensor, code: QuantizationCode, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     return code.decode(rows.view(torch.uint8), shape[0] * shape[1], dtype).view(shape)

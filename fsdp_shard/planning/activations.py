@@ -1,26 +1,25 @@
-"""Bytes that the forward pass of one micro-batch keeps for the backward pass, measured without computing anything.
+"""Bytes that the forward pass of one micro-batch saves for the backward pass, measured without computing anything.
 
-The model runs on fake tensors, which have shapes, dtypes and storages but no memory (FakeTensorMode), under autograd's
-hooks for saved tensors; each storage counts once, parameters do not. What recomputed blocks do not keep is told from
-which block saved it, and what selective recomputation keeps from the operator that made it. Kernels are those of the
-CPU, which for attention keep what a GPU's flash attention keeps.
+The model runs on fake tensors, which have shapes, dtypes and storages but no memory, under autograd's hooks for saved
+tensors; each storage counts once, parameters do not count. The block that saved a storage says whether checkpointing
+frees it, and the operator that made it whether selective checkpointing keeps it. Kernels are those of the CPU; those of
+attention save the same as a GPU's flash attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import UntypedStorage, nn
 
-from fsdp_shard.models import Block
-from fsdp_shard.sharding import keeps_results
+from fsdp_shard.models import attention_implementation, no_split_blocks
+from fsdp_shard.sharding import RecomputeSettings, is_saved_operator, recomputed_fqns
+from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, replace_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +31,7 @@ _ATTENTION = "fsdp_shard_plan"
 
 @dataclass(frozen=True)
 class Activations:
-    """`saved_bytes`: kept until the backward pass has used them; `logits_bytes`: the model's output."""
+    """Bytes of one micro-batch: `saved_bytes` for the backward pass, `logits_bytes` of the model's output."""
 
     saved_bytes: int
     logits_bytes: int
@@ -40,59 +39,58 @@ class Activations:
 
 @dataclass
 class _Saved:
-    """Storages by their address (kept, so that none is used twice) with the block that saved them.
+    """What autograd saves, by storage, and the block that saved it.
 
-    Of `recomputed` blocks their `inputs` too, and `results`: what selective recomputation keeps.
+    Attributes:
+        parameters: Storages that do not count.
+        recomputed: FQNs of the recomputed blocks.
+        maker: Saved storage -> FQN of the block that saved it; None outside of blocks.
+        inputs: Inputs of recomputed blocks.
+        results: Results in recomputed blocks that selective checkpointing keeps.
+        block: FQN of the block that runs.
     """
 
-    skipped: set[int]
+    parameters: Collection[UntypedStorage]
     recomputed: Collection[str]
-    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    maker: dict[int, str | None] = field(default_factory=dict)
-    inputs: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    results: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    maker: dict[UntypedStorage, str | None] = field(default_factory=dict)
+    inputs: set[UntypedStorage] = field(default_factory=set)
+    results: set[UntypedStorage] = field(default_factory=set)
     block: str | None = None
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if (key := storage._cdata) not in self.skipped and key not in self.storages:
-            self.storages[key], self.maker[key] = storage, self.block
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := tensor.untyped_storage()) not in self.parameters:
+            self.maker.setdefault(storage, self.block)
         return tensor
 
     def enter(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.block = fqn
         if fqn in self.recomputed:
-            self.inputs |= {
-                value.untyped_storage()._cdata: value.untyped_storage() for value in _tensors((args, kwargs))
-            }
+            self.inputs.update(_storages((args, kwargs)))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.block = None
 
-    def made(self, output: Any) -> None:
-        """Note what an operator that selective recomputation keeps has made."""
+    def keep_results(self, output: Any) -> None:
         if self.block in self.recomputed:
-            self.results |= {value.untyped_storage()._cdata: value.untyped_storage() for value in _tensors(output)}
+            self.results.update(_storages(output))
 
     def device_bytes(self, offload: bool) -> int:
-        """What is kept on the device while one block runs backward, which has all that it needs there.
+        """Bytes on the device while the block that saved most runs its backward pass, with all that it needs there.
 
-        With `offload`, what blocks save (inputs of recomputed ones too, but not results) is elsewhere until then.
+        With `offload`, what blocks save (inputs of recomputed ones too, but not results) is in CPU memory until then.
         """
-        kept, of_block = dict(self.results), dict[str, int]()
-        if not offload:
-            kept |= self.inputs
-        for key, storage in self.storages.items():
-            maker = self.maker[key]
+        kept = self.results | (set() if offload else self.inputs)
+        of_block: dict[str, int] = {}
+        for storage, maker in self.maker.items():
             if maker is None or not (offload or maker in self.recomputed):
-                kept[key] = storage
-            elif key not in kept:
+                kept.add(storage)
+            elif storage not in kept:
                 of_block[maker] = of_block.get(maker, 0) + storage.nbytes()
-        return sum(storage.nbytes() for storage in kept.values()) + max(of_block.values(), default=0)
+        return sum(storage.nbytes() for storage in kept) + max(of_block.values(), default=0)
 
 
-class _Results(TorchDispatchMode):
-    """Tells `saved` what each operator makes whose results selective recomputation keeps."""
+class _SelectiveMode(TorchDispatchMode):
+    """Notes the results of the operators that selective checkpointing keeps."""
 
     def __init__(self, saved: _Saved) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -100,43 +98,42 @@ class _Results(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if keeps_results(func):
-            self._saved.made(output)
+        if is_saved_operator(func):
+            self._saved.keep_results(output)
         return output
 
 
 def measure_activations(
-    model: PreTrainedModel,
-    blocks: Sequence[Block],
-    batch_size: int,
-    sequence_length: int,
-    *,
-    recomputed: Collection[str] = (),
-    selective: bool = False,
-    offload: bool = False,
+    model: PreTrainedModel, settings: RecomputeSettings, batch_size: int, sequence_length: int
 ) -> Activations:
-    """Run `model` (on meta, in the dtype that it computes in) on `batch_size` windows of `sequence_length` tokens.
+    """Run the forward pass of `model` on fake tensors and add up what it saves for the backward pass.
 
-    Blocks that are `recomputed` (FQNs) keep their inputs only, if `selective` their dear results too; with `offload`
-    what blocks keep is not on the device. `model` is changed: it ends with fake parameters.
+    Args:
+        model: The model on meta, in the dtype that it computes in. It is changed: its parameters end up as fake ones.
+        settings: The blocks, and what of their activations is recomputed or offloaded.
+        batch_size: Number of samples in the micro-batch.
+        sequence_length: Length of each sample, in tokens.
+
+    Returns:
+        The bytes of activations and logits.
     """
     model.train()
+    repeated = [block.fqn for block in no_split_blocks(model, settings.blocks) if block.repeated]
     with _causal_without_mask(model), FakeTensorMode():
-        _replace(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-        params = {param.untyped_storage()._cdata for param in model.parameters()}
-        saved = _Saved(params | {buffer.untyped_storage()._cdata for buffer in model.buffers()}, recomputed)
-        for block in blocks:
-            if block.repeated:
-                module = model.get_submodule(block.fqn)
-                module.register_forward_pre_hook(partial(saved.enter, block.fqn), with_kwargs=True)
-                module.register_forward_hook(saved.leave)
+        replace_tensors(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        parameters = set(_storages([*model.parameters(), *model.buffers()]))
+        saved = _Saved(parameters, recomputed_fqns(repeated, settings.activation_checkpointing))
+        for fqn in repeated:
+            module = model.get_submodule(fqn)
+            module.register_forward_pre_hook(partial(saved.enter, fqn), with_kwargs=True)
+            module.register_forward_hook(saved.leave)
         with (
-            torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor),
-            _Results(saved) if selective else nullcontext(),
+            torch.autograd.graph.saved_tensors_hooks(saved.save, lambda tensor: tensor),
+            _SelectiveMode(saved) if settings.activation_checkpointing == "selective" else nullcontext(),
         ):
             output = model(**_inputs(model, batch_size, sequence_length), use_cache=False)
         logits = output.logits.untyped_storage().nbytes()
-        return Activations(saved.device_bytes(offload), logits)
+        return Activations(saved.device_bytes(settings.activation_offload), logits)
 
 
 def _inputs(model: PreTrainedModel, batch_size: int, sequence_length: int) -> dict[str, torch.Tensor]:
@@ -146,37 +143,22 @@ def _inputs(model: PreTrainedModel, batch_size: int, sequence_length: int) -> di
     return {name: torch.zeros((batch_size, sequence_length), dtype=torch.long) for name in names}
 
 
-def _replace(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give every parameter and buffer of `model` what `make` makes of it; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                if id(param) not in made:
-                    made[id(param)] = nn.Parameter(make(param), requires_grad=param.requires_grad)
-                module._parameters[name] = made[id(param)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = make(buffer)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _storages(value: Any) -> Iterator[UntypedStorage]:
+    """The storages of all tensors in nested tuples, lists and mappings."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield value.untyped_storage()
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _storages(item)
 
 
 @contextmanager
 def _causal_without_mask(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model that attends through sdpa do so by the causal flag alone."""
+    """Have a model with sdpa attention use its causal flag instead of a mask."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if model.config._attn_implementation != "sdpa":
+    if attention_implementation(model) != "sdpa":
         yield
         return
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)

@@ -1,4 +1,4 @@
-"""Settings of a plan beside those of the run that is planned. Imports no torch."""
+"""Settings of `plan` in addition to those of the planned run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,37 +7,29 @@ from typing import Any
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference import DispatchConfig
-from fsdp_shard.utils import parse_size, setting
+from fsdp_shard.utils import Parsed, parse_size, setting
 
 
 @dataclass
 class DeviceConfig:
     """The devices that the run would have."""
 
-    memory: str | None = setting(None, "Memory of each device, such as 80GB, to say whether the run fits.")
-
-    def check(self, prefix: str) -> None:
-        """Refuse what is no size."""
-        if self.memory is not None:
-            parse_size(self.memory, f"{prefix}memory")
-
-    @property
-    def memory_bytes(self) -> int | None:
-        return None if self.memory is None else parse_size(self.memory, "device.memory")
+    memory: str | None = setting(None, "Memory of each device, such as 80GB, to check whether the run fits.")
+    memory_bytes = Parsed("memory", lambda size, name: None if size is None else parse_size(size, name))
 
 
 @dataclass
 class PlanDataConfig:
-    """What a plan needs to know of the data."""
+    """The settings of the data that a plan depends on."""
 
-    sequence_length: int = setting(1024, "Tokens in each window.", minimum=1)
+    sequence_length: int = setting(1024, "Length of each sample, in tokens.", minimum=1)
 
 
 @dataclass
 class PlanSavingConfig:
-    """What a plan needs to know of checkpoints."""
+    """The settings of checkpoints that a plan depends on."""
 
-    asynchronous: bool = setting(True, "As in finetune: what is saved may be copied in host memory.")
+    asynchronous: bool = setting(True, "As in finetune: saves may copy the state into host memory.")
 
 
 @dataclass
@@ -45,11 +37,11 @@ class PlannedDispatchConfig(DispatchConfig):
     """As in `generate`; without a device map, only training is planned."""
 
     device_map: Any = field(
-        default=None, metadata={"help": "Also show where the blocks would lie in generate: as there."}
+        default=None, metadata={"help": "Also plan the device map of generate; takes the same values."}
     )
 
     def check(self, prefix: str) -> None:
-        """Refuse settings that nothing would look at."""
+        """Raise ConfigError for settings that would do nothing."""
         if self.device_map is not None:
             super().check(prefix)
         elif self != PlannedDispatchConfig():
@@ -61,7 +53,7 @@ class PlannedDispatchConfig(DispatchConfig):
 
 @dataclass
 class PlanSettings:
-    """What `fsdp-shard plan` takes beside `model`, `shard`, `train`, `optim` and `launch`."""
+    """The settings of `fsdp-shard plan` besides `model`, `shard`, `train`, `optim` and `launch`."""
 
     device: DeviceConfig = field(default_factory=DeviceConfig)
     data: PlanDataConfig = field(default_factory=PlanDataConfig)

@@ -1,35 +1,28 @@
-"""Memory that each rank of a run needs at its fullest, from configs alone; the model is only ever on meta.
+"""Peak memory of each rank of a run, from configs alone; the model is only ever on meta.
 
-What is counted, per rank: its share of the parameters, gradients and optimizer state; what is whole for a while (units
-gathered in the compute dtype, gradients before they are reduced, and the quantized weight that is multiplied with); and
-what the forward pass of a micro-batch keeps.
-They are added up as if all were there at once, so the peak is an upper estimate. Not counted: the CUDA context, the
-allocator's fragmentation and the buffers of the communication library.
+Counted are, per rank: its shard of the parameters, gradients and optimizer state; what is unsharded for a while (units
+gathered in the compute dtype, gradients before they are reduced, and one dequantized weight); and the activations of
+one micro-batch. They are added up as if all were in use at once, so the peak is an upper bound. Not counted: the CUDA
+context, the allocator's fragmentation and the buffers of the communication library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
+from fsdp_shard import models, sharding
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import Block, ModelConfig, build_on_meta, no_split_blocks, num_weights, scratch_bytes
 from fsdp_shard.planning.activations import measure_activations
 from fsdp_shard.planning.head import take_out_head
 from fsdp_shard.planning.optimizer import optimizer_bytes
-from fsdp_shard.sharding import Shape, ShardConfig, explain, itemsize, plan_units, recomputed_fqns
-from fsdp_shard.training import (
-    AdapterConfig,
-    LoraConfig,
-    OptimConfig,
-    TrainConfig,
-    assign_owners,
-    inject,
-    quantize_base,
-)
+from fsdp_shard.planning.unsharded import unsharded_bytes
+from fsdp_shard.training import AdapterConfig, LoraConfig, OptimConfig, TrainConfig, inject_lora, quantize_base
+from fsdp_shard.utils import balanced_partition, first_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -39,10 +32,10 @@ BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The settings of the run that is planned, as `finetune` takes them."""
+    """The settings of the planned run, as in `finetune`; `sequence_length` is in tokens."""
 
-    model: ModelConfig
-    shard: ShardConfig
+    model: models.ModelConfig
+    shard: sharding.ShardConfig
     train: TrainConfig
     optim: OptimConfig
     sequence_length: int
@@ -52,14 +45,28 @@ class PlannedRun:
 
     @property
     def num_shards(self) -> int:
-        return self.shard.num_shards(self.num_ranks)
+        """Number of ranks that one replica is sharded over."""
+        return sharding.num_shards(self.shard, self.num_ranks)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches of each rank in a step."""
+        return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.num_ranks))
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank; `host_bytes` of them are not on the device. None: the activations could not be measured.
+    """Bytes on one rank.
 
-    `staging_bytes` of host memory come on top: the copy that asynchronous saves write from.
+    Attributes:
+        rank: The rank.
+        parameters_bytes: Its shard of the parameters.
+        gradients_bytes: Its shard of the gradients.
+        optimizer_bytes: Its shard of the optimizer state.
+        unsharded_bytes: Parameters and gradients that are unsharded for a while.
+        activations_bytes: Activations of one micro-batch; None when they could not be measured.
+        host_bytes: Bytes of the state that are in host memory, with CPU offload.
+        staging_bytes: Bytes of the copy in host memory that asynchronous saves write from, not in the peak.
     """
 
     rank: int
@@ -73,11 +80,12 @@ class RankMemory:
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of parameters, gradients and optimizer state, wherever they are."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most on the device at one time."""
+        """Upper bound on the bytes in use on the device; None when the activations could not be measured."""
         if self.activations_bytes is None:
             return None
         return self.state_bytes - self.host_bytes + self.unsharded_bytes + self.activations_bytes
@@ -85,70 +93,88 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`problem` says why activations could not be measured, if so; `tree` is what `shard.explain` asks for.
+    """The memory that a run needs.
 
-    `num_params` are all, with those that an adapter adds, of which `num_trained` are not frozen.
+    Attributes:
+        model_class: Name of the model's class.
+        num_params: Number of parameters, with those of an adapter.
+        num_trained: Number of parameters that are not frozen.
+        blocks: The no-split blocks.
+        per_rank: The memory of each rank.
+        problem: Why the activations could not be measured, if so.
+        tree: The table of units, with `shard.explain`.
     """
 
     model_class: str
     num_params: int
     num_trained: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[models.Block, ...]
     per_rank: tuple[RankMemory, ...]
     problem: str | None = None
     tree: tuple[str, ...] = ()
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
-        """Bytes of all parameters, were they held in each dtype."""
+        """Bytes of all parameters in each of several dtypes."""
         return {name: -(-self.num_params * bits // 8) for name, bits in BITS.items()}
 
     @property
     def balance(self) -> float:
-        """State of the fullest rank over that of the mean one; 1.0 is even."""
+        """State of the fullest rank divided by the mean; 1.0 is even."""
         sizes = [rank.state_bytes for rank in self.per_rank]
         return max(sizes) * len(sizes) / sum(sizes)
 
     @property
     def peak_bytes(self) -> int | None:
-        """On the fullest rank."""
+        """The peak of the fullest rank; None when the activations could not be measured."""
         peaks = [rank.peak_bytes for rank in self.per_rank]
         return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
     def fits(self, memory_bytes: int | None) -> bool | None:
-        """Whether every rank fits in `memory_bytes`; None when one of the two is not known."""
+        """Whether the peak of every rank is at most `memory_bytes`; None when either is unknown."""
         return None if memory_bytes is None or self.peak_bytes is None else self.peak_bytes <= memory_bytes
 
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
-    """The plan of `run` for the model that `config` describes. Raises ConfigError or ModelError."""
-    for name, what in (("tensor_parallel", "a divided layer keeps"), ("expert_parallel", "is sent to experts")):
+    """Plan the memory of a run.
+
+    Args:
+        config: The transformers config of the model.
+        run: The settings of the run.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: The settings cannot work for this model and number of ranks, or cannot be planned.
+        ModelError: No blocks are found in the model.
+    """
+    for name, what in (("tensor_parallel", "divided layers keep"), ("expert_parallel", "is sent to experts")):
         if (ranks := getattr(run.shard, name)) > 1:
             raise ConfigError(
-                f"shard.{name}={ranks} cannot be planned for: what {what} is not counted. Plan with shard.{name}=1."
+                f"shard.{name}={ranks} cannot be planned: the memory that {what} is not counted. Plan with "
+                f"shard.{name}=1."
             )
-    run.shard.check_mesh(run.num_ranks)
+    sharding.check_mesh(run.shard, run.num_ranks)
     model = _build(config, run, run.model.dtype)
-    run.shard.check_model(model)
+    sharding.check_shardable(model, run.shard)
     blocks = [
-        replace(block, num_params=_num_weights(model, block)) for block in no_split_blocks(model, run.shard.blocks)
+        replace(block, num_params=_num_weights(model, block))
+        for block in models.no_split_blocks(model, run.shard.blocks)
     ]
-    units = plan_units(model, run.shard)
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    dtypes = {name: param.dtype for name, param in model.named_parameters()}
-    kept, problem = _kept_bytes(config, run)
-    unsharded = run.shard.unsharded_bytes(units, run.num_shards, accumulates=_num_micro_batches(run) > 1)
-    unsharded += scratch_bytes(model, itemsize(run.shard.param_dtype))
-    states = _state_bytes(run.shard.shares(shapes, units, run.num_shards), shapes, trained, dtypes, run)
+    units = sharding.plan_units(model, run.shard)
+    activations, problem = _activations_bytes(config, run)
+    unsharded = unsharded_bytes(run.shard, units, accumulates=run.num_micro_batches > 1)
+    unsharded += models.dequantization_bytes(model, sharding.itemsize(run.shard.param_dtype))
+    states = _state_bytes(model, units, run)
     per_rank = []
     for rank in range(run.num_ranks):
         parameters, gradients, optimizer = states[rank % run.num_shards]
         host = parameters + gradients + optimizer if run.shard.cpu_offload else 0
-        staging = gradients + optimizer if run.saves_asynchronously else 0  # what is trained is what is saved
-        per_rank.append(RankMemory(rank, parameters, gradients, optimizer, unsharded, kept, host, staging))
+        staging = gradients + optimizer if run.saves_asynchronously else 0  # only what is trained is saved
+        per_rank.append(RankMemory(rank, parameters, gradients, optimizer, unsharded, activations, host, staging))
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
-    tree = tuple(explain(units, shapes, run.shard, run.num_ranks)) if run.shard.explain else ()
+    tree = tuple(sharding.unit_tree(units, _shapes(model), run.shard, run.num_ranks)) if run.shard.explain else ()
     return MemoryPlan(type(model).__name__, num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree)
 
 
@@ -156,67 +182,57 @@ def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedM
     # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
     attention = "eager" if run.model.attention == "eager" else "sdpa"
     trust = run.model.trust_remote_code
-    model = build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
+    model = models.build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
     if isinstance(run.adapter, LoraConfig):
-        inject(model, run.adapter, run.model.path, {}, run.model.task)
+        inject_lora(model, run.adapter, run.model.path, {}, run.model.task)
         quantize_base(model, run.adapter.quantize, run.shard, {})
     return model
 
 
-def _num_weights(model: PreTrainedModel, block: Block) -> int:
-    """`block.num_params`, with what quantized weights stand for instead of their bytes."""
+def _num_weights(model: PreTrainedModel, block: models.Block) -> int:
+    """`block.num_params`, with the number of weights instead of bytes where they are quantized."""
     module = model.get_submodule(block.fqn)
-    inside = {} if block.direct else num_weights(module)
+    inside = {} if block.direct else models.weights_per_parameter(module)
     return block.num_params + sum(count - module.get_parameter(name).numel() for name, count in inside.items())
 
 
-def _state_bytes(
-    shares: Sequence[Mapping[str, Shape]],
-    shapes: Mapping[str, Shape],
-    trained: Collection[str],
-    dtypes: Mapping[str, torch.dtype],
-    run: PlannedRun,
-) -> list[tuple[int, int, int]]:
-    """(bytes of parameters, of gradients, of optimizer state) of each shard; equal shards are looked at once."""
-    known: dict[tuple[object, ...], tuple[int, int, int]] = {}
+def _shapes(model: PreTrainedModel) -> dict[str, sharding.Shape]:
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def _state_bytes(model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun) -> list[tuple[int, int, int]]:
+    """(bytes of parameters, of gradients, of optimizer state) of each shard; equal shards are computed once."""
+    shapes = _shapes(model)
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
     padding = getattr(torch, run.model.dtype)
+    local_shapes = run.shard.local_shapes(shapes, units, run.num_shards)
+    owned_by_rank = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
+
+    def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
+        return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
+
+    known: dict[tuple[object, ...], tuple[int, int, int]] = {}
     sizes = []
-    sizes_by_name = {name: torch.Size(shapes[name]).numel() for name in trained}
-    for share, owned in zip(shares, assign_owners(sizes_by_name, len(shares)), strict=True):
-        local = {name: shape for name, shape in share.items() if name in trained}
-        updated = {name: shapes[name] for name in owned} if run.optim.needs_whole else local
-        if (key := (tuple(share.items()), tuple(updated))) not in known:
-            held, mine = (
-                sum(torch.Size(s).numel() * dtypes.get(name, padding).itemsize for name, s in part.items())
-                for part in (share, local)
-            )
-            known[key] = held, mine, optimizer_bytes(run.optim, updated, shapes, dtypes) if updated else 0
+    for local, owned in zip(local_shapes, owned_by_rank, strict=True):
+        gradients = {name: shape for name, shape in local.items() if name in trained}
+        updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else gradients
+        if (key := (tuple(local.items()), tuple(updated))) not in known:
+            optimizer = optimizer_bytes(run.optim, updated, shapes, dtypes) if updated else 0
+            known[key] = num_bytes(local), num_bytes(gradients), optimizer
         sizes.append(known[key])
     return sizes
 
 
-def _num_micro_batches(run: PlannedRun) -> int:
-    return -(-run.train.global_batch_size // (run.train.micro_batch_size * run.num_ranks))
+def _activations_bytes(config: PretrainedConfig, run: PlannedRun) -> tuple[int | None, str | None]:
+    """Bytes that a micro-batch saves for the backward pass, with the loss and its gradient, in the compute dtype.
 
-
-def _kept_bytes(config: PretrainedConfig, run: PlannedRun) -> tuple[int | None, str | None]:
-    """Of a micro-batch: what is saved for the backward pass, and the loss with its gradient, in the compute dtype.
-
-    Or why that cannot be measured: control flow that depends on values, no text input.
+    Or None and why they cannot be measured: control flow that depends on values, or a model without text input.
     """
     model = _build(config, run, run.shard.param_dtype)
     of_head = take_out_head(model, run.model.chunked_loss, run.train.micro_batch_size * run.sequence_length)
-    blocks = no_split_blocks(model, run.shard.blocks)
     try:
-        activations = measure_activations(
-            model,
-            blocks,
-            run.train.micro_batch_size,
-            run.sequence_length,
-            recomputed=recomputed_fqns([b.fqn for b in blocks if b.repeated], run.shard.activation_checkpointing),
-            selective=run.shard.activation_checkpointing == "selective",
-            offload=run.shard.activation_offload,
-        )
+        activations = measure_activations(model, run.shard, run.train.micro_batch_size, run.sequence_length)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        return None, (str(error).strip() or type(error).__name__).splitlines()[0]
+        return None, first_line(error)
     return activations.saved_bytes + (2 * activations.logits_bytes if of_head is None else of_head), None

@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fsdp_shard.training import OptimConfig
+from fsdp_shard.utils import DataDependentOutputException, FakeTensorMode
 
 
 def optimizer_bytes(
@@ -18,9 +18,19 @@ def optimizer_bytes(
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
 ) -> int:
-    """State of `optim` for what this rank updates: parameters of shape `local`, whose logical shapes are `shapes`."""
+    """Bytes of the state of `optim` on one rank.
+
+    Args:
+        optim: The optimizer settings.
+        local: The local shape of each parameter that the rank updates, by FQN.
+        shapes: The unsharded shape of every parameter.
+        dtypes: The dtype of every parameter.
+
+    Returns:
+        The bytes of the state after the first step.
+    """
     with _one_thread():
-        _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao makes tables at first use, from values
+        _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao computes tables at first use
     with FakeTensorMode():
         params = {name: nn.Parameter(torch.empty(shape, dtype=dtypes[name])) for name, shape in local.items()}
         optimizer = _step(optim, params, shapes)
@@ -29,7 +39,7 @@ def optimizer_bytes(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Without OpenMP's threads, which would not survive if ranks are forked from this process later."""
+    """Start no OpenMP threads, which would not survive when ranks are forked from this process later."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -41,12 +51,12 @@ def _one_thread() -> Iterator[None]:
 def _step(
     optim: OptimConfig, params: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of `params`, with the state that a step makes."""
+    """The optimizer of `params`, after a step."""
     optimizer = optim.build(params, shapes or {name: tuple(param.shape) for name, param in params.items()})
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
-        # Adafactor looks at values, which fake ones have none of, once it has made the state of a group.
+        # Adafactor looks at values, which fake tensors do not have, after it has made the state of a group.
         with suppress(DataDependentOutputException):
             optimizer.step()
         optimizer.zero_grad()

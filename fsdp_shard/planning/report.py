@@ -1,4 +1,4 @@
-"""A memory plan as text for people, and as the figures of result.json. Sizes are in units of 1024^3 (GiB)."""
+"""A memory plan as text and as the figures of result.json."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from fsdp_shard.models import Block
 from fsdp_shard.planning.memory import MemoryPlan, RankMemory
-from fsdp_shard.utils import format_size
+from fsdp_shard.utils import format_size, format_table
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "unsharded", "activations", "peak")
 
 
 def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
-    """The plan's part of result.json."""
+    """The figures of a plan in result.json; `memory_bytes` is the memory of a device, if known."""
     return {
         "num_params": plan.num_params,
         "num_trained_params": plan.num_trained,
@@ -30,19 +30,19 @@ def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
 
 
 def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
-    """Several lines: the model, its blocks, the ranks, and whether they fit."""
+    """The plan as text: the model, its blocks, the ranks, and whether they fit in `memory_bytes`."""
     sizes = ", ".join(f"{gib(num_bytes)} in {dtype}" for dtype, num_bytes in plan.bytes_by_dtype.items())
     head = f"{plan.model_class}: {_count(plan.num_params)} parameters, {sizes}"
     if plan.num_trained < plan.num_params:
-        head += f"; {_count(plan.num_trained)} are trained, the rest is frozen"
+        head += f"; {_count(plan.num_trained)} are trained, the others are frozen"
     return "\n".join(
         [
             head,
             "",
-            *_table(_block_rows(plan.blocks)),
+            *format_table(_block_rows(plan.blocks)),
             "",
             *([*plan.tree, ""] if plan.tree else ()),
-            *_table(_rank_rows(plan.per_rank)),
+            *format_table(_rank_rows(plan.per_rank)),
             "",
             *_staging(plan),
             _verdict(plan, memory_bytes),
@@ -51,7 +51,7 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
 
 
 def gib(num_bytes: int | None) -> str:
-    """`num_bytes` in units of 1024^3, or of 1024^2 or 1024 when it is small; `?` when it is not known."""
+    """Format `num_bytes` in GiB, MiB or KiB; `?` when it is None."""
     if num_bytes is None:
         return "?"
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
@@ -72,7 +72,7 @@ def _block_rows(blocks: Sequence[Block]) -> list[list[str]]:
 
 
 def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
-    """A row for each run of ranks that need the same."""
+    """A row for each run of ranks with equal figures."""
     rows = [["rank", *_COLUMNS]]
     for _, run in groupby(ranks, key=lambda rank: [getattr(rank, f"{column}_bytes") for column in _COLUMNS]):
         found = list(run)
@@ -81,26 +81,13 @@ def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
     return rows
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell; those with numbers in them stand to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = [any(row[place][0].isdigit() for row in rows[1:]) for place in range(len(widths))]
-    return [
-        "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def _staging(plan: MemoryPlan) -> list[str]:
     most = max(rank.staging_bytes for rank in plan.per_rank)
     if not most:
         return []
     return [
-        f"Asynchronous saves copy up to {gib(most)} a rank into host memory, which is not in the peak; "
-        "checkpoint.asynchronous=false needs none."
+        f"Asynchronous saves copy up to {gib(most)} per rank into host memory, not included in the peak; "
+        "checkpoint.asynchronous=false avoids the copy."
     ]
 
 
@@ -109,13 +96,13 @@ def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
         return f"Activations could not be measured ({plan.problem}), so there is no peak."
     balance = f"The fullest rank holds {plan.balance:.2f} x the mean."
     if memory_bytes is None:
-        return f"{balance} Give device.memory=80GB, or what a device has, to see whether it fits."
+        return f"{balance} Set device.memory, such as device.memory=80GB, to see whether it fits."
     memory = f"{format_size(memory_bytes)} ({gib(memory_bytes)})"
     if plan.fits(memory_bytes):
         return f"{balance} Fits in {memory} with {gib(memory_bytes - plan.peak_bytes)} to spare."
     return (
-        f"{balance} Does NOT fit in {memory}: {gib(plan.peak_bytes - memory_bytes)} too much. What helps: "
-        f"more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true, shard.cpu_offload=true."
+        f"{balance} Does NOT fit in {memory}: {gib(plan.peak_bytes - memory_bytes)} too much. Try "
+        f"more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true or shard.cpu_offload=true."
     )
 
 

@@ -1,6 +1,7 @@
 from .activation_checkpointing import (
+    RecomputeSettings as RecomputeSettings,
     clean_fqn as clean_fqn,
-    keeps_results as keeps_results,
+    is_saved_operator as is_saved_operator,
     recompute_blocks as recompute_blocks,
     recomputed_fqns as recomputed_fqns,
 )
@@ -8,14 +9,22 @@ from .config import ShardConfig as ShardConfig, ShardedModel as ShardedModel
 from .ddp import DdpConfig as DdpConfig
 from .fsdp1 import Fsdp1Config as Fsdp1Config
 from .fsdp2 import Fsdp2Config as Fsdp2Config
+from .mesh import (
+    check_accumulation as check_accumulation,
+    check_mesh as check_mesh,
+    check_ranks as check_ranks,
+    num_data_ranks as num_data_ranks,
+    num_shards as num_shards,
+)
+from .prepare_model import check_dtypes as check_dtypes, check_shardable as check_shardable
 from .registry import WRAPPERS as WRAPPERS, shard as shard
-from .shard_sizes import Shape as Shape, itemsize as itemsize
+from .shard_sizes import Shape as Shape, Unit as Unit, itemsize as itemsize
 from .tensor_parallel import (
-    RUN_ONLY_STYLES as RUN_ONLY_STYLES,
-    check_plan as check_plan,
-    divide_layers as divide_layers,
-    part_of as part_of,
-    split_groups as split_groups,
+    INFERENCE_STYLES as INFERENCE_STYLES,
+    apply_tensor_parallel as apply_tensor_parallel,
+    check_tensor_parallel as check_tensor_parallel,
+    local_shard as local_shard,
+    split_groups_by_mesh as split_groups_by_mesh,
 )
 from .wrap_policy import plan_units as plan_units
-from .wrap_report import explain as explain
+from .wrap_report import unit_tree as unit_tree

@@ -1,6 +1,6 @@
-"""`shard=ddp`: torch's DistributedDataParallel, every rank with the whole model, to compare the sharded ones with.
+"""`shard=ddp`: torch's DistributedDataParallel, with all parameters on every rank, as a baseline for sharding.
 
-It loads, trains and saves as they do, and into the same formats, so that a run may go on under another wrapper.
+It loads, trains and saves like the others, in the same formats, so that a run may resume under another wrapper.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.config import DTYPES, ShardConfig, ShardedModel
-from fsdp_shard.sharding.shard_sizes import Shape, whole_shares
-from fsdp_shard.utils import setting
+from fsdp_shard.sharding.shard_sizes import Shape, Unit
+from fsdp_shard.utils import changed_settings, in_yaml, setting
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.sharding.wrap_policy import Unit
 
-# Settings that say how parameters are divided and gathered, which here they are not.
+# Settings of how parameters are sharded and gathered, which DDP does not do.
 _MEANINGLESS = (
     "norms_in_float32",
     "replicas",
@@ -42,62 +41,51 @@ _MEANINGLESS = (
 class DdpConfig(ShardConfig):
     """`DistributedDataParallel`: nothing is sharded."""
 
+    is_sharded: ClassVar[bool] = False
+
     param_dtype: str = setting("float32", "The dtype that blocks compute in: that of model.dtype.", choices=DTYPES)
     reduce_dtype: str = setting(
-        "float32", "The dtype that gradients are summed over the ranks in: that of model.dtype.", choices=DTYPES
+        "float32", "The dtype that gradients are reduced in: that of model.dtype.", choices=DTYPES
     )
     sync_every_micro_batch: bool = setting(
-        False, "Reduce gradients after every micro batch, which here costs time and saves nothing."
+        False, "Reduce gradients after every micro-batch, which costs time and saves no memory with DDP."
     )
     find_unused_parameters: bool = setting(
         False,
-        "Look in each step for parameters without a gradient, as a model has that sees pictures and is given text; "
-        "without it torch ends such a run in its second step.",
+        "Look for parameters without a gradient in each step, such as the image encoder of a multimodal model that is "
+        "trained on text; without it torch fails in the second step.",
     )
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        standard = DdpConfig()
-        for name in _MEANINGLESS:
-            if (value := getattr(self, name)) != getattr(standard, name):
-                raise ConfigError(
-                    f"{prefix}{name}={str(value).lower()} would do nothing with shard=ddp, where every rank has the "
-                    f"whole model all the time; leave it out, or use shard=fsdp2."
-                )
+        for name, value in changed_settings(self, _MEANINGLESS).items():
+            raise ConfigError(
+                f"{prefix}{name}={in_yaml(value)} would do nothing with shard=ddp, where every rank has the "
+                f"whole model all the time; leave it out, or use shard=fsdp2."
+            )
 
-    def check_model(self, model: nn.Module) -> None:
-        super().check_model(model)
+    def check_supported(self, model: nn.Module) -> None:
         numbers = (param for param in model.parameters() if param.is_floating_point())
         held = {str(param.dtype).removeprefix("torch.") for param in numbers}
         if held != {self.param_dtype} or held != {self.reduce_dtype}:
             raise ConfigError(
-                f"shard=ddp computes and reduces in the dtype that parameters are held in, which is "
-                f"{' and '.join(sorted(held))}; give the same for model.dtype, shard.param_dtype (now "
+                f"shard=ddp computes and reduces in the dtype of the parameters, which is "
+                f"{' and '.join(sorted(held))}; set the same for model.dtype, shard.param_dtype (now "
                 f"{self.param_dtype}) and shard.reduce_dtype (now {self.reduce_dtype}), or use shard=fsdp2."
             )
 
-    def check_dtypes(self, model: nn.Module) -> None:
-        self.check_model(model)
-
-    def num_shards(self, num_ranks: int) -> int:
-        return 1
-
-    def shares(self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
-        return whole_shares(shapes, num_shards)
-
-    def unsharded_bytes(self, units: Sequence[Unit], num_shards: int, *, accumulates: bool) -> int:
-        return 0  # all is whole all the time, and counted as such
+    def local_shapes(
+        self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int
+    ) -> list[dict[str, Shape]]:
+        return [dict(shapes) for _ in range(num_shards)]
 
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
         from torch.nn.parallel import DistributedDataParallel
 
-        from fsdp_shard.sharding.activation_checkpointing import recompute_blocks
-        from fsdp_shard.sharding.compile import compile_blocks
-        from fsdp_shard.sharding.materialize import empty_parameters, materialize_buffers
+        from fsdp_shard.sharding.materialize import empty_parameters
+        from fsdp_shard.sharding.prepare_model import prepare_model
 
-        self.check_model(model)
-        compile_blocks(recompute_blocks(model, self), self.compile)
-        materialize_buffers(model, context.device)
+        prepare_model(model, self, context)
         model.apply(empty_parameters(context.device)).to(context.device)
         # Every rank reads the same weights, so nothing is sent at the start.
         wrapped = DistributedDataParallel(
@@ -113,7 +101,7 @@ class DdpConfig(ShardConfig):
 class DdpModel:
     """A model under DistributedDataParallel."""
 
-    divided_over = "replicate"  # of which there is one: every rank has all of it
+    shard_mesh_dim = "replicate"  # its size is one: every rank has all parameters
 
     def __init__(self, module: DistributedDataParallel, context: DistributedContext) -> None:
         self.module: nn.Module = module
@@ -134,6 +122,6 @@ class DdpModel:
 
         params = {}
         for number, (name, param) in enumerate(self._ddp.module.named_parameters()):
-            writes = number % self._context.world_size == self._context.rank  # they share the work of saving
+            writes = number % self._context.world_size == self._context.rank  # the ranks divide the work of saving
             params[clean_fqn(name)] = LocalShard(param, param.detach().view(-1), 0, tuple(param.shape), writes)
         return params | buffer_shards(self._ddp.module, self._context)

@@ -7,16 +7,16 @@ the ranks of the mesh dimension `expert`, and its part by experts again over `sh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
+from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
-
-    from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.models import parallel_plan
 
 _SETTING = "shard.expert_parallel"
 # Styles of a module that sends tokens to its experts, and of a parameter that is cut by experts.
@@ -26,7 +26,7 @@ _SENDS, _CUT = "ep_dispatch_experts", "grouped_gemm"
 def check_experts(model: nn.Module, num_ranks: int) -> None:
     """Raise ConfigError unless `model` has experts, and a plan for them that can be followed on `num_ranks` ranks."""
     where, name = f"{_SETTING}={num_ranks}", type(model).__name__
-    plan, instead = _plan(model), f"use {_SETTING}=1."
+    plan, instead = parallel_plan(model, "ep_plan"), f"use {_SETTING}=1."
     if not plan:
         raise ConfigError(
             f"{where}: transformers has no expert-parallel plan for {name}, or it has no experts, so there is nothing "
@@ -59,28 +59,24 @@ def divide_experts(model: nn.Module, context: DistributedContext) -> dict[str, n
     """
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    plan, mesh = _plan(model), context.expert_mesh
+    plan, mesh = parallel_plan(model, "ep_plan"), context.expert_mesh
     assert mesh is not None
     assert plan, "check_experts was asked before"
     apply_expert_parallelism(model, mesh["expert"], mesh["tensor"], plan, "all_to_all")
     return {fqn: model.get_submodule(fqn) for fqn, style in plan.items() if style == _SENDS}
 
 
-def average_over(module: FSDPModule, num_samples: int, num_shards: int) -> None:
-    """Have a sharded module of experts divide its gradients by `num_samples`, the ranks that see samples of their own.
+def shard_experts(
+    experts: Iterable[nn.Module], context: DistributedContext, mesh: DeviceMesh, settings: Mapping[str, Any]
+) -> None:
+    """Apply `fully_shard` with `settings` to each module of experts, over `mesh`.
 
-    Tokens of all of these reach its experts, but its gradients are reduced over the ranks that hold the same experts
-    only, `num_shards` of them parts of one copy, and that number is what `fully_shard` divides by.
+    Tokens of all data ranks get to a module's experts, but its gradients are reduced only over the ranks that hold the
+    same experts. `fully_shard` divides by the number of the latter, so the divisor is set to that of the former.
     """
-    module.set_gradient_divide_factor(float(num_samples))
-    # Only NCCL can scale while it sums; elsewhere the sum is scaled afterwards. Without a sum torch scales anyhow, and
-    # would do so twice.
-    module.set_force_sum_reduction_for_comms(num_shards > 1)
-
-
-def _plan(model: Any) -> dict[str, str]:
-    """Each module and parameter of `model` that its plan names, with its style; parameters before their module."""
-    plan = getattr(model, "ep_plan", None)
-    if not plan or not hasattr(model, "_expand_parallel_plan"):
-        return {}
-    return dict(model._expand_parallel_plan(dict(plan)))
+    for module in experts:
+        sharded = fully_shard(module, **{**settings, "mesh": mesh})
+        sharded.set_gradient_divide_factor(float(context.num_data_ranks))
+        # Only NCCL can scale while it sums; elsewhere the sum is scaled afterwards. Without a sum torch scales anyhow,
+        # and would do so twice.
+        sharded.set_force_sum_reduction_for_comms(context.expert_mesh is not None and context.expert_mesh.size(1) > 1)

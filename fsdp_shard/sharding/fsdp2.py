@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.config import ShardConfig, ShardedModel
-from fsdp_shard.sharding.shard_sizes import Shape, row_shares
+from fsdp_shard.sharding.shard_sizes import Shape, Unit, row_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
     from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.sharding.wrap_policy import Unit
 
 
 @dataclass
@@ -36,12 +35,11 @@ class Fsdp2Config(ShardConfig):
                 f"a number from 1 on, or use shard=fsdp1."
             )
 
-    def check_model(self, model: nn.Module) -> None:
-        super().check_model(model)
+    def check_supported(self, model: nn.Module) -> None:
         if self.tensor_parallel > 1:
-            from fsdp_shard.sharding.tensor_parallel import check_plan
+            from fsdp_shard.sharding.tensor_parallel import check_tensor_parallel
 
-            check_plan(model, self.tensor_parallel)
+            check_tensor_parallel(model, self.tensor_parallel)
         if self.expert_parallel > 1:
             from fsdp_shard.sharding.expert_parallel import check_experts
 
@@ -52,34 +50,19 @@ class Fsdp2Config(ShardConfig):
                     f"shard=fsdp2 cannot shard the scalar parameter {name}, which torch refuses; use shard=fsdp1."
                 )
 
-    def shares(self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
-        return row_shares(shapes, num_shards)
+    def local_shapes(
+        self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int
+    ) -> list[dict[str, Shape]]:
+        return row_shapes(shapes, num_shards)
 
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-        from fsdp_shard.sharding.activation_checkpointing import recompute_blocks
-        from fsdp_shard.sharding.compile import compile_blocks
-        from fsdp_shard.sharding.materialize import materialize_buffers
-        from fsdp_shard.sharding.wrap_policy import plan_units
+        from fsdp_shard.sharding.prepare_model import prepare_model
+        from fsdp_shard.utils import replace_tensors
 
-        self.check_model(model)
-        units = plan_units(model, self)
-        if self.tensor_parallel > 1:
-            from fsdp_shard.sharding.tensor_parallel import divide_layers
-
-            divide_layers(model, context.mesh["tensor"])
-            # Logits of divided heads are a view of what was gathered; nothing here changes them in place.
-            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        experts: Mapping[str, nn.Module] = {}
-        if self.expert_parallel > 1:
-            assert context.num_expert_ranks == self.expert_parallel
-            from fsdp_shard.sharding.expert_parallel import divide_experts
-
-            experts = divide_experts(model, context)
-        blocks = recompute_blocks(model, self)
-        compile_blocks(blocks, self.compile)
+        *inner, root = prepare_model(model, self, context)
         settings: dict[str, Any] = {
             "mesh": self._mesh(context.mesh),
             "reshard_after_forward": self.reshard_after_forward,
@@ -87,53 +70,54 @@ class Fsdp2Config(ShardConfig):
         }
         if self.cpu_offload:
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
-        materialize_buffers(model, context.device)
-        *inner, root = units
-        self._shard_experts(experts, context, settings)
+        experts = self._divide(model, context, settings)
         for unit in (unit for unit in inner if unit.fqn not in experts):
             fully_shard(model.get_submodule(unit.fqn), mp_policy=self._precision(unit), **settings)
         # The root's parameters are used last in the forward pass and first in the backward pass: freeing them between
         # would only gather them twice.
         fully_shard(model, mp_policy=self._precision(root), **(settings | {"reshard_after_forward": False}))
-        self._prefetch([module for module in model.modules() if isinstance(module, FSDPModule) and module is not model])
-        _materialize(model, torch.device("cpu") if self.cpu_offload else context.device)
-        assert isinstance(model, FSDPModule)
-        return Fsdp2Model(model, context)
+        modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._prefetch(modules[1:])  # all but the root
+        device = torch.device("cpu") if self.cpu_offload else context.device
+        replace_tensors(model, lambda t: torch.empty_like(t, device=device) if t.is_meta else t, buffers=False)
+        return Fsdp2Model(model, context, modules)
 
-    def _shard_experts(
-        self, experts: Mapping[str, nn.Module], context: DistributedContext, settings: Mapping[str, Any]
-    ) -> None:
-        import torch
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    def _divide(self, model: nn.Module, context: DistributedContext, settings: Mapping[str, Any]) -> Collection[str]:
+        """Divide layers or experts of `model` over neighboring ranks; returns the FQNs of the modules with experts."""
+        if self.tensor_parallel > 1:
+            from fsdp_shard.sharding.tensor_parallel import apply_tensor_parallel
 
-        from fsdp_shard.sharding.expert_parallel import average_over
+            apply_tensor_parallel(model, context.mesh["tensor"])
+            # Logits of divided heads are a view of what was gathered; nothing here changes them in place.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        if self.expert_parallel == 1:
+            return ()
+        from fsdp_shard.sharding.expert_parallel import divide_experts, shard_experts
 
-        # What comes in has the dtype that the block around it chose: routing weights may be wider.
-        dtypes = {name: getattr(torch, getattr(self, name)) for name in ("param_dtype", "reduce_dtype")}
-        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-        for module in experts.values():
-            assert context.expert_mesh is not None
-            mesh = self._mesh(context.expert_mesh)
-            fully_shard(module, **{**settings, "mesh": mesh, "mp_policy": policy})
-            assert isinstance(module, FSDPModule)
-            average_over(module, context.num_data_ranks, context.expert_mesh.size(1))
+        assert context.expert_mesh is not None
+        assert context.num_expert_ranks == self.expert_parallel
+        experts = divide_experts(model, context)
+        # Inputs keep the dtype that the block around them chose: routing weights may be wider.
+        policy = replace(self._precision(None), cast_forward_inputs=False)
+        shard_experts(experts.values(), context, self._mesh(context.expert_mesh), {**settings, "mp_policy": policy})
+        return experts
 
     def _mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The dimensions of `mesh` that parameters are gathered and gradients reduced over."""
+        """The dimensions of `mesh` over which parameters are gathered and gradients are reduced."""
         return mesh["replicate", "shard"] if self.replicas > 1 else mesh["shard"]
 
-    def _precision(self, unit: Unit) -> MixedPrecisionPolicy:
+    def _precision(self, unit: Unit | None) -> MixedPrecisionPolicy:
+        """The dtypes of `unit`, or those of all units that have none of their own."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        # What computes in another dtype than those around it gives back theirs.
-        output = None if unit.dtype == self.param_dtype else getattr(torch, self.param_dtype)
-        return MixedPrecisionPolicy(
-            param_dtype=getattr(torch, unit.dtype), reduce_dtype=getattr(torch, self.reduce_dtype), output_dtype=output
-        )
+        dtype = unit.dtype if unit else self.param_dtype
+        # A unit that computes in another dtype than those around it returns theirs.
+        output = None if dtype == self.param_dtype else getattr(torch, self.param_dtype)
+        return MixedPrecisionPolicy(getattr(torch, dtype), getattr(torch, self.reduce_dtype), output)
 
     def _prefetch(self, units: list[FSDPModule]) -> None:
-        """Tell each of `units`, in the order in which they run, which to gather ahead."""
+        """Set for each of `units`, in the order in which they run, which ones to prefetch."""
         backwards = units[::-1]
         for number in range(len(units)):
             if ahead := units[number + 1 : number + 1 + (self.prefetch_forward or 0)]:
@@ -145,11 +129,12 @@ class Fsdp2Config(ShardConfig):
 class Fsdp2Model:
     """A model under `fully_shard`."""
 
-    divided_over = "shard"
+    shard_mesh_dim = "shard"
 
-    def __init__(self, module: nn.Module, context: DistributedContext) -> None:
+    def __init__(self, module: nn.Module, context: DistributedContext, fsdp_modules: Sequence[FSDPModule]) -> None:
         self.module = module
         self._context = context
+        self._fsdp_modules = fsdp_modules
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -175,38 +160,18 @@ class Fsdp2Model:
 
         from fsdp_shard.sharding.activation_checkpointing import clean_fqn
         from fsdp_shard.sharding.materialize import buffer_shards
-        from fsdp_shard.sharding.tensor_parallel import is_divided, local_box, part_of
+        from fsdp_shard.sharding.tensor_parallel import is_divided, local_shard
+        from fsdp_shard.utils import local_shape_and_offset
 
-        self._reshard()
+        for fsdp_module in self._fsdp_modules:
+            fsdp_module.reshard()  # gathered parameters are left after a forward pass without a backward pass
         mesh = self._context.mesh
         is_first_replica = mesh.get_local_rank("replicate") == 0
         is_first_divided = mesh.ndim <= 2 or mesh.get_local_rank("tensor") == 0
-        box = cache(local_box)  # blocks have the same parameters, and it takes torch longer than all the rest
+        box = cache(local_shape_and_offset)  # slow, and blocks have the same parameters
         params = {}
         for name, param in self.module.named_parameters():
             assert isinstance(param, DTensor)
             writes = is_first_replica and (is_first_divided or is_divided(param))
-            params[clean_fqn(name)] = part_of(param, writes=writes, box=box)
+            params[clean_fqn(name)] = local_shard(param, writes=writes, box=box)
         return params | buffer_shards(self.module, self._context)
-
-    def _reshard(self) -> None:
-        """Show the sharded parameters, also after a forward pass that no backward pass followed."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every sharded parameter its own rows on `device`, unfilled; tied parameters stay tied, buffers stay put."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return tensor
-        assert isinstance(tensor, DTensor), "fully_shard left a plain parameter behind"
-        return torch.empty_like(tensor, device=device)
-
-    model._apply(empty)

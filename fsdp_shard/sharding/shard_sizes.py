@@ -1,12 +1,13 @@
-"""Which part of each parameter every rank holds, exactly, under each wrapper. Pure arithmetic on shapes.
+"""The shape of each parameter on every rank, exactly, under each wrapper. Arithmetic on shapes, without torch.
 
 `fully_shard` cuts dim 0 of each parameter as `torch.chunk` does, so the last ranks may hold less or nothing.
-FullyShardedDataParallel lays the parameters of a unit end to end and divides that evenly.
+FullyShardedDataParallel concatenates the flattened parameters of a unit and divides the result evenly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 Shape = tuple[int, ...]
@@ -14,39 +15,67 @@ Shape = tuple[int, ...]
 _FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param: each parameter of a unit begins at a multiple of this
 
 
-def row_shares(shapes: Mapping[str, Shape], num_shards: int) -> list[dict[str, Shape]]:
-    """For each of `num_shards` shards, the local shape of every parameter under `fully_shard`."""
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module whose parameters are gathered together.
+
+    Attributes:
+        fqn: FQN of the module; empty for the root.
+        cls: Name of its class.
+        parameters: FQNs of its parameters, except those of units inside it; tied ones once.
+        num_params: Number of weights, with those that quantized parameters stand for.
+        num_bytes: Bytes of the parameters as they are stored.
+        dtype: The dtype that the unit computes in.
+        num_trained: Number of elements that are not frozen.
+        gathered_bytes: Bytes of the parameters when they are gathered.
+        is_bytes: Whether the parameters are bytes in a floating-point dtype, which must not be cast.
+    """
+
+    fqn: str
+    cls: str
+    parameters: tuple[str, ...]
+    num_params: int
+    num_bytes: int
+    dtype: str
+    num_trained: int
+    gathered_bytes: int
+    is_bytes: bool = False
+
+
+def row_shapes(shapes: Mapping[str, Shape], num_shards: int) -> list[dict[str, Shape]]:
+    """The local shape of every parameter under `fully_shard`, for each of `num_shards` shards."""
     return [{name: _rows(shape, num_shards, index) for name, shape in shapes.items()} for index in range(num_shards)]
 
 
-def flat_shares(
+def flat_shapes(
     shapes: Mapping[str, Shape], units: Sequence[Sequence[str]], num_shards: int, itemsizes: Sequence[int]
 ) -> list[dict[str, Shape]]:
-    """The same under FullyShardedDataParallel: flat parts of the parameters of each unit (`units` names them).
+    """The local shape of every parameter under FullyShardedDataParallel, for each of `num_shards` shards.
 
-    `itemsizes` are bytes of an element of each unit in the dtype that it computes in. What only pads a unit to a
-    multiple is in the key `(padding of unit N)`.
+    Args:
+        shapes: The unsharded shape of every parameter, by FQN.
+        units: FQNs of the parameters of each unit.
+        num_shards: Number of shards.
+        itemsizes: Bytes of an element of each unit in the dtype that it computes in.
+
+    Returns:
+        A mapping from FQN to a flat shape for each shard; the padding of a unit is `(padding of unit N)`.
     """
     if num_shards == 1:  # NO_SHARD: parameters as they are
         return [{name: (prod(shape),) for name, shape in shapes.items()}]
-    shares: list[dict[str, Shape]] = [{} for _ in range(num_shards)]
-    for number, (names, itemsize) in enumerate(zip(units, itemsizes, strict=True)):
-        starts, total = _layout([prod(shapes[name]) for name in names], max(1, _FLAT_ALIGN_BYTES // itemsize))
-        part = -(-total // num_shards)
-        for index, share in enumerate(shares):
-            low, high = index * part, (index + 1) * part
+    shards: list[dict[str, Shape]] = [{} for _ in range(num_shards)]
+    for number, (names, size) in enumerate(zip(units, itemsizes, strict=True)):
+        starts, total = _aligned([prod(shapes[name]) for name in names], max(1, _FLAT_ALIGN_BYTES // size))
+        length = -(-total // num_shards)
+        for index, local in enumerate(shards):
+            low, high = index * length, (index + 1) * length
             held = {
                 name: max(0, min(high, start + prod(shapes[name])) - max(low, start))
                 for name, start in zip(names, starts, strict=True)
             }
-            share.update({name: (count,) for name, count in held.items()})
-            share[f"(padding of unit {number})"] = (part - sum(held.values()),)
-    return shares
-
-
-def whole_shares(shapes: Mapping[str, Shape], num_shards: int) -> list[dict[str, Shape]]:
-    """The same where each rank has all of every parameter."""
-    return [dict(shapes) for _ in range(num_shards)]
+            local.update({name: (count,) for name, count in held.items()})
+            local[f"(padding of unit {number})"] = (length - sum(held.values()),)
+    return shards
 
 
 def itemsize(dtype: str) -> int:
@@ -62,8 +91,8 @@ def _rows(shape: Shape, num_shards: int, index: int) -> Shape:
     return (rows, *shape[1:])
 
 
-def _layout(sizes: Sequence[int], multiple: int) -> tuple[list[int], int]:
-    """Where tensors of `sizes` elements begin when laid end to end, each at a multiple of `multiple`, and the end."""
+def _aligned(sizes: Sequence[int], multiple: int) -> tuple[list[int], int]:
+    """The start of each tensor of `sizes` elements when each begins at a multiple of `multiple`, and the end."""
     starts, end = [], 0
     for size in sizes:
         start = -(-end // multiple) * multiple

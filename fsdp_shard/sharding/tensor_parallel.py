@@ -9,31 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_shard.distributed import LocalShard, row_major_range
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import tied_names
+from fsdp_shard.models import parallel_plan, tied_names
 from fsdp_shard.sharding.shard_sizes import Shape
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Placement
-    from torch.optim import Optimizer
+from fsdp_shard.utils import local_shape_and_offset
 
 # Styles that cut a parameter along one dimension, or leave it whole on each rank with the same gradient.
 _STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"})
 
 
 # Styles of what is whole on each rank, and whose gradient would have to be added up.
-RUN_ONLY_STYLES = frozenset({"replicated_with_grad_allreduce"})
+INFERENCE_STYLES = frozenset({"replicated_with_grad_allreduce"})
 
 
-def check_plan(
+def check_tensor_parallel(
     model: nn.Module, num_ranks: int, setting: str = "shard.tensor_parallel", *, also: frozenset[str] = frozenset()
 ) -> None:
     """Raise ConfigError, naming `setting`, unless `model` has a plan that can be followed on `num_ranks` ranks.
@@ -42,7 +40,7 @@ def check_plan(
     """
     styles = _STYLES | also
     where, name = f"{setting}={num_ranks}", type(model).__name__
-    plan = _plan(model)
+    plan = parallel_plan(model, "tp_plan")
     if not plan:
         raise ConfigError(
             f"{where}: transformers has no tensor-parallel plan for {name}, so its layers cannot be divided; use "
@@ -79,34 +77,25 @@ def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
     return next(beside, "")
 
 
-def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the parameters of `model`, on meta, over the ranks of `mesh`, and have its layers communicate."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     ties = tied_names(model)
-    plan = {name: style for name, style in _plan(model).items() if name not in ties}
+    plan = {name: style for name, style in parallel_plan(model, "tp_plan").items() if name not in ties}
     apply_tensor_parallelism(model, mesh, plan)
     for alias, kept in ties.items():  # each parameter was replaced, under its first name only
         owner, _, name = alias.rpartition(".")
-        model.get_submodule(owner)._parameters[name] = model.get_parameter(kept)
+        setattr(model.get_submodule(owner), name, model.get_parameter(kept))
 
 
-def local_box(shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Shape, Shape]:
-    """(shape, offset) of this rank's part of a tensor of `shape`."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return compute_local_shape_and_global_offset(shape, mesh, placements)
-
-
-def part_of(
+def local_shard(
     param: nn.Parameter,
     *,
     writes: bool,
-    box: Callable[[Shape, DeviceMesh, tuple[Placement, ...]], tuple[Shape, Shape]] = local_box,
+    box: Callable[[Shape, DeviceMesh, tuple[Placement, ...]], tuple[Shape, Shape]] = local_shape_and_offset,
 ) -> LocalShard:
     """What this rank holds of a parameter: all of it, some rows, or where columns were cut, a box."""
-    from torch.distributed.tensor import DTensor
-
     shape = tuple(param.shape)
     if not isinstance(param, DTensor):
         return LocalShard(param, param.detach().view(-1), 0, shape, writes)
@@ -130,8 +119,6 @@ def is_divided(param: DTensor) -> bool:
 
 def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """`clip_grad_norm_` over parameters that lie on several meshes, which torch's own does not take."""
-    from torch.distributed.tensor import DTensor
-
     params = [param for param in parameters if param.grad is not None]
     groups = by_mesh(params).values()
     squares = [_squared_norm([param.grad for param in members if param.grad is not None]) for members in groups]
@@ -146,8 +133,6 @@ def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Ten
 
 def _squared_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of `grads`, all on one mesh, over all ranks."""
-    from torch.distributed.tensor import DTensor
-
     norm = torch.nn.utils.get_total_norm(grads)
     if not isinstance(norm, DTensor):
         return norm.square()
@@ -166,15 +151,7 @@ def by_mesh(params: Iterable[nn.Parameter]) -> Mapping[Any, list[nn.Parameter]]:
     return groups
 
 
-def split_groups(optimizer: Optimizer) -> None:
+def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
     """Give parameters on different meshes groups of their own: one call of a fused kernel takes one mesh."""
     groups = [(group, members) for group in optimizer.param_groups for members in by_mesh(group["params"]).values()]
     optimizer.param_groups = [{**group, "params": members} for group, members in groups]
-
-
-def _plan(model: nn.Module) -> dict[str, str]:
-    """Each module and parameter of `model` that its plan names, with its style."""
-    plan = getattr(model, "tp_plan", None)
-    if not plan or not hasattr(model, "_expand_parallel_plan"):
-        return {}
-    return dict(model._expand_parallel_plan(dict(plan)))  # type: ignore[operator]  # transformers' own method

@@ -1,23 +1,21 @@
 """Which modules are sharded as a unit of their own: a plan, computed from the model's structure alone.
 
-The parameters of a unit are gathered together, so a unit is what a rank holds whole at one time. What is in no unit
-belongs to the root. Knows no wrapper; the wrappers apply the plan.
+The parameters of a unit are gathered together. What is in no unit belongs to the root. The wrappers apply the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from torch import nn
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import Block, no_split_blocks, num_weights, quantized_weights, tied_names
-from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.sharding.shard_sizes import itemsize
+from fsdp_shard.models import Block, no_split_blocks, quantized_weights, tied_names, weights_per_parameter
+from fsdp_shard.sharding.shard_sizes import Unit, itemsize
 
-# A block beside the layers (an embedding, a head) gets a unit of its own from this size on; a final norm with its few
-# kilobytes is not worth a collective and stays in the root.
+# A block outside of the layers (an embedding, a head) is a unit from this size on; a final norm with its few kilobytes
+# is not worth a collective and stays in the root.
 _OWN_UNIT_BYTES = 4 * 2**20
 
 # Modules that are used without being called: their hooks would never gather anything.
@@ -25,49 +23,48 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _USES_ITS_CHILDREN = (nn.MultiheadAttention,)
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A module and the `parameters` that are gathered with it: all in it but those of units inside it, tied ones once.
+class UnitSettings(Protocol):
+    """The shard settings that decide what is a unit."""
 
-    `num_trained` of them are not frozen. `dtype` is what it computes in. The root's FQN is empty. `num_bytes` are as
-    they are held, `gathered_bytes` as they are gathered. Where it `is_bytes`, they look like numbers, not to be cast.
+    quantized_dtype: ClassVar[str]
+    param_dtype: str
+    norms_in_float32: bool
+    blocks: list[str]
+    min_params: int | None
+
+
+def plan_units(model: nn.Module, settings: UnitSettings) -> tuple[Unit, ...]:
+    """The units of `model`: its blocks, or every module that is large enough, besides norms and quantized weights.
+
+    Parameters that are tied across units must be gathered at one time, so such modules are not units, whichever they
+    are: the input embedding of a model with a tied head is in the root, which is gathered when the head runs.
+
+    Args:
+        model: The model, which may be on meta.
+        settings: `blocks` or `min_params` choose the units, `norms_in_float32` makes one of each norm, and a
+            `quantized_dtype` other than uint8 one of each quantized weight, which would be cast with the others.
+
+    Returns:
+        The units, inner ones before those around them, else in module order, and the root last.
+
+    Raises:
+        ModelError: No blocks are found in the model.
+        ConfigError: Norms are asked for and the model has none.
     """
-
-    fqn: str
-    cls: str
-    parameters: tuple[str, ...]
-    num_params: int
-    num_bytes: int
-    dtype: str
-    num_trained: int
-    gathered_bytes: int
-    is_bytes: bool = False
-
-
-def plan_units(model: nn.Module, shard: ShardConfig) -> tuple[Unit, ...]:
-    """The units of `model`: inner ones before those around them, else in module order, the root last.
-
-    They are the blocks (see `no_split_blocks` for `shard.blocks`), or with `shard.min_params` whatever is large enough;
-    and each norm, where `shard.norms_in_float32` asks for it; and each quantized weight, where the wrapper would cast
-    it with the others. Raises ModelError or ConfigError.
-
-    Parameters that are tied across units must be gathered at one time, so such modules are no units, whichever they
-    are: the input embedding of a model with a tied head is in the root, which is there when the head runs.
-    """
-    if shard.min_params is None:
-        chosen = {block.fqn for block in no_split_blocks(model, shard.blocks) if _stands_alone(block)}
+    if settings.min_params is None:
+        chosen = {block.fqn for block in no_split_blocks(model, settings.blocks) if _stands_alone(block)}
     else:
-        chosen = set(_large_enough(model, shard.min_params))
-    norms = set(_norms(model)) if shard.norms_in_float32 else set()
-    if shard.norms_in_float32 and not norms:
+        chosen = set(_large_enough(model, settings.min_params))
+    norms = set(_norms(model)) if settings.norms_in_float32 else set()
+    if settings.norms_in_float32 and not norms:
         raise ConfigError(f"shard.norms_in_float32=true: {type(model).__name__} has no norm layer with parameters.")
-    apart = set() if shard.held_bytes == "uint8" else {fqn for fqn, _ in quantized_weights(model)}
+    apart = set() if settings.quantized_dtype == "uint8" else {fqn for fqn, _ in quantized_weights(model)}
     fqns = _without_ties(model, chosen | norms | apart)
     members: dict[str, list[tuple[str, nn.Parameter]]] = {fqn: [] for fqn in [*_inner_first(model, fqns), ""]}
     for name, param in model.named_parameters():
-        members[_home(name, fqns)].append((name, param))
-    counted = num_weights(model)
-    dtypes = dict.fromkeys(norms, "float32") | dict.fromkeys(apart, shard.held_bytes)
+        members[_unit_of(name, fqns)].append((name, param))
+    counted = weights_per_parameter(model)
+    dtypes = dict.fromkeys(norms, "float32") | dict.fromkeys(apart, settings.quantized_dtype)
     return tuple(
         Unit(
             fqn,
@@ -75,7 +72,7 @@ def plan_units(model: nn.Module, shard: ShardConfig) -> tuple[Unit, ...]:
             tuple(name for name, _ in held),
             sum(counted[name] for name, _ in held),
             sum(param.numel() * param.element_size() for _, param in held),
-            dtype := dtypes.get(fqn, shard.param_dtype),
+            dtype := dtypes.get(fqn, settings.param_dtype),
             sum(param.numel() for _, param in held if param.requires_grad),
             sum(param.numel() * _gathered_itemsize(param, dtype) for _, param in held),
             fqn in apart,
@@ -85,7 +82,7 @@ def plan_units(model: nn.Module, shard: ShardConfig) -> tuple[Unit, ...]:
 
 
 def _gathered_itemsize(param: nn.Parameter, dtype: str) -> int:
-    """Bytes of an element: numbers are gathered in what the unit computes in, anything else as it is held."""
+    """Bytes of an element: floating-point parameters are gathered in the unit's dtype, others as they are stored."""
     return itemsize(dtype) if param.is_floating_point() else param.element_size()
 
 
@@ -94,11 +91,11 @@ def _stands_alone(block: Block) -> bool:
 
 
 def _large_enough(model: nn.Module, min_params: int) -> Iterator[str]:
-    """FQNs of the modules that hold at least `min_params` parameters beside those of such modules inside them."""
+    """FQNs of the modules that hold at least `min_params` parameters besides those in such modules inside them."""
     counted: set[int] = set()
     found = []
 
-    def left(module: nn.Module, fqn: str) -> int:
+    def count(module: nn.Module, fqn: str) -> int:
         if id(module) in counted:  # one module under two names
             return 0
         counted.add(id(module))
@@ -106,13 +103,13 @@ def _large_enough(model: nn.Module, min_params: int) -> Iterator[str]:
         own = sum(param.numel() for param in params if id(param) not in counted)
         counted.update(map(id, params))
         children = [] if isinstance(module, _USES_ITS_CHILDREN) else list(module.named_children())
-        own += sum(left(child, f"{fqn}.{name}" if fqn else name) for name, child in children)
+        own += sum(count(child, f"{fqn}.{name}" if fqn else name) for name, child in children)
         if not fqn or own < min_params or isinstance(module, _NEVER_CALLED):
             return own
         found.append(fqn)
         return 0
 
-    left(model, "")
+    count(model, "")
     yield from found
 
 
@@ -139,14 +136,16 @@ def _inner_first(model: nn.Module, fqns: set[str]) -> list[str]:
 def _without_ties(model: nn.Module, fqns: set[str]) -> set[str]:
     """`fqns` without those that hold one name of a tied parameter while its other name is elsewhere."""
     left, ties = set(fqns), tied_names(model)
-    while split := {(_home(a, left), _home(b, left)) for a, b in ties.items() if _home(a, left) != _home(b, left)}:
+    while split := {
+        (_unit_of(a, left), _unit_of(b, left)) for a, b in ties.items() if _unit_of(a, left) != _unit_of(b, left)
+    }:
         for one, two in split:
             # What is around both may stay; the root always does.
             left -= {fqn for fqn, other in ((one, two), (two, one)) if fqn and not other.startswith(fqn + ".")}
     return left
 
 
-def _home(parameter: str, fqns: Sequence[str] | set[str]) -> str:
+def _unit_of(parameter: str, fqns: Sequence[str] | set[str]) -> str:
     """The innermost of `fqns` that holds `parameter`, or the root."""
     while parameter:
         parameter = parameter.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""The tree of units as text: what is gathered together, how large it is, and what each rank holds of it. Pure."""
+"""The tree of units as text: the bytes of each unit, gathered and on each rank."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import groupby
 from math import prod
 
 from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.sharding.shard_sizes import Shape
-from fsdp_shard.sharding.wrap_policy import Unit
-from fsdp_shard.utils import format_size
+from fsdp_shard.sharding.mesh import num_shards
+from fsdp_shard.sharding.shard_sizes import Shape, Unit
+from fsdp_shard.utils import format_size, format_table
 
 _HEAD = ("unit", "class", "units", "parameters", "gathered", "per rank")
 
 
 @dataclass
 class _Node:
-    """A unit, its name below the unit around it, and what part of it the emptiest and the fullest rank hold."""
+    """A unit, its name in the unit around it, and the least and the largest fraction of it that a rank stores."""
 
     unit: Unit
     name: str
@@ -26,33 +26,35 @@ class _Node:
     inner: list[_Node] = field(default_factory=list)
 
     @property
-    def looks(self) -> object:
-        """Equal for units that one line can stand for."""
+    def key(self) -> object:
+        """Equal for units that are joined in one line."""
         template = re.sub(r"\d+", "*", self.name)
-        return template, self.unit.cls, self.unit.num_params, self.unit.dtype, self.held, [n.looks for n in self.inner]
+        return template, self.unit.cls, self.unit.num_params, self.unit.dtype, self.held, [n.key for n in self.inner]
 
 
-def explain(units: Sequence[Unit], shapes: Mapping[str, Shape], shard: ShardConfig, num_ranks: int) -> list[str]:
-    """Lines of a table: each unit below the one around it, in one line with those like it that follow.
+def unit_tree(units: Sequence[Unit], shapes: Mapping[str, Shape], shard: ShardConfig, num_ranks: int) -> list[str]:
+    """The tree of units as a table; units that are alike and follow each other are one line.
 
-    `shapes` are those of all parameters. *Gathered* is a unit in the dtype that it computes in, *per rank* what a rank
-    keeps of it, the least and the most where they differ.
+    Args:
+        units: The units, from `plan_units`.
+        shapes: The unsharded shape of every parameter, by FQN.
+        shard: The shard settings.
+        num_ranks: Number of ranks.
+
+    Returns:
+        The lines. *Gathered* are the bytes of a unit in the dtype that it computes in, *per rank* those that a rank
+        stores, the least and the most where they differ.
     """
-    shares = shard.shares(shapes, units, shard.num_shards(num_ranks))
-    rows = [list(_HEAD), *_rows([_tree(units, shapes, shares)], 0)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) if place > 1 else cell.ljust(width) for place, cell, width in line).rstrip()
-        for line in (zip(range(len(widths)), row, widths, strict=True) for row in rows)
-    ]
+    local = shard.local_shapes(shapes, units, num_shards(shard, num_ranks))
+    return format_table([list(_HEAD), *_rows([_tree(units, shapes, local)], 0)])
 
 
-def _tree(units: Sequence[Unit], shapes: Mapping[str, Shape], shares: Sequence[Mapping[str, Shape]]) -> _Node:
-    """The root, with all others in it; outer units come after those inside them."""
+def _tree(units: Sequence[Unit], shapes: Mapping[str, Shape], local: Sequence[Mapping[str, Shape]]) -> _Node:
+    """The root, with all other units in it; `units` has inner ones before those around them."""
     nodes: list[_Node] = []
     for unit in units:
         elements = max(1, sum(prod(shapes[name]) for name in unit.parameters))
-        held = [sum(prod(share[name]) for name in unit.parameters) / elements for share in shares]
+        held = [sum(prod(shard[name]) for name in unit.parameters) / elements for shard in local]
         inner = [node for node in nodes if not unit.fqn or node.name.startswith(unit.fqn + ".")]
         nodes = [node for node in nodes if node not in inner]
         for node in inner:
@@ -64,7 +66,7 @@ def _tree(units: Sequence[Unit], shapes: Mapping[str, Shape], shares: Sequence[M
 
 def _rows(nodes: Sequence[_Node], depth: int) -> list[list[str]]:
     rows = []
-    for _, run in groupby(nodes, key=lambda node: node.looks):
+    for _, run in groupby(nodes, key=lambda node: node.key):
         alike = list(run)
         unit, held = alike[0].unit, alike[0].held
         kept = dict.fromkeys(format_size(part * unit.num_bytes) for part in held)

@@ -1,8 +1,8 @@
-"""Random state as a function of the position in the run.
+"""Random state as a function of the progress of the run.
 
-Dropout and whatever else draws random numbers is seeded anew from (seed, step, rank) before every step. So a resumed
-step draws what it would have drawn, whatever ran in between (an evaluation, a save), and no random state is saved: the
-seed and the step in trainer.json are all of it. On another number of ranks the draws differ, the samples do not.
+Everything that draws random numbers, such as dropout, is seeded from (seed, step, rank) before every step. So a resumed
+step draws the same numbers, whatever ran in between (an evaluation, a save), and no random state is saved. On another
+number of ranks the numbers differ, the samples do not.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fsdp_shard.utils import set_environment
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """A 63-bit seed that is unrelated for neighboring steps, ranks and seeds."""
+    """Return a 63-bit seed; those of neighboring steps, ranks and seeds are unrelated."""
     digest = hashlib.blake2b(f"fsdp-shard {seed} {step} {rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators that models draw from: torch's on every device, numpy's and Python's."""
+    """Seed the generators of torch (on every device), numpy and Python."""
     import random
 
     import numpy
@@ -35,9 +35,9 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """With `enabled`, let torch use only operations that give the same bits each time, and refuse those that cannot.
+    """With `enabled`, use only deterministic algorithms of torch, and raise for operations without one.
 
-    To be entered before anything is computed: cuBLAS reads its setting once. As it was before, on leaving.
+    Must be entered before the first computation: cuBLAS reads its setting once. Leaving restores the settings before.
     """
     if not enabled:
         yield

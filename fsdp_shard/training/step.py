@@ -1,151 +1,237 @@
 """One update of the weights from one global batch, over all ranks.
 
-Every rank makes the same calls in the same order: what only one rank knows (its tokens, its loss, a signal that reached
-it) is summed over the ranks before anyone acts on it. Knows the model by the `ShardedModel` protocol only.
+Every rank makes the same calls in the same order: what only one rank knows (its tokens, its loss, a signal that it
+received) is summed over the ranks before anyone acts on it.
 
-The loss is the mean over the predictions of the *global* batch: each rank divides the sum of its own by (number of
-predictions of all ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks.
+The loss is the mean over the predictions of the *global* batch: each rank divides the sum of its own by (predictions of
+all ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks.
 """
 
 from __future__ import annotations
 
 import math
+import time
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fsdp_shard.data import Batch, Dataset, micro_batches, source_names, source_predictions
+from fsdp_shard.data import Batch, Dataset, micro_batches, source_figures, source_predictions
+from fsdp_shard.distributed import STOP_SIGNALS, DistributedContext
+from fsdp_shard.errors import LossError
+from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
-from fsdp_shard.training.stop_signal import STOP_SIGNALS, StopSignal
+from fsdp_shard.training.optim.lr_schedule import learning_rate
+from fsdp_shard.training.seeding import seed_all, step_seed
+from fsdp_shard.training.stop_signal import StopSignal
+from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import device_peak_bytes
 
-if TYPE_CHECKING:
-    from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.sharding import ShardedModel
+
+@dataclass
+class TrainingRun:
+    """A model in training, and how far it is.
+
+    Attributes:
+        model: The sharded model.
+        optimizer: Its optimizer; the learning rate of each group is the peak of the schedule.
+        dataset: The samples, in the order in which they are trained.
+        config: Settings of the loop.
+        context: The ranks that train.
+        state: Progress of the run; the loop updates it after each step.
+        stop: Signals that ask the run to stop.
+        sync_every_micro_batch: Whether gradients are reduced after every micro-batch, or once per step.
+        profile: Returns the context in which the step with this number is made.
+        interrupted_by: The signal that stopped the run before its last step, or 0.
+    """
+
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    dataset: Dataset
+    config: TrainConfig
+    context: DistributedContext
+    state: TrainerState
+    stop: StopSignal = field(default_factory=StopSignal)
+    sync_every_micro_batch: bool = True
+    profile: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
+    interrupted_by: int = field(default=0, init=False)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step follows: the last is done, evaluations no longer improve, or a signal came."""
+        is_done = self.state.step >= self.config.steps or self.state.stops_early(self.config.patience)
+        return is_done or bool(self.interrupted_by)
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What all ranks know after a step: the same on each of them. `memory_bytes` is the highest peak of any rank.
+class StepReport:
+    """A finished step. Everything but `stop_signal` and `fault` is a row of metrics.jsonl.
 
-    `fault` says what was not finite, and on which samples; the weights are then as they were. Else it is empty.
-    `source_tokens` are those of each source of a mixture, by its name; nothing of other data.
+    Attributes:
+        step: Number of the step, from 1.
+        loss: Mean loss in nats per token, before the update.
+        learning_rate: Learning rate of the update.
+        grad_norm: Norm of the gradients before clipping.
+        tokens: Predictions of this step, over all ranks.
+        tokens_per_second: Of all ranks together.
+        step_seconds: Duration on this rank.
+        memory_bytes: Highest peak of any rank so far.
+        skipped: Number of skipped updates so far.
+        stop_signal: A signal that any rank received, or 0.
+        fault: Why this step was skipped, or empty.
+        sources: Samples, tokens and epochs so far of each source of a mixture.
     """
 
+    step: int
     loss: float
+    learning_rate: float
     grad_norm: float
-    num_tokens: int
+    tokens: int
+    tokens_per_second: float
+    step_seconds: float
     memory_bytes: int
-    stop_signal: int
+    skipped: int = 0
+    stop_signal: int = 0
     fault: str = ""
-    source_tokens: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """The row of metrics.jsonl. JSON has neither NaN nor infinity, so they become null."""
+        figures = {name: value for name, value in vars(self).items() if name not in ("stop_signal", "fault", "sources")}
+        row = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        return row | ({"sources": dict(self.sources)} if self.sources else {})
 
 
-def train_step(
-    model: ShardedModel,
-    optimizer: torch.optim.Optimizer,
-    dataset: Dataset,
-    samples: npt.NDArray[np.int64],
-    config: TrainConfig,
-    context: DistributedContext,
-    *,
-    stop: StopSignal,
-    sync_every_micro_batch: bool,
-) -> StepResult:
-    """Update the weights from the windows `samples` of the whole global batch.
+def train_step(run: TrainingRun) -> StepReport:
+    """Update the weights from the next global batch, and record it in `run.state`; a collective.
 
-    `stop` is looked at when the gradients are there. When the loss or the norm of the gradients is not finite on any
-    rank, neither weights nor optimizer are touched on any, and the result has a `fault`.
+    When the loss or the norm of the gradients is not finite on any rank, no rank changes its weights or its optimizer.
+
+    Args:
+        run: The run.
+
+    Raises:
+        LossError: On all ranks: the loss or the gradients are not finite, and the settings do not allow to skip this.
     """
+    began = time.perf_counter()
+    config, context, state = run.config, run.context, run.state
+    rate = _set_learning_rate(run)
+    seed_all(step_seed(state.seed, state.step, context.data_rank))
+    samples = run.dataset.order(state.seed, state.num_samples, config.global_batch_size)
     parts = micro_batches(samples, config.micro_batch_size, context.data_rank, context.num_data_ranks)
-    batches = [dataset.batch(part) for part in parts]
-    mine: list[float] = [sum(batch.num_predictions for batch in batches), *source_predictions(dataset, parts, batches)]
-    # So many ranks see the same.
-    num_tokens, *of_sources = (count / context.num_tensor_ranks for count in context.all_reduce(mine))
-    optimizer.zero_grad()
-    losses = _accumulate(
-        model, batches, max(num_tokens, 1.0) / context.num_data_ranks, context.device, sync_every_micro_batch
-    )
-    limit = math.inf if config.max_grad_norm is None else config.max_grad_norm
-    grad_norm = float(model.clip_grad_norm_(limit))
-    result = _agree(float(sum(losses)), grad_norm, int(num_tokens), stop.number, context)
-    result = replace(result, source_tokens=dict(zip(source_names(dataset), map(int, of_sources), strict=True)))
-    if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
-        optimizer.step()
+    batches = [run.dataset.batch(part) for part in parts]
+    num_local = sum(batch.num_predictions for batch in batches)
+    counts = context.all_reduce([num_local, *source_predictions(run.dataset, parts, batches)])
+    # Tensor-parallel ranks count the same samples.
+    num_tokens, *by_source = (int(count / context.num_tensor_ranks) for count in counts)
+    run.optimizer.zero_grad()
+    losses = _accumulate(run, batches, max(num_tokens, 1) / context.num_data_ranks)
+    norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
+    loss, grad_norm, memory_bytes, stop_signal = _reduce(run, float(sum(losses)), float(norm))
+    fault = ""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        run.optimizer.step()
     else:
-        result = replace(result, fault=_fault(result, samples, parts, losses, context))
-    optimizer.zero_grad()  # so that an evaluation or a save does not keep them
-    return result
+        bad = [int(i) for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss) for i in part]
+        where = _where(sorted({i for rank in context.all_gather_object(bad) for i in rank}), samples)
+        fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite {where}"
+    run.optimizer.zero_grad()  # evaluations and saves need the memory
+    if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
+        raise LossError(_message(fault, state, config))
+    by_name = dict(zip(run.dataset.source_names, by_source, strict=True))
+    state.advance(len(samples), num_tokens, by_name, skipped=bool(fault))
+    state.place = run.dataset.state_dict(state.num_samples)
+    seconds = time.perf_counter() - began
+    return StepReport(
+        step=state.step,
+        loss=loss,
+        learning_rate=rate,
+        grad_norm=grad_norm,
+        tokens=num_tokens,
+        tokens_per_second=num_tokens / seconds,
+        step_seconds=seconds,
+        memory_bytes=memory_bytes,
+        skipped=state.num_skipped,
+        stop_signal=stop_signal,
+        fault=fault,
+        sources=source_figures(run.dataset, state.num_samples, state.source_tokens),
+    )
 
 
-def _accumulate(
-    model: ShardedModel, batches: list[Batch], divisor: float, device: torch.device, sync_every: bool
-) -> list[torch.Tensor]:
-    """Add up the gradients of the micro-batches; each one's part of the loss, as scalars on the device."""
+def _set_learning_rate(run: TrainingRun) -> float:
+    """Set the learning rate of each group. The peak is the one that it was built with, as in torch's schedulers."""
+    rate = 0.0
+    for group in run.optimizer.param_groups:
+        rate = learning_rate(run.config, group.setdefault("initial_lr", group["lr"]), run.state.step)
+        group["lr"] = rate
+    return rate
+
+
+def _accumulate(run: TrainingRun, batches: Sequence[Batch], divisor: float) -> list[torch.Tensor]:
+    """Accumulate the gradients of the micro-batches; returns their parts of the loss, scalars on the device."""
     losses = []
     for number, batch in enumerate(batches, start=1):
-        with nullcontext() if sync_every or number == len(batches) else model.no_sync():
-            loss = forward_loss(model, batch, divisor, device)
+        is_synced = run.sync_every_micro_batch or number == len(batches)
+        with nullcontext() if is_synced else run.model.no_sync():
+            loss = forward_loss(run.model, batch, divisor, run.context.device)
             loss.backward()
         losses.append(loss.detach())
     return losses
 
 
 def forward_loss(model: ShardedModel, batch: Batch, divisor: float, device: torch.device) -> torch.Tensor:
-    """Summed cross-entropy of a batch over `divisor`, a float32 scalar on `device`.
+    """Run the forward pass and return the summed cross-entropy of a batch over `divisor`, a float32 scalar in nats.
 
     A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
-    that share a window are kept apart by their positions (`data/packing.py`).
+    that share a window are separated by their positions (`data/samples/packing.py`).
     """
     inputs = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in batch.inputs.items()}
     labels = torch.from_numpy(batch.labels).to(device, non_blocking=True)
     with giving_loss(model.module, labels, divisor) as is_loss, warnings.catch_warnings():
-        # FSDP2 warns of models whose output is a view (GPT-2's), which must not be changed in place; it is not, here.
+        # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         logits = model.module(**inputs, use_cache=False).logits
     return logits.reshape(()) if is_loss else cross_entropy(logits, labels, divisor)
 
 
-def _agree(loss: float, grad_norm: float, num_tokens: int, stop_signal: int, context: DistributedContext) -> StepResult:
-    """Bring together what each rank knows, in one sum: losses, norms, received signals, a place for each one's memory.
+def _reduce(run: TrainingRun, loss: float, grad_norm: float) -> tuple[float, float, int, int]:
+    """Reduce what each rank knows in one sum: losses, norms, received signals, and one element per rank of memory.
 
-    The norm is the same on all ranks but for a fault of one of them, and then none may go on.
+    The norm is the same on all ranks unless one of them failed; then none may continue.
+
+    Returns:
+        Mean loss, norm of the gradients, highest peak of the memory in bytes, and a received signal or 0.
     """
-    signals = [float(stop_signal == number) for number in STOP_SIGNALS]
+    context = run.context
+    signals = [float(run.stop.number == number) for number in STOP_SIGNALS]
     memory = [0.0] * context.world_size
     memory[context.rank] = float(device_peak_bytes(context.device.type))
-    all_loss, all_norms, *summed = context.all_reduce([loss, grad_norm, *signals, *memory])
+    total_loss, total_norm, *summed = context.all_reduce([loss, grad_norm, *signals, *memory])
     received = (number for number, count in zip(STOP_SIGNALS, summed, strict=False) if count)
-    return StepResult(
-        loss=all_loss / context.world_size,
-        grad_norm=grad_norm if math.isfinite(all_norms) else all_norms,
-        num_tokens=num_tokens,
-        memory_bytes=int(max(summed[len(signals) :])),
-        stop_signal=int(next(received, 0)),
-    )
+    grad_norm = grad_norm if math.isfinite(total_norm) else total_norm
+    return total_loss / context.world_size, grad_norm, int(max(summed[len(signals) :])), int(next(received, 0))
 
 
-def _fault(
-    result: StepResult,
-    samples: npt.NDArray[np.int64],
-    parts: npt.NDArray[np.int64],
-    losses: Iterable[torch.Tensor],
-    context: DistributedContext,
-) -> str:
-    """What was not finite where, equal on all ranks; a collective, which all ranks reach or none."""
-    mine = [int(i) for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss) for i in part]
-    bad = sorted({index for rank in context.all_gather_object(mine) for index in rank})
-    where = (
-        f"in the loss of samples {bad}"
-        if bad
-        else f"in the gradients only; its samples are {sorted(set(map(int, samples)))}"
+def _where(bad: Sequence[int], samples: npt.NDArray[np.int64]) -> str:
+    if bad:
+        return f"in the loss of samples {bad}"
+    return f"in the gradients only; its samples are {sorted(set(map(int, samples)))}"
+
+
+def _message(fault: str, state: TrainerState, config: TrainConfig) -> str:
+    """The message of the LossError that ends a run in the step after `state`."""
+    before, remedy = "", "skip such steps with train.non_finite=skip"
+    if config.non_finite == "skip":
+        before = f", after {state.num_skipped_in_row} steps in a row that were skipped"
+        remedy = f"allow more than train.max_skips={config.max_skips}"
+    return (
+        f"Step {state.step + 1} has {fault}{before}. It did not change the weights. Lower optim.lr, lengthen "
+        f"train.warmup_steps, look at these samples (windows of data.path, counted from 0), or {remedy}."
     )
-    return f"loss {result.loss} and norm of the gradients {result.grad_norm}, not finite {where}"

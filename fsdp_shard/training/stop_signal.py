@@ -1,7 +1,7 @@
-"""A request to stop, from outside: SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 (Slurm's warning before a time limit).
+"""Requests to stop a run: SIGINT (Ctrl-C), SIGTERM, SIGUSR1 (Slurm's warning before a time limit) or SIGHUP.
 
-The first signal only sets a flag. The loop tells all ranks of it at the end of the step, so that every rank stops after
-the same one and a checkpoint can be saved. A second signal ends this rank at once.
+The first signal only sets a flag. The loop reduces it over the ranks at the end of the step, so that all ranks stop
+after the same step and can save a checkpoint. A second signal ends this rank at once.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from fsdp_shard.distributed import stop_signals
 from fsdp_shard.errors import Interrupted
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopSignal:
-    """Context in which the stop signals are caught; `number` is the one that came, 0 before. For the main thread.
+    """Context that catches stop signals, for the main thread; `number` is the first one received, 0 before.
 
-    A launcher passes Ctrl-C on to ranks that the terminal has told already: what comes within `grace_seconds` of the
-    first signal is the same request.
+    A launcher forwards Ctrl-C to ranks that have received it from the terminal already, so a signal within
+    `grace_seconds` of the first one is the same request.
     """
 
     def __init__(self, grace_seconds: float = 2.0) -> None:
@@ -30,7 +29,7 @@ class StopSignal:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._receive)
         return self
 

@@ -1,7 +1,7 @@
-"""Where a run stands: what `trainer.json` of a checkpoint holds. Knows no weights and no files.
+"""The progress of a run, as `trainer.json` of a checkpoint holds it.
 
-The learning rate, the random state and the place in the data are all functions of what is here (`schedule.py`,
-`seeding.py`, `data/order.py`), so this is enough to go on exactly.
+The learning rate, the random state and the position in the data are functions of it (`lr_schedule.py`, `seeding.py`,
+`data/sample_order.py`), so that a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -18,13 +18,23 @@ _FORMAT_VERSION = 1
 
 @dataclass
 class TrainerState:
-    """`step` updates were made from the first `num_samples` of the sample order, with `num_tokens` predictions.
+    """The progress of a run.
 
-    `seed` and `data` (`WindowDataset.identity`) define that order. `best_loss` is the lowest held-out loss so far, of
-    step `best_step`; `reference_loss` is the one to fall below, and `num_stale` evaluations in a row since have not.
-    `place` is where streamed data is at, or None; its form is `data`'s. Of the steps, `num_skipped` changed no weights,
-    the last `num_skipped_in_row` of them one after the other. `source_tokens` are the predictions of each source of a
-    mixture, by its name. `owes_evaluation`: one was due after this step, but a signal asked for the run to stop.
+    Attributes:
+        seed: Seed of the run, which decides about the order of the samples.
+        data: Identity of the data set (`Dataset.identity`).
+        step: Number of finished steps.
+        num_samples: Number of samples trained, in the order that `seed` and `data` define.
+        num_tokens: Number of predictions trained.
+        best_loss: Lowest held-out loss so far, of step `best_step`.
+        best_step: Step with the lowest held-out loss so far.
+        reference_loss: Held-out loss that an evaluation must improve on (early stopping).
+        num_stale: Number of evaluations since then, none of which improved on it.
+        num_skipped: Number of steps that did not change the weights.
+        num_skipped_in_row: Number of the latest steps that did not.
+        place: Position in streamed data, in the format of `data`; None for other data.
+        source_tokens: Predictions of each source of a mixture, by name.
+        owes_evaluation: Whether the run was interrupted before an evaluation that was due after this step.
     """
 
     seed: int
@@ -50,7 +60,7 @@ class TrainerState:
         *,
         skipped: bool = False,
     ) -> None:
-        """Count one more step, which updated the weights unless it was skipped."""
+        """Count a step; a skipped one did not change the weights."""
         self.step += 1
         self.num_samples += num_samples
         self.num_tokens += num_tokens
@@ -60,10 +70,13 @@ class TrainerState:
         self.num_skipped_in_row = self.num_skipped_in_row + 1 if skipped else 0
 
     def evaluated(self, loss: float, min_delta: float = 0.0) -> bool:
-        """Take note of a held-out loss of this step; whether it is the lowest so far.
+        """Record the held-out loss of this step.
 
-        It counts as stale unless it is more than `min_delta` below the last one that did not: many small falls that
-        add up to that are progress.
+        An evaluation improves only if it is more than `min_delta` below the last one that did, so small decreases that
+        add up to that count.
+
+        Returns:
+            Whether it is the lowest loss so far.
         """
         self.owes_evaluation = False
         if self.reference_loss is None or loss < self.reference_loss - min_delta:
@@ -77,41 +90,41 @@ class TrainerState:
 
     @property
     def is_best(self) -> bool:
-        """Whether the weights as they are now have the lowest held-out loss so far."""
+        """Whether the current weights have the lowest held-out loss so far."""
         return self.best_step == self.step
 
     def stops_early(self, patience: int | None) -> bool:
-        """Whether `patience` evaluations in a row were stale."""
+        """Whether `patience` evaluations in a row did not improve."""
         return patience is not None and self.num_stale >= patience
 
     def check_continues(self, seed: int, data: str) -> None:
-        """Raise ConfigError when a run with this seed and data would not go on where this one stopped."""
+        """Raise ConfigError if a run with this seed and data cannot continue this one."""
         if seed != self.seed:
             raise ConfigError(
-                f"seed={seed}, but the run to resume began with seed={self.seed}: its samples would come in another "
-                f"order. Give seed={self.seed}, or begin anew from its weights with model.path."
+                f"seed={seed}, but the run to resume started with seed={self.seed}: the order of the samples would "
+                f"change. Set seed={self.seed}, or start a new run from its weights with model.path."
             )
         if data != self.data:
             raise ConfigError(
-                f"The text or data.sequence_length is not that of the run to resume (windows {data}, expected "
-                f"{self.data}), so its place in the data means nothing here. Give the same data.* settings and files, "
-                f"or begin anew from its weights with model.path."
+                f"The data or data.sequence_length differ from those of the run to resume (windows {data}, expected "
+                f"{self.data}), so its position in the data is not valid. Set the same data.* settings and files, or "
+                f"start a new run from its weights with model.path."
             )
 
     def to_json(self) -> str:
-        """The content of `trainer.json`."""
+        """Return the content of `trainer.json`."""
         values = {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
         return json.dumps({"format_version": _FORMAT_VERSION, **values}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, what: str) -> TrainerState:
-        """Read `to_json`'s output; raises CheckpointError, naming `what` (the file), when it is anything else."""
+        """Parse the content of the file `what`; raises CheckpointError, which names it, if it is damaged."""
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise CheckpointError(f"{what} is not JSON ({error}); this checkpoint cannot be resumed from.") from error
+            raise CheckpointError(f"{what} is not JSON ({error}); this checkpoint cannot be resumed.") from error
         if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
-            raise CheckpointError(f"{what} is no trainer state of format version {_FORMAT_VERSION}.")
+            raise CheckpointError(f"{what} is not a trainer state of format version {_FORMAT_VERSION}.")
         values = {name: make() for name, make in _OPTIONAL.items()} | values
         expected = {field.name for field in fields(cls)}
         if expected != set(values):
@@ -133,11 +146,11 @@ def _check_entry(name: str, value: Any, what: str) -> None:
         raise CheckpointError(f"{what}: {name} is {value!r}; expected {words}.")
 
 
-# What is left out where there is nothing to say, and what that is.
+# Entries that are left out if empty, and the empty value.
 _OPTIONAL: dict[str, Callable[[], Any]] = {"place": lambda: None, "source_tokens": dict, "owes_evaluation": bool}
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str,), "text"),
-    "place": ((dict, type(None)), "an object or nothing"),
+    "place": ((dict, type(None)), "an object or null"),
     "source_tokens": ((dict,), "an object"),
     "owes_evaluation": ((bool,), "true or false"),
     "best_loss": ((float, int, type(None)), "a number or null"),

@@ -1,6 +1,19 @@
-from .cache_dir import user_cache as user_cache
-from .environment import set_environment as set_environment
+from .atomic_write import (
+    atomic_directory as atomic_directory,
+    fsync_directory as fsync_directory,
+    fsync_file as fsync_file,
+    name_in_errors as name_in_errors,
+    write_atomically as write_atomically,
+    write_file as write_file,
+)
+from .environment import (
+    require_package as require_package,
+    set_environment as set_environment,
+    user_cache as user_cache,
+)
+from .module_tensors import replace_tensors as replace_tensors
 from .package_data import configs as configs, recipes as recipes, shipped as shipped
+from .partitioning import balanced_partition as balanced_partition
 from .process_memory import (
     device_peak_bytes as device_peak_bytes,
     disk_bytes_read as disk_bytes_read,
@@ -9,14 +22,39 @@ from .process_memory import (
     peak_resident_bytes as peak_resident_bytes,
 )
 from .result_file import RESULT as RESULT, write_result as write_result
-from .secrets import redact as redact
+from .secrets import redact as redact, redact_setting as redact_setting
 from .settings import (
     REQUIRED as REQUIRED,
+    Parsed as Parsed,
+    changed_settings as changed_settings,
     check as check,
     check_one as check_one,
-    nearest as nearest,
+    in_yaml as in_yaml,
     setting as setting,
     walk as walk,
     warnings_of as warnings_of,
 )
-from .sizes import format_size as format_size, parse_size as parse_size
+from .text import (
+    first_line as first_line,
+    format_count as format_count,
+    format_size as format_size,
+    format_table as format_table,
+    nearest as nearest,
+    parse_size as parse_size,
+)
+from .torch_private import (
+    DataDependentOutputException as DataDependentOutputException,
+    FakeTensorMode as FakeTensorMode,
+    TorchDispatchMode as TorchDispatchMode,
+    costly_operators as costly_operators,
+    flat_parameter_shards as flat_parameter_shards,
+    hybrid_shard_grad_op as hybrid_shard_grad_op,
+    int8_matmul as int8_matmul,
+    keep_batch_norms_wrapped as keep_batch_norms_wrapped,
+    local_shape_and_offset as local_shape_and_offset,
+    non_persistent_buffers as non_persistent_buffers,
+    persistent_buffers as persistent_buffers,
+    record_memory_history as record_memory_history,
+    restore_frozen_parameters as restore_frozen_parameters,
+    view_base as view_base,
+)

@@ -1,15 +1,19 @@
-"""Environment variables that are set for a while and then restored."""
+"""What surrounds this process: environment variables, the user's cache directory, optional packages."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from fsdp_shard.errors import ConfigError
 
 
 @contextmanager
 def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process, and restore their former values on leaving."""
+    """Set environment variables of this process, and restore their former values on exit."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -20,3 +24,29 @@ def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def user_cache(name: str) -> Path:
+    """Return the cache directory `name` of this user, below XDG_CACHE_HOME or ~/.cache. It may not exist yet."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "fsdp-shard" / name
+
+
+def require_package(module: str, extra: str, needed_by: str, alternative: str = "") -> None:
+    """Check that an optional package is installed, without importing it.
+
+    Args:
+        module: Top-level module of the package, such as `liger_kernel`.
+        extra: Extra of fsdp-shard that installs it.
+        needed_by: The setting or file that needs it, such as `adapter=lora`.
+        alternative: What the user can do instead, such as `set adapter=none`.
+
+    Raises:
+        ConfigError: If the package is not installed.
+    """
+    if find_spec(module) is None:
+        instead = f", or {alternative}" if alternative else ""
+        raise ConfigError(
+            f"{needed_by} needs {module.replace('_', '-')}, which is not installed. Install it with "
+            f"pip install 'fsdp-shard[{extra}]'{instead}."
+        )

@@ -1,25 +1,29 @@
-"""How much memory this process has in use, and how freed memory is kept or given back."""
+"""Memory that this process uses, and whether freed memory is kept or returned to the system."""
 
 from __future__ import annotations
+
+import ctypes
+import resource
+import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM now, shared libraries and forked pages included."""
-    return _status("VmRSS")
+    """Return the memory of this process that is in RAM now, in bytes, with shared libraries and forked pages."""
+    return _from_status("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has had in RAM so far.
+    """Return the most memory that this process has had in RAM so far, in bytes.
 
-    From /proc where there is one: `getrusage` also counts what the parent had when it started us.
+    It comes from /proc if there is one: `getrusage` also counts what the parent had when it started this process.
     """
-    return _status("VmHWM")
+    return _from_status("VmHWM")
 
 
 def device_peak_bytes(device_type: str) -> int:
-    """The most memory that this process has had allocated on its current GPU; on the CPU, the peak of its RAM."""
+    """Return the most memory allocated on the current GPU so far, in bytes; for the CPU, the peak in RAM."""
     if device_type != "cuda":
         return peak_resident_bytes()
     import torch
@@ -28,7 +32,7 @@ def device_peak_bytes(device_type: str) -> int:
 
 
 def disk_bytes_read() -> int:
-    """What this process has had read from a disk so far; what the page cache had does not count. 0 where not known."""
+    """Return the bytes that this process has read from a disk, without the page cache; 0 if unknown."""
     try:
         with open("/proc/self/io", encoding="ascii") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("read_bytes:"))
@@ -37,37 +41,30 @@ def disk_bytes_read() -> int:
 
 
 def give_back_free_memory() -> None:
-    """Return freed memory of this process to the machine, where the C library can.
+    """Return freed memory of this process to the system, if the C library can.
 
-    glibc keeps what was freed below something still in use: whole units that are sharded one after the other would
+    glibc keeps memory that was freed below something still in use: units that are sharded one after the other would
     add up to a whole model.
     """
-    import ctypes
-
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed for what comes next, where it is glibc: of the process, from now on.
+    """Keep freed memory in this process for later allocations from now on, if the C library is glibc.
 
-    It hands large tensors' memory back when they are freed, and the system clears every page that the next ones touch:
-    a tenth of the time of a training step on the CPU went there. Tensors beyond 32 MB, the most that it lets us ask
-    for, still come and go: they are what a peak is made of.
+    By default glibc returns the memory of large tensors to the system when they are freed, and the system clears every
+    page that the next ones touch, which takes a tenth of the time of a training step on the CPU. Tensors of more than
+    32 MB, the limit of glibc, are still returned: they are what a peak is made of.
     """
-    import ctypes
-
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_TRIM_THRESHOLD, -1)
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
 
 
-def _status(field: str) -> int:
+def _from_status(field: str) -> int:
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{field}:"))
     except (OSError, StopIteration):
-        import resource
-        import sys
-
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

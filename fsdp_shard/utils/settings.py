@@ -1,20 +1,19 @@
-"""How a setting is declared: default, help text, range and choices stand in one place, beside the field.
+"""Declaration of settings: default, help text, range and choices in one place, at the field of a config dataclass.
 
-The config dataclasses live with what they configure and use `setting(...)` for their fields. `check(config)` walks a
-whole tree of them and names the first setting that is out of range by its full dotted name; the config reference is
-written from the same declarations. This module knows no particular setting and does not know Hydra.
+`check(config)` walks a tree of config dataclasses and names the first setting that is out of range by its full dotted
+name; the config reference is written from the same declarations.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, Self, TypeVar, overload
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils.text import nearest
 
 T = TypeVar("T")
 
@@ -39,9 +38,17 @@ def setting(
 ) -> T:
     """Declare a field of a config dataclass.
 
-    `minimum` and `maximum` are inclusive, `above` is exclusive; `choices` are the accepted values. A run that
-    has the setting on says `warning` first. Lists, dicts and nested dataclasses are given as `default` too and are
-    copied for each instance.
+    Args:
+        default: Default value; lists, dicts and nested dataclasses are copied for each instance.
+        help: Help text.
+        minimum: Smallest value, inclusive.
+        above: Lower bound, exclusive.
+        maximum: Largest value, inclusive.
+        choices: Accepted values.
+        warning: Text that a run prints first if the setting is on.
+
+    Returns:
+        The dataclass field.
     """
     metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "choices": choices}
     metadata["warning"] = warning
@@ -52,7 +59,7 @@ def setting(
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Every (dotted name, field, value) of a config dataclass and the dataclasses in it, leaves only."""
+    """Yield (dotted name, field, value) of each setting of a config dataclass and the dataclasses in it."""
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -62,15 +69,60 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 
 
 def warnings_of(config: Any) -> list[str]:
-    """What whoever starts a run must know of settings that are on, one line each."""
+    """Return the warnings of settings that are on, one line each."""
     said = ((name, field.metadata.get("warning"), value) for name, field, value in walk(config))
     return [f"warning: {name}={in_yaml(value)}: {text}" for name, text, value in said if text and value]
 
 
-def check(config: Any) -> None:
-    """Raise ConfigError for the first setting of `config` that is missing, out of its range or not a known choice.
+class Parsed(Generic[T]):
+    """The typed value of a setting, parsed once: by `check`, or when it is first used.
 
-    A dataclass may also have a method `check(self, prefix: str)` for rules that tie several of its fields together.
+    Declared in a config dataclass without an annotation, so that it is no field itself:
+
+        max_shard_size: str = setting("5GB", "...")
+        max_shard_bytes = Parsed("max_shard_size", parse_size)
+    """
+
+    def __init__(self, setting: str, parse: Callable[[Any, str], T]) -> None:
+        """`parse` takes the value and the full name of `setting`, for its ConfigError."""
+        self._setting = setting
+        self._parse = parse
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, config: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, config: object, owner: type) -> T: ...
+    def __get__(self, config: Any, owner: type) -> T | Self:
+        return self if config is None else self.of(config)
+
+    def of(self, config: Any, prefix: str = "") -> T:
+        """The parsed value of `config`, whose settings are called `prefix` + name."""
+        values = vars(config)
+        if self._name not in values:
+            values[self._name] = self._parse(getattr(config, self._setting), prefix + self._setting)
+        value: T = values[self._name]  # in the instance it hides this descriptor
+        return value
+
+
+def changed_settings(config: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The settings in `names` whose value is not the default of their dataclass."""
+    defaults = type(config)()
+    return {name: value for name in names if (value := getattr(config, name)) != getattr(defaults, name)}
+
+
+def check(config: Any) -> None:
+    """Check all settings of `config`, and call the method `check(prefix)` of the dataclasses that have one.
+
+    Such a method checks rules that involve several fields; `prefix` is the dotted name of the dataclass.
+
+    Args:
+        config: A config dataclass.
+
+    Raises:
+        ConfigError: For the first setting that is missing, out of range, not a known choice, or against a rule.
     """
     for name, field, value in walk(config):
         check_one(name, field, value)
@@ -78,7 +130,7 @@ def check(config: Any) -> None:
 
 
 def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
-    """`check` of one setting."""
+    """Check the value of one setting; ConfigError if it is missing, out of range or not a known choice."""
     if value == REQUIRED:
         raise ConfigError(f"{name} is not set: {field.metadata.get('help', 'it is required')} Add {name}=VALUE.")
     if value is None:
@@ -94,19 +146,17 @@ def check_one(name: str, field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def in_yaml(value: Any) -> str:
-    """A value as people write it: `true`, not `True`."""
+    """Format a value as in YAML: `true`, not `True`."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_rules(config: Any, prefix: str) -> None:
+    for base in type(config).__mro__:
+        for parsed in vars(base).values():
+            if isinstance(parsed, Parsed):
+                parsed.of(config, prefix)
     if hasattr(config, "check"):
         config.check(prefix)
     for field in dataclasses.fields(config):
         if dataclasses.is_dataclass(value := getattr(config, field.name)):
             _check_rules(value, f"{prefix}{field.name}.")
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """`"; did you mean X?"`-style ending for the known name closest to `name`, or nothing when none is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""

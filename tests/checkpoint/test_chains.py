@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from fsdp_shard.checkpoint.config import ConvertConfig
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.io import dtypes
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
 from tests.checkpoint.files import assert_same, random_tensor, write_ranks
 from tests.support.digests import tensor_digests
 

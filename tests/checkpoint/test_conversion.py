@@ -18,11 +18,10 @@ from fsdp_shard.checkpoint import conversion as convert_module, transfer
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io import atomicity
-from fsdp_shard.checkpoint.open import open_checkpoint
-from fsdp_shard.checkpoint.steps.step_store import Manifest, Store, read_manifest
+from fsdp_shard.checkpoint.location import locate, open_checkpoint
+from fsdp_shard.checkpoint.steps import Manifest, Store, read_manifest
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
-from fsdp_shard.models import ModelSource
-from fsdp_shard.training import side_files
+from fsdp_shard.training import collect_model_files
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
 from tests.checkpoint.test_index import uneven
 from tests.support.digests import tensor_digests
@@ -293,7 +292,7 @@ def test_all_chat_templates_go_along(tiny_model: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "ranks", format="sharded", ranks=2)
     convert(tmp_path / "ranks", tmp_path / "target")
     assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == templates
-    assert "additional_chat_templates/rag.jinja" in side_files(ModelSource(tmp_path / "ranks"), "float32")
+    assert "additional_chat_templates/rag.jinja" in collect_model_files(locate(tmp_path / "ranks"), "float32")
     convert(tmp_path / "ranks", tmp_path / "target", overwrite=True)
     (tmp_path / "target" / "additional_chat_templates" / "mine.jinja").touch()
     with pytest.raises(CheckpointError, match=r"holds additional_chat_templates/mine\.jinja"):
@@ -322,12 +321,12 @@ def test_moving_bytes_imports_neither_torch_nor_transformers(tmp_path: Path, mod
     script = f"""
 import sys
 from fsdp_shard.checkpoint import convert
-from fsdp_shard.checkpoint import describe
+from fsdp_shard.checkpoint import summarize_checkpoint
 from fsdp_shard.checkpoint import verify
 convert({str(model_dir)!r}, {str(tmp_path / "ranks")!r}, format="sharded", ranks=2)
 convert({str(tmp_path / "ranks")!r}, {str(tmp_path / "one")!r}, max_shard_size="100KB")
 assert verify({str(tmp_path / "one")!r}).is_sound
-describe({str(tmp_path / "one")!r}).to_text()
+summarize_checkpoint({str(tmp_path / "one")!r}).to_text()
 print([name for name in ("torch", "transformers", "numpy", "safetensors", "hydra") if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -391,7 +390,7 @@ def test_overwrite_deletes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
     source, target = (write_huggingface(tmp_path / name, {"w": torch.ones(2)}) for name in ("source", "target"))
     (target / "checkpoint-500").mkdir()
     (target / "notes.txt").write_text("x")
-    with pytest.raises(CheckpointError, match=r"holds checkpoint-500, notes\.txt beside its weights"):
+    with pytest.raises(CheckpointError, match=r"holds checkpoint-500, notes\.txt besides its weights"):
         convert(source, target, overwrite=True)
     (target / "checkpoint-500").rmdir()
     (target / "notes.txt").unlink()
@@ -404,16 +403,16 @@ def test_overwrite_deletes_no_file_that_it_does_not_write(tmp_path: Path, model_
     bare, target = write_huggingface(tmp_path / "bare", {"w": torch.ones(2)}), tmp_path / "target"
     convert(model_dir, target)
     (target / "my_experiment.py").write_text("x")
-    with pytest.raises(CheckpointError, match=r"holds my_experiment\.py beside its weights"):
+    with pytest.raises(CheckpointError, match=r"holds my_experiment\.py besides its weights"):
         convert(model_dir, target, overwrite=True)
     (target / "my_experiment.py").unlink()
     convert(model_dir, target, overwrite=True)
-    with pytest.raises(CheckpointError, match=r"holds chat_template\.jinja, .* beside its weights"):
+    with pytest.raises(CheckpointError, match=r"holds chat_template\.jinja, .* besides its weights"):
         convert(bare, target, overwrite=True)
     trained = tmp_path / "trained"
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"model": {"w": torch.ones(2)}, "optimizer": {"w": torch.ones(2)}}, checkpoint_id=trained)
-    with pytest.raises(CheckpointError, match=r"holds 1 optimizer tensors beside its weights"):
+    with pytest.raises(CheckpointError, match=r"holds 1 optimizer tensors besides its weights"):
         convert(bare, trained, overwrite=True)
 
 
@@ -422,7 +421,7 @@ def test_a_target_that_cannot_take_the_name_is_refused_first(tmp_path: Path) -> 
     (tmp_path / "empty").mkdir()
     for name, leads_to in (("link", "empty"), ("dangling", "gone")):
         (tmp_path / name).symlink_to(tmp_path / leads_to)
-        with pytest.raises(CheckpointError, match=f"{name} is a link, whose name no directory can take"):
+        with pytest.raises(CheckpointError, match=f"{name} is a link, which a directory cannot replace"):
             convert(source, tmp_path / name)
 
 
@@ -446,7 +445,7 @@ def test_a_damaged_checkpoint_may_be_overwritten(tmp_path: Path, settings: dict[
     for file in [*target.glob("*.safetensors"), *target.glob("*.distcp")]:
         os.truncate(file, 20)
     (target / "notes.txt").write_text("x")
-    with pytest.raises(CheckpointError, match=r"holds notes\.txt beside its weights"):
+    with pytest.raises(CheckpointError, match=r"holds notes\.txt besides its weights"):
         convert(source, target, overwrite=True)
     (target / "notes.txt").unlink()
     convert(source, target, overwrite=True)

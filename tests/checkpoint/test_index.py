@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from fsdp_shard.checkpoint.digests import digest_tensor
-from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, checked
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.location import open_checkpoint
+from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, raw_bytes, write_huggingface, write_ranks
 
@@ -98,7 +99,7 @@ def test_slices_are_those_of_torch(shape: tuple[int, ...], parts: list[slice | i
 
 
 def test_short_runs_are_read_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_shard.checkpoint.index._HULL_BYTES", 64)
+    monkeypatch.setattr("fsdp_shard.checkpoint.piece_reader._ROW_GROUP_BYTES", 64)
     tensor = random_tensor((4, 9, 6), torch.float32)
     with open_checkpoint(write_huggingface(tmp_path, {"w": tensor})) as index:
         found = index.read("w", (slice(1, 3), slice(2, 9), slice(3, 5)))
@@ -116,8 +117,8 @@ def test_pieces_cut_along_any_dimension(tmp_path: Path) -> None:
         out = bytearray(4 * 9)
         index.read_into("w", 4, out)
         assert out == raw_bytes(tensor.reshape(-1)[4:13])
-        assert index.places("w", 0, 2) == [("data", 0, 8)]
-        assert index.places("w", 2, 8) == [("data", 40, 56), ("data", 8, 16)]
+        assert index.spans("w", 0, 2) == [("data", 0, 8)]
+        assert index.spans("w", 2, 8) == [("data", 40, 56), ("data", 8, 16)]
     with pytest.raises(CheckpointError, match="overlap"):
         checked(tmp_path, "w", "F32", (5, 6), [*pieces, Piece("data", 0, (0, 0), (1, 1))])
 

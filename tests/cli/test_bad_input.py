@@ -82,5 +82,5 @@ def test_a_command_that_starts_no_ranks_refuses_how_to_start_them(
     arguments = [f"source={tiny_model}", f"target={tmp_path}/target", override]
     ended = run_recipe("convert", tmp_path / "run", *arguments)
     assert ended.status == 2
-    assert f"{override} would do nothing: convert does not use it" in ended.err
+    assert f"{override} has no effect: convert does not use it" in ended.err
     assert not (tmp_path / "target").exists()

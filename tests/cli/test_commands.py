@@ -17,6 +17,7 @@ import pytest
 
 from fsdp_shard import __version__
 from fsdp_shard.checkpoint import convert
+from fsdp_shard.cli import load_recipe
 from fsdp_shard.config import COMMANDS
 from fsdp_shard.utils import configs, recipes
 from tests.support.commands import FSDP_SHARD, OWN_RECIPE, ROOT, Done, environment, fsdp_shard, hear_signals, run
@@ -82,7 +83,7 @@ def test_every_command_has_help(command: str, place: Path) -> None:
 def test_a_command_that_is_not_there(place: Path) -> None:
     done = fsdp_shard("fintune", *_GIVEN, cwd=place)
     assert done.status == 2
-    assert done.error.startswith("error: fintune is no command of fsdp-shard (did you mean finetune?).")
+    assert done.error.startswith("error: fintune is not a command of fsdp-shard (did you mean finetune?).")
 
 
 def test_ls_shows_everything_that_ships_with_a_description(place: Path) -> None:
@@ -100,7 +101,7 @@ def test_cp_copies_out_once(place: Path) -> None:
     assert (place / "mine.py").read_text() == recipes()[0].path.read_text()
     again = fsdp_shard("cp", name, "mine.py", cwd=place)
     assert again.status == 2
-    assert again.error == "error: mine.py is already there and is not overwritten; give another name."
+    assert again.error == "error: mine.py already exists and is not overwritten; give another name."
     assert fsdp_shard("cp", f"{name}.py", "own/", cwd=place).status == 0
     assert (place / "own" / f"{name}.py").is_file()
     unknown = fsdp_shard("cp", "fintune.yaml", "own/", cwd=place)
@@ -264,7 +265,7 @@ def test_wrong_input_is_said_once_before_anything_is_written(start: str, place: 
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     command = {"run": (*FSDP_SHARD, "run"), "torchrun": torchrun}[start]
     for argument, said in (
-        ("train.stepz=1", "train.stepz is no setting of finetune (did you mean train.steps?)."),
+        ("train.stepz=1", "train.stepz is not a setting of finetune (did you mean train.steps?)."),
         ("data.path=nowhere.txt", "data.path=nowhere.txt: there is no such file."),
     ):
         done = run([*command, OWN_RECIPE, *_GIVEN, "launch.ranks=2", argument], place)
@@ -372,7 +373,7 @@ def _wait_for(files: list[Path]) -> None:
 def test_more_ranks_than_a_single_process_command_has(checkpoint: Path) -> None:
     done = fsdp_shard("convert", "source=model", "target=x", "launch.ranks=2", cwd=checkpoint.parent)
     assert done.status == 2
-    assert "launch.ranks=2 would do nothing: convert does not use it" in done.error
+    assert "launch.ranks=2 has no effect: convert does not use it" in done.error
 
 
 def test_a_file_without_a_recipe(place: Path) -> None:
@@ -391,6 +392,24 @@ def test_a_recipe_can_import_what_lies_beside_it(place: Path) -> None:
     text = OWN_RECIPE.read_text().replace("import os\n", "import os\nimport beside\n", 1)
     (place / "copied.py").write_text(text)
     done = fsdp_shard("run", "copied.py", *_GIVEN, "run_dir=run", "launch.device=cpu", cwd=place)
+    assert (done.status, done.err) == (0, "")
+
+
+def test_loading_a_recipe_leaves_the_path_of_imports_as_it_is(place: Path) -> None:
+    before = list(sys.path)
+    (place / "sibling.py").write_text("NAME = 'found'\n")
+    text = OWN_RECIPE.read_text().replace("import os\n", "import os\nimport sibling\n", 1)
+    (place / "loaded.py").write_text(text)
+    assert load_recipe(place / "loaded.py").file == place / "loaded.py"
+    assert sys.path == before
+
+
+def test_a_recipe_can_import_its_siblings_while_it_runs(place: Path) -> None:
+    (place / "sibling.py").write_text("NAME = 'found'\n")
+    body = "    from fsdp_shard.distributed import init_distributed\n"
+    (place / "late.py").write_text(OWN_RECIPE.read_text().replace(body, f"{body}    import sibling\n"))
+    arguments = ("late.py", *_GIVEN, "run_dir=run", "launch.device=cpu", "launch.ranks=2")
+    done = fsdp_shard("run", *arguments, cwd=place)
     assert (done.status, done.err) == (0, "")
 
 

@@ -9,7 +9,7 @@ from tests.support.commands import fsdp_shard, run
 
 _PROGRAM = """
 import atexit, gc
-from fsdp_shard.cli import run_as_program, start_garbage_collection
+from fsdp_shard.cli.exit import run_as_program, start_garbage_collection
 
 kept = []
 
@@ -72,7 +72,7 @@ def test_the_other_commands_collect_it_too(tmp_path: Path) -> None:
     program = """
 import gc
 from fsdp_shard.cli import command_line, run_as_program
-command_line._OTHERS["ls"] = lambda arguments: print(gc.isenabled())
+command_line.COMMANDS["ls"] = lambda arguments: print(gc.isenabled())
 run_as_program(lambda: command_line.run_command(["ls"]), debug=False)
 """
     assert run([sys.executable, "-c", program], tmp_path).out == "True\n"
@@ -88,7 +88,7 @@ def test_what_an_earlier_job_left_is_collected_before_the_next(tmp_path: Path) -
 def test_a_process_that_is_no_program_of_ours_is_left_alone(tmp_path: Path) -> None:
     program = """
 import gc
-from fsdp_shard.cli import start_garbage_collection
+from fsdp_shard.cli.exit import start_garbage_collection
 start_garbage_collection()
 print(gc.isenabled(), gc.get_freeze_count())
 """

@@ -42,16 +42,14 @@ def test_a_run_that_trusts_code_of_others_says_so_once(tiny_model: Path, texts: 
     for ended, name in ((trained, "model"), (asked, "dispatch")):
         lines = [line for line in ended.err.splitlines() if "warning" in line]
         assert len(lines) == 1
-        assert lines[0].startswith(
-            f"warning: {name}.{trusts}: Python files that come with the model are run on each rank"
-        )
+        assert lines[0].startswith(f"warning: {name}.{trusts}: Python files that come with the model run on every rank")
 
 
 def test_of_ranks_that_others_started_one_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank does not come further than its config, which is wrong, and then waits for the first one to say so."""
     from fsdp_shard.cli import recipes
 
-    monkeypatch.setattr(recipes, "_SECONDS_TO_SPEAK", 0.0)
+    monkeypatch.setattr(recipes, "_SECONDS_TO_REPORT", 0.0)
     for name, value in {
         "RANK": "1",
         "WORLD_SIZE": "2",

@@ -29,13 +29,13 @@ def left(directory: Path, *, file_age: float, age: float = TWO_DAYS) -> Path:
 
 
 def test_what_a_killed_run_has_left_goes_with_the_next_one_that_writes(tmp_path: Path) -> None:
-    old = left(tmp_path / ".writing-old", file_age=TWO_DAYS)
-    in_use = left(tmp_path / ".writing-in-use", file_age=5)
-    new = left(tmp_path / ".writing-new", file_age=5, age=5)
+    old = left(tmp_path / ".old.partial", file_age=TWO_DAYS)
+    in_use = left(tmp_path / ".in-use.partial", file_age=5)
+    new = left(tmp_path / ".new.partial", file_age=5, age=5)
     other = left(tmp_path / "of-somebody-else", file_age=TWO_DAYS)
     elsewhere = left(tmp_path / "elsewhere" / "kept", file_age=TWO_DAYS)
-    (tmp_path / ".writing-link").symlink_to(elsewhere)
-    os.utime(tmp_path / ".writing-link", (0, 0), follow_symlinks=False)
+    (tmp_path / ".link.partial").symlink_to(elsewhere)
+    os.utime(tmp_path / ".link.partial", (0, 0), follow_symlinks=False)
     assert cached(tmp_path / "key", read, write) == "made"
     assert not old.exists()
     assert all(kept.exists() for kept in (in_use, new, other)), "another machine may be writing it"

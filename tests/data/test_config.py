@@ -98,7 +98,7 @@ def test_unknown_hub_name_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"data\.path=nobody/nothing is neither a file here nor a data set"):
+    with pytest.raises(DataError, match=r"data\.path=nobody/nothing is neither a local file nor a dataset"):
         check_data(DataConfig(path="nobody/nothing"))
 
 
@@ -114,7 +114,7 @@ def test_a_subset_is_of_what_is_on_the_hub(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "text")
     open_source(DataConfig(path="owner/name", subset="raw", eval_path=path), held_out=True)
     open_source(DataConfig(path=path, subset="raw", eval_path="owner/name"), held_out=False)
-    with pytest.raises(ConfigError, match=r"data\.subset=raw is for data sets on the hub"):
+    with pytest.raises(ConfigError, match=r"data\.subset=raw is for datasets on the hub"):
         open_source(DataConfig(path=path, subset="raw", eval_path=path), held_out=True)
 
 

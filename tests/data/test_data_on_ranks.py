@@ -73,7 +73,7 @@ def test_a_mixture_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_p
         "finetune", tmp_path / "parts", *SETTINGS, *given, "train.steps=9", mixture.replace("1.5", "2")
     )
     assert refused.status == 2
-    assert "not that of the run to resume" in refused.err
+    assert "differ from those of the run to resume" in refused.err
 
 
 @pytest.mark.parametrize("kind", ["text", "packed mixture"])
@@ -116,4 +116,4 @@ def test_a_stream_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_pa
             "finetune", tmp_path / "parts", *SETTINGS, *given, "train.steps=9", "data.shuffle_buffer=9"
         )
         assert refused.status == 2
-        assert "not that of the run to resume" in refused.err
+        assert "differ from those of the run to resume" in refused.err

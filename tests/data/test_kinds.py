@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.kinds.registry import kind_of
-from fsdp_shard.data.prepare import prepare_data
-from fsdp_shard.data.samples.windows import MASKED, NO_WINDOW
+from fsdp_shard.data.config import DataConfig, kind_of
+from fsdp_shard.data.pipeline import prepare_data
+from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import open_source
 from fsdp_shard.data.tokenized.example_cache import ExampleFile, encode_source
@@ -105,7 +104,7 @@ def test_a_column_without_a_conversation_is_passed_over() -> None:
     assert learnt(DataConfig(kind="chat"), row, chat_tokenizer(CHATML)) == ["b<|im_end|>"]
 
 
-@pytest.mark.parametrize(("template", "words"), [(SHOUTS, "row 0.*changes"), (FORGETS, "leaves some")])
+@pytest.mark.parametrize(("template", "words"), [(SHOUTS, "row 0.*changes"), (FORGETS, "drops some")])
 def test_templates_that_change_the_words_are_refused(template: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         learnt(DataConfig(kind="chat"), {"messages": CHAT}, chat_tokenizer(template))
@@ -144,7 +143,7 @@ def rows_file(path: Path, num_rows: int = 700) -> str:
 
 def encoded(config: DataConfig, cache: Path) -> ExampleFile:
     tokenizer = byte_tokenizer()
-    return encode_source(open_source(config, False), kind_of(config), tokenizer, cache, "it", config.workers)
+    return encode_source(open_source(config, False), kind_of(config), tokenizer, cache, config.workers)
 
 
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
     config = DataConfig(path=path, kind="pairs", sequence_length=8, cache_dir=str(tmp_path / "cache"))
     samples = prepare_data(config, byte_tokenizer())
     assert samples.notes == (
-        "train: 4 rows, 28 tokens, 1 rows dropped that have nothing to learn, 1 dropped as nothing to learn lies in "
+        "train: 4 rows, 28 tokens, 1 rows dropped that have nothing to learn, 1 dropped that have nothing to learn in "
         "their first 8 tokens, 1 cut to 8 tokens, each in a window of up to 8",
     )
     batch = samples.train.batch([0, 1, NO_WINDOW])
@@ -180,7 +179,7 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
         [masked] * 8,
     ]
     assert samples.train.num_predictions == 7
-    with pytest.raises(DataError, match=r"nothing is left to train on. Give a larger data\.sequence_length"):
+    with pytest.raises(DataError, match=r"nothing is left to train on. Increase data\.sequence_length"):
         prepare_data(dataclasses.replace(config, sequence_length=1), byte_tokenizer())
 
 
@@ -201,7 +200,7 @@ def test_held_out_rows(tmp_path: Path) -> None:
     ("kind", "content", "words"),
     [
         ("chat", '{"text": "x"}', "no column 'messages'"),
-        ("chat", '{"messages": "x"}', "no list of messages"),
+        ("chat", '{"messages": "x"}', "not a list of messages"),
         ("chat", '{"messages": [{"who": "x"}]}', "a message has who; expected role and content"),
         ("chat", '{"messages": [{"role": "user", "content": "x"}]}', "1 rows, and none with anything to learn"),
         ("instruction", '{"instruction": "x"}', "no column 'output'"),
@@ -226,8 +225,8 @@ def test_plain_text_has_no_rows(tmp_path: Path) -> None:
     [
         ({"kind": "chat", "prompt": "{instruction}{input}"}, "prompt=.* is for kind=instruction, not chat"),
         ({"source_format": "{source}"}, "source_format=.* is for kind=pairs, not text"),
-        ({"kind": "instruction", "prompt": "{instruction}"}, r"prompt has no \{input\} in it"),
-        ({"kind": "pairs", "source_format": "x"}, r"source_format=x has no \{source\}"),
+        ({"kind": "instruction", "prompt": "{instruction}"}, r"prompt does not contain \{input\}"),
+        ({"kind": "pairs", "source_format": "x"}, r"source_format=x does not contain \{source\}"),
         ({"workers": 0}, "workers=0"),
     ],
 )

@@ -12,14 +12,21 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fsdp_shard.config import FinetuneConfig, compose_jobs, write_config
-from fsdp_shard.data.config import DataConfig, MixtureSource, mixture_of, sources_of
-from fsdp_shard.data.prepare import Samples, open_samples, prepare_data, tokenize_all
-from fsdp_shard.data.samples.micro_batches import micro_batches
+from fsdp_shard.data.config import DataConfig, mixture_of, sources_of
+from fsdp_shard.data.kinds.kind import MASKED_LM
+from fsdp_shard.data.pipeline import Samples, open_samples, prepare_data, tokenize_all
+from fsdp_shard.data.samples.batch import NO_WINDOW, micro_batches
 from fsdp_shard.data.samples.mixture import Mixture
-from fsdp_shard.data.samples.mixture_schedule import LONGEST_ROUND, counts_before, places_until, turns, whole_shares
-from fsdp_shard.data.samples.windows import NO_WINDOW, WindowDataset
-from fsdp_shard.data.statistics import data_figures, source_predictions, sources_seen
-from fsdp_shard.data.task import MASKED_LM, Task, check_task
+from fsdp_shard.data.samples.mixture_schedule import (
+    LONGEST_ROUND,
+    counts_before,
+    counts_per_round,
+    samples_until,
+    scheduled_sources,
+)
+from fsdp_shard.data.samples.protocol import data_figures, source_figures, source_predictions
+from fsdp_shard.data.samples.windows import WindowDataset
+from fsdp_shard.data.task import Task, check_task
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation import check_text
@@ -33,17 +40,17 @@ SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 @given(shares=SHARES, cuts=st.lists(st.integers(0, 90), max_size=5))
 def test_each_source_has_its_part_of_every_beginning(shares: list[int], cuts: list[int]) -> None:
     num, total = 2 * sum(shares) + 3, sum(shares)
-    sequence = turns(shares, 0, num).tolist()
+    sequence = scheduled_sources(shares, 0, num).tolist()
     counts = np.zeros(len(shares), int)
     for place, source in enumerate(sequence):
         assert counts_before(shares, place).tolist() == counts.tolist()
         counts[source] += 1
         off = [abs(count - share * (place + 1) / total) for count, share in zip(counts, shares, strict=True)]
         assert max(off) < 1
-        assert places_until(shares, source, int(counts[source])) == place + 1
+        assert samples_until(shares, source, int(counts[source])) == place + 1
     ends = list(itertools.accumulate(cuts, initial=0))
-    pieces = [turns(shares, first, last - first).tolist() for first, last in itertools.pairwise(ends)]
-    assert list(itertools.chain(*pieces)) == turns(shares, 0, ends[-1]).tolist()
+    pieces = [scheduled_sources(shares, first, last - first).tolist() for first, last in itertools.pairwise(ends)]
+    assert list(itertools.chain(*pieces)) == scheduled_sources(shares, 0, ends[-1]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -56,13 +63,13 @@ def test_each_source_has_its_part_of_every_beginning(shares: list[int], cuts: li
         ({"a": 1e9, "b": 1e-9}, {"a": LONGEST_ROUND, "b": 1}),
     ],
 )
-def test_weights_are_whole_shares(weights: dict[str, float], shares: dict[str, int]) -> None:
-    assert whole_shares(weights) == shares
+def test_weights_are_counts_per_round(weights: dict[str, float], shares: dict[str, int]) -> None:
+    assert counts_per_round(weights) == shares
 
 
 def test_weights_without_a_short_round_are_rounded() -> None:
     weights = {"a": 0.123456789, "b": 0.7654321, "c": 3.1415926}
-    shares = whole_shares(weights)
+    shares = counts_per_round(weights)
     assert sum(shares.values()) == LONGEST_ROUND
     for name, weight in weights.items():
         assert abs(shares[name] - weight / sum(weights.values()) * LONGEST_ROUND) < 1
@@ -77,11 +84,12 @@ def config(tmp_path: Path) -> DataConfig:
     """14 and 5 windows, and chats beside them."""
     chats = [{"source": f"{i}", "target": f"{i}" * (i + 1)} for i in range(4)]
     sources = {
-        "web": MixtureSource(lines(tmp_path / "web.jsonl", ["".join(f"w{i:06d}," for i in range(14))])),
-        "books": MixtureSource(lines(tmp_path / "books.jsonl", ["".join(f"b{i:06d}," for i in range(5))]), weight=2),
-        "asked": MixtureSource(
-            write(tmp_path / "asked.jsonl", "".join(json.dumps(row) + "\n" for row in chats)), kind="pairs"
-        ),
+        "web": {"path": lines(tmp_path / "web.jsonl", ["".join(f"w{i:06d}," for i in range(14))])},
+        "books": {"path": lines(tmp_path / "books.jsonl", ["".join(f"b{i:06d}," for i in range(5))]), "weight": 2},
+        "asked": {
+            "path": write(tmp_path / "asked.jsonl", "".join(json.dumps(row) + "\n" for row in chats)),
+            "kind": "pairs",
+        },
     }
     return DataConfig(mixture=sources, sequence_length=8, cache_dir=str(tmp_path / "cache"))
 
@@ -91,13 +99,13 @@ def test_its_order_is_that_of_a_plain_loop_over_the_sources(config: DataConfig, 
     mixed = samples.train
     assert isinstance(mixed, Mixture)
     assert mixed.names == ("asked", "books", "web")
-    assert mixed.shares == (1, 2, 1)
+    assert mixed.counts == (1, 2, 1)
     # What each source gives on its own, one sample at a time, epoch after epoch.
     plain = {name: prepare_data(source, tokenizer).train for name, source in sources_of(config).items()}
     epochs: dict[str, list[int]] = {name: [] for name in plain}
     drawn, at = [], dict.fromkeys(plain, 0)
     batch = mixed.batch(mixed.order(3, 0, 60))
-    for row, number in enumerate(turns(mixed.shares, 0, 60)):
+    for row, number in enumerate(scheduled_sources(mixed.counts, 0, 60)):
         name = mixed.names[number]
         inner = int(np.flatnonzero(_matches(plain[name], batch, row))[0])
         epochs[name].append(inner)
@@ -109,28 +117,26 @@ def test_its_order_is_that_of_a_plain_loop_over_the_sources(config: DataConfig, 
         for start in range(0, len(seen), size):
             assert len(set(seen[start : start + size])) == min(size, len(seen) - start), "each once an epoch"
     assert epochs["books"][:5] != epochs["books"][5:10], "another order each time"
-    assert mixed.seen(60)["books"] == {"share": 0.5, "samples": 30, "epochs": 6.0}
+    assert mixed.figures(60)["sources"]["books"] == {"share": 0.5, "samples": 30, "epochs": 6.0}
     counted = {"books": 11, "web": 5}
     figures = data_figures(mixed, 60, counted)["sources"]
-    assert figures["books"] == {**mixed.seen(60)["books"], "tokens": 11}
+    assert figures["books"] == {**mixed.figures(60)["sources"]["books"], "tokens": 11}
     assert figures["asked"]["tokens"] == 0
-    assert sources_seen(mixed, 60, counted)["web"] == {"samples": 15, "tokens": 5, "epochs": 1.0714}
-    assert data_figures(plain["web"], 60, {}) == sources_seen(plain["web"], 60, {}) == {}
+    assert source_figures(mixed, 60, counted)["web"] == {"samples": 15, "tokens": 5, "epochs": 1.0714}
+    assert data_figures(plain["web"], 60, {}) == source_figures(plain["web"], 60, {}) == {}
     # Tokens of each source, in batches that are on several ranks.
     order = mixed.order(3, 0, 24)
     counts = np.zeros(3, int)
     for rank in range(2):
         parts = micro_batches(order, 4, rank, 2)
         counts += source_predictions(mixed, parts, [mixed.batch(part) for part in parts])
-    drawn_from = turns(mixed.shares, 0, 24)
+    drawn_from = scheduled_sources(mixed.counts, 0, 24)
     assert counts.tolist() == [
         sum(mixed.batch([index]).num_predictions for index in order[drawn_from == number]) for number in range(3)
     ]
     assert source_predictions(plain["web"], [order], [batch]) == []
     assert samples.notes[0].startswith("train, web (1 of 4 samples): 1 documents, 112 tokens, 14 windows")
-    assert samples.notes[3] == (
-        "a source begins anew when so many samples of the mixture were trained: asked 14, books 9, web 56"
-    )
+    assert samples.notes[3] == ("samples of the mixture until a source repeats: asked 14, books 9, web 56")
 
 
 def _matches(dataset: Any, batch: Any, row: int) -> list[bool]:
@@ -158,7 +164,7 @@ def test_any_cut_of_the_order_and_any_ranks_give_the_same_samples(config: DataCo
     turned = DataConfig(**{**vars(config), "mixture": dict(reversed(config.mixture.items()))})
     again = prepare_data(turned, tokenizer).train
     assert (again.identity, again.order(1, 0, 96).tolist()) == (mixed.identity, whole)
-    config.mixture["web"].weight = 5
+    config.mixture["web"]["weight"] = 5
     assert prepare_data(config, tokenizer).train.identity != mixed.identity
 
 
@@ -179,7 +185,7 @@ def test_a_part_of_each_source_is_held_out(config: DataConfig, tokenizer: Any) -
 
 
 def test_what_is_hidden_differs_between_epochs(tmp_path: Path) -> None:
-    sources = {name: MixtureSource(write(tmp_path / f"{name}.txt", name * 60)) for name in ("ab", "cd")}
+    sources = {name: {"path": write(tmp_path / f"{name}.txt", name * 60)} for name in ("ab", "cd")}
     config = DataConfig(mixture=sources, sequence_length=16, cache_dir=str(tmp_path / "cache"))
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "[MASK]"})
@@ -192,12 +198,16 @@ def test_what_is_hidden_differs_between_epochs(tmp_path: Path) -> None:
 
 
 def test_it_is_given_on_a_command_line_and_written_down(tmp_path: Path, config: DataConfig) -> None:
-    path = config.mixture["web"].path
+    path = config.mixture["web"]["path"]
     given = f"data.mixture={{books:{{path:'{path}',weight:2}},web:{{path:'{path}',kind:chat}}}}"
     arguments = ["model.path=org/name", given, f"run_dir={tmp_path / 'run'}"]
     (job,) = compose_jobs(FinetuneConfig, arguments, "fsdp-shard finetune")
     assert job.config.data.mixture == {"books": {"path": path, "weight": 2}, "web": {"path": path, "kind": "chat"}}
-    assert mixture_of(job.config.data) == {"books": MixtureSource(path, 2), "web": MixtureSource(path, kind="chat")}
+    parsed = mixture_of(job.config.data)
+    assert {name: (source.path, source.weight, source.kind) for name, source in parsed.items()} == {
+        "books": (path, 2, "text"),
+        "web": (path, 1, "chat"),
+    }
     write_config(job.config)
     rerun = ["--config-dir", str(tmp_path / "run"), "--config-name", "config"]
     (again,) = compose_jobs(FinetuneConfig, rerun, "fsdp-shard finetune")
@@ -214,8 +224,8 @@ def test_it_is_given_on_a_command_line_and_written_down(tmp_path: Path, config: 
         ("data.mixture={a:{path:x,kind:chats}}", r"data\.mixture\.a\.kind=chats is not one of"),
         ("data.mixture={a:{path:x,messages_column:m}}", "messages_column is for kind=chat, not text"),
         ("data.mixture={}", r"data\.path .* is not set"),
-        ("data.mixture=[a.jsonl]", r"data\.mixture=\['a.jsonl'\] is no mapping"),
-        ("data.mixture={a:x}", r"data\.mixture\.a=x is no mapping"),
+        ("data.mixture=[a.jsonl]", r"data\.mixture=\['a.jsonl'\] is not a mapping"),
+        ("data.mixture={a:x}", r"data\.mixture\.a=x is not a mapping"),
     ],
 )
 def test_what_is_wrong_with_it_is_named(given: str, words: str) -> None:
@@ -241,12 +251,12 @@ def test_errors_name_the_source(config: DataConfig, tmp_path: Path) -> None:
     check_data(config)
     with pytest.raises(ConfigError, match=r"data\.mixture\.web\.kind=text does not fit model\.task=seq2seq"):
         check_task("seq2seq", config)
-    with pytest.raises(ConfigError, match="evaluate each of them on its own"):
+    with pytest.raises(ConfigError, match="evaluate each of them separately"):
         check_text(config)
-    config.mixture["web"].split = "test"
-    with pytest.raises(ConfigError, match=r"data\.mixture\.web\.split=test is for data sets on the hub"):
+    config.mixture["web"]["split"] = "test"
+    with pytest.raises(ConfigError, match=r"data\.mixture\.web\.split=test is for datasets on the hub"):
         check_data(config)
-    config.mixture["web"] = MixtureSource(str(tmp_path / "gone.jsonl"))
+    config.mixture["web"] = {"path": str(tmp_path / "gone.jsonl")}
     with pytest.raises(DataError, match=r"data\.mixture\.web\.path=.*gone\.jsonl: there is no such file"):
         check_data(config)
 

@@ -13,9 +13,9 @@ from hypothesis import given, strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.prepare import prepare_data
+from fsdp_shard.data.pipeline import prepare_data
+from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.samples.packing import PackedDataset, best_fit
-from fsdp_shard.data.samples.windows import MASKED, NO_WINDOW
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import check_packing
 from tests.data.conftest import END, byte_tokenizer
@@ -84,7 +84,7 @@ def test_any_windows_are_like_the_others(tmp_path: Path) -> None:
     assert 0.8 < rows[:half].mean() / rows[half:].mean() < 1.25
     again = prepare_data(config, byte_tokenizer(), tmp_path / "cache").train
     assert isinstance(again, PackedDataset)
-    assert packed.places.tolist() == again.places.tolist()
+    assert packed.items.tolist() == again.items.tolist()
 
 
 SMALL = {
@@ -128,7 +128,7 @@ def test_logits_are_those_of_each_document_alone(tmp_path: Path, family: str, at
     check_packing(config)
     packed = prepare_data(config_of(tmp_path, True), byte_tokenizer(), tmp_path / "cache").train
     apart = packed.rows  # type: ignore[attr-defined]
-    windows = sorted(range(len(packed)), key=lambda window: -len(packed._places(window)))[:3]  # type: ignore[attr-defined]
+    windows = sorted(range(len(packed)), key=lambda window: -len(packed._items(window)))[:3]  # type: ignore[attr-defined]
     batch = packed.batch(windows)
     inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_logits_are_those_of_each_document_alone(tmp_path: Path, family: str, at
         compared = 0
         for row, window in enumerate(windows):
             at = 0
-            for place in packed._places(window):  # type: ignore[attr-defined]
+            for place in packed._items(window):  # type: ignore[attr-defined]
                 alone = apart.batch([int(place)])
                 length = int((alone.labels != MASKED).sum())
                 ids = torch.from_numpy(alone.input_ids[:, :length])
@@ -204,7 +204,7 @@ def test_trying_a_model_leaves_all_as_it_was(attention: str) -> None:
 def test_flash_attention_has_to_be_told_of_positions(family: str) -> None:
     config = default_config(family)
     check_packing(config, "sdpa")
-    with pytest.raises(ModelError, match=r"flash attention is not told of positions there; set model\.attention=sdpa"):
+    with pytest.raises(ModelError, match=r"do not pass positions to flash attention\. Set model\.attention=sdpa"):
         check_packing(config, "flash_attention_2")
 
 

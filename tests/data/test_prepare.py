@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.prepare import prepare_data, prepare_on_ranks
+from fsdp_shard.data.pipeline import prepare_data, prepare_on_ranks
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import DataError, ModelError
 from tests.data.conftest import byte_tokenizer
@@ -45,7 +45,7 @@ def test_what_is_not_read_of_a_directory_is_told(tmp_path: Path, tokenizer: Any)
         write(tmp_path / name, TEXT)
     config = DataConfig(path=f"{tmp_path}/a", sequence_length=8, eval_path=f"{tmp_path}/a/a.txt")
     notes = prepare_data(config, tokenizer, tmp_path / "cache").notes
-    assert notes[0] == f"{tmp_path}/a: 3 of its files are not read, by their names (.gz, .pdf, no ending)"
+    assert notes[0] == f"{tmp_path}/a: 3 of its files are skipped because of their extensions (.gz, .pdf, no extension)"
     assert notes[1].startswith("train: 2 documents")
     assert len(notes) == 3
 
@@ -110,7 +110,7 @@ def _prepare_slowly(context: DistributedContext, config: DataConfig) -> Any:
         time.sleep(2.5)
         return byte_tokenizer()
 
-    hurried = replace(context, group=context.beside(1.0).group)
+    hurried = replace(context, group=context.with_new_group(1.0).group)
     return prepare_on_ranks(config, open_tokenizer, hurried).train.tokens.tolist()
 
 

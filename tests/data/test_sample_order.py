@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from fsdp_shard.data.sample_order import epoch_order, sample_indices
-from fsdp_shard.data.samples.micro_batches import evaluation_batches, micro_batches
-from fsdp_shard.data.samples.windows import NO_WINDOW
+from fsdp_shard.data.samples.batch import NO_WINDOW, evaluation_batches, micro_batches
 
 SEEDS = st.integers(0, 2**40)
 SIZES = st.integers(1, 60)

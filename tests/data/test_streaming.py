@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.kinds import text as text_kind
-from fsdp_shard.data.prepare import open_samples, prepare_data, tokenize_all
-from fsdp_shard.data.samples.micro_batches import micro_batches
-from fsdp_shard.data.sources import row_stream
-from fsdp_shard.data.sources.readers import START, read_rows, rows_from
-from fsdp_shard.data.statistics import data_figures
-from fsdp_shard.data.streaming import samples
-from fsdp_shard.data.streaming.dataset import StreamDataset
-from fsdp_shard.data.streaming.open_stream import open_stream
-from fsdp_shard.data.task import MASKED_LM, Task
+from fsdp_shard.data.kinds import kind
+from fsdp_shard.data.kinds.kind import MASKED_LM
+from fsdp_shard.data.pipeline import open_samples, prepare_data, tokenize_all
+from fsdp_shard.data.samples.batch import micro_batches
+from fsdp_shard.data.samples.factory import SampleFactory
+from fsdp_shard.data.samples.protocol import data_figures
+from fsdp_shard.data.sources import source as source_module
+from fsdp_shard.data.sources.readers import read_rows
+from fsdp_shard.data.streaming.dataset import StreamDataset, open_stream
+from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.evaluation import check_text
@@ -31,9 +31,10 @@ from tests.data.test_config import write
 WORDS = [f"row {i} " + "x" * (7 * i % 23) for i in range(41)]
 
 
-def stream_of(config: DataConfig, tokenizer: Any, seed: int = 3) -> StreamDataset:
+def stream_of(config: DataConfig, tokenizer: Any, seed: int = 3, task: Task | None = None) -> StreamDataset:
     check(config)
-    return open_stream(config, tokenizer, seed=seed)[0]
+    special = SpecialTokens.of(tokenizer) if task and task.name == MASKED_LM else None
+    return open_stream(SampleFactory(config, task or Task(), special, seed), tokenizer)
 
 
 def sample(dataset: Any, index: int) -> Any:
@@ -66,11 +67,11 @@ def test_it_goes_on_from_any_place(tmp_path: Path, tokenizer: Any, more: dict[st
     expected, places = [], []
     for index in range(120):
         expected.append(sample(whole, index))
-        places.append(json.loads(json.dumps(whole.place)))
-    assert whole.seen()["epochs"] >= 2
+        places.append(json.loads(json.dumps(whole.state_dict(index + 1))))
+    assert whole.figures(120)["stream"]["epochs"] >= 2
     for index in range(0, 119, 3):
         again = stream_of(config, tokenizer)
-        again.go_to(places[index])
+        again.load_state_dict(places[index])
         assert [sample(again, number) for number in range(index + 1, min(index + 30, 120))] == expected[
             index + 1 : index + 30
         ]
@@ -122,14 +123,14 @@ def test_hidden_words_follow_the_sample(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "[MASK]"})
     config = DataConfig(path=json_lines(tmp_path / "a.jsonl"), sequence_length=16, streaming=True, shuffle_buffer=6)
-    first, second = (open_stream(config, tokenizer, Task(MASKED_LM), seed=3)[0] for _ in range(2))
+    first, second = (stream_of(config, tokenizer, task=Task(MASKED_LM)) for _ in range(2))
     expected = [sample(first, index) for index in range(100)]
     place = None
     for index in range(50):
         assert sample(second, index) == expected[index]
-        place = second.place
-    third = open_stream(config, tokenizer, Task(MASKED_LM), seed=3)[0]
-    third.go_to(place)
+        place = second.state_dict(index + 1)
+    third = stream_of(config, tokenizer, task=Task(MASKED_LM))
+    third.load_state_dict(place)
     assert [sample(third, index) for index in range(50, 100)] == expected[50:]
 
 
@@ -140,37 +141,36 @@ def test_only_what_is_needed_is_read_and_tokenized(tmp_path: Path, monkeypatch: 
             file.write(json.dumps({"text": f"{i} " * 40}) + "\n")
         file.write("no JSON at all\n")
     read: list[int] = []
-    rows = row_stream.rows_from
+    rows = source_module.read_rows
 
     def counted(*args: Any) -> Iterator[Any]:
         for row, place in rows(*args):
             read.append(place[1])
             yield row, place
 
-    monkeypatch.setattr(row_stream, "rows_from", counted)
     tokenizer, texts = byte_tokenizer(), list[str]()
-    encode = text_kind.plain_ids
+    encode = kind.plain_ids
 
     def noted(some: list[str], tokenizer: Any) -> Any:
         texts.extend(some)
         return encode(some, tokenizer)
 
-    monkeypatch.setattr(text_kind, "plain_ids", noted)
-    monkeypatch.setattr(samples, "plain_ids", noted)
+    monkeypatch.setattr(kind, "plain_ids", noted)
     config = DataConfig(path=str(path), sequence_length=64, streaming=True, shuffle_buffer=20)
     check_data(config)
+    monkeypatch.setattr(source_module, "read_rows", counted)
     stream = stream_of(config, tokenizer)
     assert read == []
     stream.batch(range(8))
     assert len(read) == 20
     assert len([text for text in texts if len(text) > 20]) == 8, "8 rows at a time"
     index = 8
-    while stream.place["block"] < 3:
+    while stream.state_dict(index + 1)["block"] < 3:
         index += 1
         stream.batch([index])
     assert len(read) == 80
     again = stream_of(config, tokenizer)
-    again.go_to(stream.place)
+    again.load_state_dict(stream.state_dict(index + 1))
     read.clear()
     assert sample(again, index) == sample(stream, index)
     assert read == list(range(61, 81)), "from the byte where the block begins"
@@ -196,12 +196,11 @@ def files(root: Path) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("name", ["parquet", "csv", "jsonl", "txt", "line", "paragraph"])
 def test_any_row_of_any_format_is_found_again(tmp_path: Path, name: str) -> None:
     given, sample_by = files(tmp_path)[name]
-    expected = [row.values for row in read_rows(Path(given), sample_by, None)]
-    placed = list(rows_from(Path(given), sample_by, None, START))
-    assert [row.values for row, _ in placed] == expected
+    placed = list(read_rows(Path(given), sample_by, None))
+    expected = [row.values for row, _ in placed]
     assert len(expected) == {"txt": 1, "line": 10, "paragraph": 4}.get(name, 23)
     for number, (_, place) in enumerate(placed, start=1):
-        assert [row.values for row, _ in rows_from(Path(given), sample_by, None, place)] == expected[number:]
+        assert [row.values for row, _ in read_rows(Path(given), sample_by, None, place)] == expected[number:]
 
 
 def test_a_data_set_of_the_datasets_library(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,11 +219,11 @@ def test_a_data_set_of_the_datasets_library(tmp_path: Path, tokenizer: Any, monk
     expected, places = [], []
     for index in range(80):
         expected.append(sample(whole, index))
-        places.append(json.loads(json.dumps(whole.place)))
-    assert whole.place["epoch"] > 0
+        places.append(json.loads(json.dumps(whole.state_dict(index + 1))))
+    assert whole.state_dict(80)["epoch"] > 0
     for index in (0, 7, 30, 61):
         again = stream_of(config, tokenizer)
-        again.go_to(places[index])
+        again.load_state_dict(places[index])
         assert [sample(again, number) for number in range(index, 80)] == expected[index:]
 
 
@@ -232,9 +231,9 @@ def test_a_data_set_of_the_datasets_library(tmp_path: Path, tokenizer: Any, monk
     ("given", "words"),
     [
         ({"streaming": False, "shuffle_buffer": 5}, "shuffle_buffer=5 is for streaming=true"),
-        ({"eval_fraction": 0.1}, "does not go together with eval_fraction=0.1, whose part"),
-        ({"workers": 2}, "does not go together with workers=2"),
-        ({"cache_dir": "x"}, "does not go together with cache_dir=x"),
+        ({"eval_fraction": 0.1}, "cannot be combined with eval_fraction=0.1, which needs the length"),
+        ({"workers": 2}, "cannot be combined with workers=2"),
+        ({"cache_dir": "x"}, "cannot be combined with cache_dir=x"),
         ({"packing": True, "shuffle_buffer": 1}, "packs the rows of shuffle_buffer"),
         ({"shuffle_buffer": 0}, "shuffle_buffer=0 is out of range"),
     ],
@@ -258,14 +257,15 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path, tokenizer: Any, monkey
     with pytest.raises(DataError, match="is one document"):
         stream_of(config, tokenizer)
     stream = stream_of(DataConfig(path=json_lines(tmp_path / "b.jsonl"), **given), tokenizer)
-    for place in ({}, {"epoch": 0}, stream.place | {"first": -1}, stream.place | {"carry": ["x"]}, [], "x"):
-        with pytest.raises(CheckpointError, match="no place in streamed data"):
-            stream.go_to(place)
+    begin = stream.state_dict(0)
+    for place in ({}, {"epoch": 0}, begin | {"first": -1}, begin | {"carry": ["x"]}, [], "x"):
+        with pytest.raises(CheckpointError, match="no valid position in streamed data"):
+            stream.load_state_dict(place)  # type: ignore[arg-type]  # as a damaged file may have it
     for rows in ([9, 0, 0], [0, -1, 0], [0, 0], {}, "x"):
-        stream.go_to(stream.place | {"rows": rows})
-        with pytest.raises(CheckpointError, match=r"is no place in the 1 files of data\.path="):
+        stream.load_state_dict(begin | {"rows": rows})
+        with pytest.raises(CheckpointError, match=r"is not a position in the 1 files of data\.path="):
             stream.batch([0])
-        stream.go_to(None)
+        stream.load_state_dict(None)
 
 
 def test_identity_is_of_all_that_makes_the_samples(tmp_path: Path, tokenizer: Any) -> None:
@@ -305,7 +305,7 @@ def test_tasks_that_are_not_causal(tmp_path: Path, tokenizer: Any, task: Task, m
     tokenized = tokenize_all(DataConfig(**given), tokenizer, tmp_path / "cache", task.name)
     plain = open_samples(DataConfig(**given), tokenized, task).train
     config = DataConfig(**given, streaming=True, shuffle_buffer=1)
-    stream = open_stream(config, tokenizer, task)[0]
+    stream = stream_of(config, tokenizer, 0, task)
     for index in range(2 * len(WORDS)):
         assert sample(stream, index) == sample(plain, index % len(WORDS))
     together, apart = stream.batch(range(82, 86)), plain.batch(range(4))

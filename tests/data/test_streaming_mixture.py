@@ -9,20 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_shard.data.config import DataConfig, MixtureSource, sources_of
-from fsdp_shard.data.prepare import prepare_data
-from fsdp_shard.data.samples.micro_batches import micro_batches
+from fsdp_shard.data.config import DataConfig, sources_of
+from fsdp_shard.data.pipeline import Tokenized, open_samples, prepare_data
+from fsdp_shard.data.samples.batch import micro_batches
 from fsdp_shard.data.samples.mixture import seed_of
-from fsdp_shard.data.samples.mixture_schedule import turns
-from fsdp_shard.data.statistics import data_figures, source_predictions
-from fsdp_shard.data.streaming.dataset import go_to, place_in
-from fsdp_shard.data.streaming.open_stream import open_stream, open_streams
-from fsdp_shard.data.streaming.streaming_mixture import StreamMixture
+from fsdp_shard.data.samples.mixture_schedule import scheduled_sources
+from fsdp_shard.data.samples.protocol import data_figures, source_predictions
+from fsdp_shard.data.streaming.dataset import StreamMixture
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.utils import check
 from tests.data.test_config import write
-from tests.data.test_streaming import WORDS, folder, json_lines, sample
+from tests.data.test_streaming import WORDS, folder, json_lines, sample, stream_of
 
 NAMES = ("asked", "books", "web")
 
@@ -30,11 +28,12 @@ NAMES = ("asked", "books", "web")
 def config_of(directory: Path, **more: Any) -> DataConfig:
     pairs = [{"source": f"{i}", "target": word} for i, word in enumerate(WORDS[:13])]
     sources = {
-        "web": MixtureSource(folder(directory / "web")),
-        "books": MixtureSource(json_lines(directory / "books.jsonl", WORDS[::-1]), weight=2),
-        "asked": MixtureSource(
-            write(directory / "asked.jsonl", "".join(json.dumps(row) + "\n" for row in pairs)), kind="pairs"
-        ),
+        "web": {"path": folder(directory / "web")},
+        "books": {"path": json_lines(directory / "books.jsonl", WORDS[::-1]), "weight": 2},
+        "asked": {
+            "path": write(directory / "asked.jsonl", "".join(json.dumps(row) + "\n" for row in pairs)),
+            "kind": "pairs",
+        },
     }
     given = {"path": "", "mixture": sources, "sequence_length": 48, "streaming": True, "shuffle_buffer": 6}
     config = DataConfig(**(given | more))
@@ -44,7 +43,7 @@ def config_of(directory: Path, **more: Any) -> DataConfig:
 
 
 def mixture_of(config: DataConfig, tokenizer: Any, seed: int = 3) -> StreamMixture:
-    found = open_streams(config, tokenizer, seed=seed)[0]
+    found = open_samples(config, Tokenized({}, None), seed=seed, open_tokenizer=lambda: tokenizer).train
     assert isinstance(found, StreamMixture)
     return found
 
@@ -54,16 +53,16 @@ def test_it_is_its_sources_by_their_weights_from_any_place(tmp_path: Path, token
     num = 96
     config = config_of(tmp_path, packing=packing)
     whole = mixture_of(config, tokenizer)
-    assert (whole.names, whole.shares) == (NAMES, (1, 2, 1))
+    assert (whole.names, whole.counts) == (NAMES, (1, 2, 1))
     expected, places = [], []
     for index in range(num):
         expected.append(sample(whole, index))
-        places.append(json.loads(json.dumps(place_in(whole, index + 1))))
+        places.append(json.loads(json.dumps(whole.state_dict(index + 1))))
     # A plain loop: each source streamed alone, one sample after the other, whenever it has its turn.
     sources = sources_of(config)
-    alone = {name: open_stream(sources[name], tokenizer, seed=seed_of(3, name))[0] for name in NAMES}
+    alone = {name: stream_of(sources[name], tokenizer, seed=seed_of(3, name)) for name in NAMES}
     at = dict.fromkeys(NAMES, 0)
-    for index, number in enumerate(turns((1, 2, 1), 0, num)):
+    for index, number in enumerate(scheduled_sources((1, 2, 1), 0, num)):
         name = NAMES[number]
         assert sample(alone[name], at[name]) == expected[index]
         at[name] += 1
@@ -79,7 +78,7 @@ def test_it_is_its_sources_by_their_weights_from_any_place(tmp_path: Path, token
     # From any place, read back from JSON.
     for index in range(0, num - 1, 7):
         again = mixture_of(config, tokenizer)
-        go_to(again, places[index])
+        again.load_state_dict(places[index])
         rest = range(index + 1, min(index + 20, num))
         assert [sample(again, number) for number in rest] == [expected[number] for number in rest]
     # On ranks that ask for their own samples only: on 4, each of them for those of one source.
@@ -89,7 +88,7 @@ def test_it_is_its_sources_by_their_weights_from_any_place(tmp_path: Path, token
             for rank, dataset in enumerate(ranks):
                 for part in micro_batches(dataset.order(3, first, 4), 1, rank, num_ranks):
                     assert sample(dataset, int(part[0])) == expected[int(part[0])]
-                assert place_in(dataset, first + 4) == places[first + 3], "the same on each rank"
+                assert dataset.state_dict(first + 4) == places[first + 3], "the same on each rank"
         assert all(data_figures(dataset, num, {}) == data_figures(whole, num, {}) for dataset in ranks)
     other = mixture_of(config, tokenizer, seed=4)
     assert [sample(other, index) for index in range(20)] != expected[:20]
@@ -100,7 +99,9 @@ def test_a_whole_batch_is_padded_to_its_widest(tmp_path: Path, tokenizer: Any) -
     together = mixed.batch(range(8))
     apart = [again.batch([index]) for index in range(8)]
     assert together.num_predictions == sum(batch.num_predictions for batch in apart)
-    of_each = [sum(apart[i].num_predictions for i in range(8) if turns((1, 2, 1), i, 1)[0] == n) for n in range(3)]
+    of_each = [
+        sum(apart[i].num_predictions for i in range(8) if scheduled_sources((1, 2, 1), i, 1)[0] == n) for n in range(3)
+    ]
     assert source_predictions(mixed, [np.arange(8)], [together]) == of_each
     assert together.input_ids.shape[1] == max(batch.input_ids.shape[1] for batch in apart)
 
@@ -112,9 +113,9 @@ def test_what_tells_one_from_another(tmp_path: Path, tokenizer: Any) -> None:
     same = mixture_of(turned, tokenizer)
     assert same.identity == one.identity, "the order of the settings does not matter"
     assert [sample(same, index) for index in range(12)] == [sample(one, index) for index in range(12)]
-    config.mixture["web"].weight = 5
+    config.mixture["web"]["weight"] = 5
     heavier = mixture_of(config, tokenizer).identity
-    config.mixture["web"].weight = 1
+    config.mixture["web"]["weight"] = 1
     json_lines(tmp_path / "books.jsonl")
     assert len({one.identity, heavier, mixture_of(config, tokenizer).identity}) == 3
 
@@ -132,22 +133,22 @@ def test_it_is_opened_like_any_other_data(tmp_path: Path, tokenizer: Any) -> Non
 def test_what_is_no_place_in_it(tmp_path: Path, tokenizer: Any) -> None:
     mixed = mixture_of(config_of(tmp_path), tokenizer)
     sample(mixed, 0)
-    good = mixed.place
+    good = mixed.state_dict(1)
     for sources in ({}, {"web": good["sources"]["web"]}, [], None, good["sources"] | {"more": {}}):
-        with pytest.raises(CheckpointError, match=r"no place in streamed data of asked, books, web"):
-            mixed.go_to({"sources": sources})
-    with pytest.raises(CheckpointError, match="no place in streamed data"):
-        mixed.go_to({"sources": good["sources"] | {"web": {"epoch": -1}}})
-    with pytest.raises(CheckpointError, match="no place in streamed data"):
-        mixed.go_to(good["sources"]["web"])  # that of a stream alone
-    mixed.go_to(good)
+        with pytest.raises(CheckpointError, match=r"no valid position in streamed data of asked, books, web"):
+            mixed.load_state_dict({"sources": sources})
+    with pytest.raises(CheckpointError, match="no valid position in streamed data"):
+        mixed.load_state_dict({"sources": good["sources"] | {"web": {"epoch": -1}}})
+    with pytest.raises(CheckpointError, match="no valid position in streamed data"):
+        mixed.load_state_dict(good["sources"]["web"])  # that of a stream alone
+    mixed.load_state_dict(good)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"eval_fraction": 0.1}, "streaming=true does not go together with eval_fraction=0.1"),
-        ({"workers": 2}, "streaming=true does not go together with workers=2"),
+        ({"eval_fraction": 0.1}, "streaming=true cannot be combined with eval_fraction=0.1"),
+        ({"workers": 2}, "streaming=true cannot be combined with workers=2"),
         ({"packing": True, "shuffle_buffer": 1}, "packs the rows of shuffle_buffer"),
         ({"path": "x.txt"}, "both say what to train on"),
     ],
@@ -159,7 +160,7 @@ def test_what_cannot_be_had_with_it_is_named(tmp_path: Path, given: dict[str, An
 
 def test_errors_name_the_source(tmp_path: Path, tokenizer: Any) -> None:
     config = config_of(tmp_path)
-    config.mixture["web"] = MixtureSource(json_lines(tmp_path / "empty.jsonl", ["", " "]))
+    config.mixture["web"] = {"path": json_lines(tmp_path / "empty.jsonl", ["", " "])}
     mixed = mixture_of(config, tokenizer)
     with pytest.raises(DataError, match=r"data\.mixture\.web\.path=.*empty\.jsonl has nothing to train on"):
         mixed.batch(range(8))

@@ -13,14 +13,14 @@ from tokenizers.processors import RobertaProcessing
 from transformers import BertConfig, GPT2Config, T5Config
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.prepare import Samples, open_samples, tokenize_all
-from fsdp_shard.data.samples.masked_lm import MaskedWindows
-from fsdp_shard.data.samples.windows import MASKED, NO_WINDOW
+from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
+from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.windows import MaskedWindows
 from fsdp_shard.data.task import SpecialTokens, Task, check_task
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import ConfigError, DataError, ModelError
 from fsdp_shard.evaluation import check_text
-from fsdp_shard.models import check_task as check_model_task
+from fsdp_shard.models import check_model_task
 from tests.data.conftest import byte_tokenizer
 from tests.data.test_config import write
 
@@ -144,7 +144,7 @@ def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "values", "words"),
     [
-        ("seq2seq", {}, "data.kind=text does not fit model.task=seq2seq.*pairs or instruction"),
+        ("seq2seq", {}, "data.kind=text does not fit model.task=seq2seq.*instruction or pairs"),
         ("masked_lm", {"kind": "chat"}, "data.kind=chat does not fit"),
         ("masked_lm", {"packing": True}, "data.packing=true is for model.task=causal_lm"),
         ("causal_lm", {"mask_fraction": 0.3}, "mask_fraction=0.3 is for model.task=masked_lm"),
@@ -175,7 +175,7 @@ def test_models_that_are_not_for_the_task() -> None:
     check_model_task(T5Config(architectures=["T5ForConditionalGeneration"]), "seq2seq")
     check_model_task(GPT2Config(architectures=["GPT2LMHeadModel"]), "causal_lm")
     for config, task, words in (
-        (bert, "sequence_classification", "needs a BertForSequenceClassification. Make one with transformers'"),
+        (bert, "sequence_classification", "needs a BertForSequenceClassification. Convert it with transformers'"),
         (bert, "seq2seq", "none of type bert"),
         (T5Config(architectures=["T5ForConditionalGeneration"]), "causal_lm", "encoder-decoder"),
     ):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from fsdp_shard.data.samples.windows import MASKED, NO_WINDOW, WindowDataset
+from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.windows import WindowDataset
 
 
 def dataset(num_tokens: int, length: int) -> WindowDataset:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.distributed import launcher
-from fsdp_shard.distributed.launcher import LaunchConfig, check_machine, first_node, joins, slurm_variables
-from fsdp_shard.distributed.local_workers import Report, first_cause
+from fsdp_shard.distributed import LaunchConfig, launcher
+from fsdp_shard.distributed.launcher import check_machine, first_node, joins, slurm_variables
+from fsdp_shard.distributed.rank_reports import Report, first_cause
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError
 from tests.support.commands import OWN_RECIPE, environment, hear_signals, run
 
@@ -108,7 +108,7 @@ def test_the_world_is_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("num_gpus", "settings", "said"),
     [
-        (0, LaunchConfig(device="cuda"), "torch finds no GPU here"),
+        (0, LaunchConfig(device="cuda"), "torch finds no GPU;"),
         (2, LaunchConfig(ranks=3), "launch.ranks=3 is more than the 2 GPU"),
         (2, LaunchConfig(ranks=3, device="cuda"), "use launch.ranks=2, or launch.device=cpu"),
         (0, LaunchConfig(ranks=64), ""),
@@ -154,7 +154,7 @@ def test_a_stop_that_followed_a_failure_is_not_the_cause() -> None:
 
 def test_a_rank_that_says_nothing_is_the_cause_where_the_others_lost_it() -> None:
     error = first_cause([_report(0, "RuntimeError", _LOST, 1.0)], (0, "ended with exit status 1"), {0, 1})
-    assert str(error).startswith("Rank 1 died without a word")
+    assert str(error).startswith("Rank 1 exited without an error; it may have been killed by the out-of-memory killer")
     error = first_cause([_report(0, "RuntimeError", _LOST, 1.0)], (1, "was killed by SIGKILL"), {0, 1})
     assert str(error) == "Rank 1 was killed by SIGKILL. The other ranks were stopped."
     error = first_cause([], (1, "was killed by SIGSEGV"), set())
@@ -181,6 +181,7 @@ def test_ranks_that_all_stopped_were_interrupted() -> None:
 _PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
+from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.distributed.local_workers import run_ranks
 from fsdp_shard.errors import FsdpShardError
 
@@ -190,11 +191,11 @@ def work(here):
     {body}
 
 if __name__ == "__main__":
-    settings = dict(ranks=2, nodes=(1, 1), rendezvous=None, max_restarts=0, grace_seconds=60, timeout_seconds=60,
-                    start_method="fork", num_threads=1, log=False)
+    settings = dict(ranks=2, grace_seconds=60, timeout_seconds=60, start_method="fork") | dict({settings})
+    start_method = settings.pop("start_method")
     os.environ["OMP_NUM_THREADS"] = "3"  # is for what comes after, not for these ranks
     try:
-        run_ranks(work, sys.argv[1], **(settings | dict({settings})))
+        run_ranks(work, sys.argv[1], LaunchConfig(**settings), start_method=start_method, num_threads=1)
     except FsdpShardError as error:
         print(f"{{type(error).__name__}}: {{error}}")
     assert os.environ["OMP_NUM_THREADS"] == "3"
@@ -204,6 +205,21 @@ if __name__ == "__main__":
 def _program(place: Path, body: str, settings: str = "") -> list[str]:
     (place / "program.py").write_text(textwrap.dedent(_PROGRAM).format(body=body, settings=settings))
     return [sys.executable, "program.py", str(place)]
+
+
+def test_loggers_of_torch_are_left_as_they_were(tmp_path: Path) -> None:
+    """Its launcher's loggers are disabled while ranks run only: the caller may want them afterwards."""
+    program = (tmp_path / "check.py").resolve()
+    program.write_text(
+        "import logging, sys\n"
+        "from fsdp_shard.distributed import LaunchConfig\n"
+        "from fsdp_shard.distributed.local_workers import run_ranks\n"
+        "run_ranks(print, 'work', LaunchConfig(ranks=1), start_method='fork', num_threads=1)\n"
+        "names = [name for name in logging.root.manager.loggerDict if name.startswith('torch.distributed')]\n"
+        "assert names and not any(logging.getLogger(name).disabled for name in names), names\n"
+    )
+    done = run([sys.executable, str(program)], tmp_path)
+    assert (done.status, done.out, done.err) == (0, "work\n", "")
 
 
 def test_ranks_can_be_spawned_as_gpus_need(tmp_path: Path) -> None:
@@ -269,8 +285,8 @@ def test_ranks_that_do_not_stop_are_killed_after_their_grace(tmp_path: Path) -> 
 
 def test_a_frozen_rank_is_found_and_the_next_attempt_meets_none_of_its_keys(tmp_path: Path) -> None:
     body = """
-    from fsdp_shard.distributed import distributed
-    with distributed("cpu", timeout_seconds=1000) as context:  # the others would wait for longer than this test
+    from fsdp_shard.distributed import init_distributed
+    with init_distributed("cpu", timeout_seconds=1000) as context:  # the others would wait for longer than this test
         if attempt == "0" and rank == "1":
             os.kill(os.getpid(), signal.SIGSTOP)
         (Path(here) / f"met-{attempt}-{rank}").write_text(str(context.all_gather_object(rank)))
@@ -279,7 +295,7 @@ def test_a_frozen_rank_is_found_and_the_next_attempt_meets_none_of_its_keys(tmp_
     assert (done.out, done.err) == ("", "")
     assert sorted(file.name for file in tmp_path.glob("met-*")) == ["met-1-0", "met-1-1"]
     done = run(_program(tmp_path, body, "timeout_seconds=2"), tmp_path)
-    assert done.out.startswith("RankError: Rank 1 gave no sign of life for launch.timeout_seconds=2 and was killed")
+    assert done.out.startswith("RankError: Rank 1 sent no heartbeat for launch.timeout_seconds=2 and was killed")
 
 
 def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:

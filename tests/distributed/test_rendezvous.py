@@ -11,14 +11,14 @@ import threading
 import time
 from pathlib import Path
 
-from fsdp_shard.distributed import rendezvous
+from fsdp_shard.distributed import LaunchConfig, rendezvous
 from fsdp_shard.distributed.process_group import ATTEMPT
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _Round = tuple[int, int, str, int, str]  # rank, machines, address and port of the store, number
 
 
-def _join(machine: rendezvous.Meeting) -> _Round:
+def _join(machine: rendezvous.Rendezvous) -> _Round:
     found = machine.next_rendezvous()
     where = found.bootstrap_store_info
     number = bytes(found.store.get("fsdp-shard/attempt")).decode()
@@ -29,10 +29,10 @@ def one_comes_later() -> list[_Round]:
     rendezvous._LAST_CALL_SECONDS = 1
     with socket.socket() as open_socket:
         open_socket.bind(("127.0.0.1", 0))
-        endpoint = f"localhost:{open_socket.getsockname()[1]}"
-    first = rendezvous.Meeting(1, 2, endpoint)
+        settings = LaunchConfig(nodes="1:2", rendezvous=f"localhost:{open_socket.getsockname()[1]}")
+    first = rendezvous.Rendezvous.create(settings)
     alone = _join(first)
-    later = rendezvous.Meeting(1, 2, endpoint)
+    later = rendezvous.Rendezvous.create(settings)
     rounds: list[_Round] = []
     coming = threading.Thread(target=lambda: rounds.append(_join(later)), daemon=True)
     coming.start()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard.checkpoint import CheckpointConfig
-from fsdp_shard.doctor.run import num_at_once
+from fsdp_shard.doctor.run import max_num_checkpoints
 from fsdp_shard.training import LOCK, TrainConfig, holder
 from tests.support.runs import Ended, run_recipe
 
@@ -43,9 +43,9 @@ def test_a_run_that_would_work(settings: list[str], tmp_path: Path) -> None:
     assert ended.status == 0, ended.err
     assert {mark for marks in _marks(ended).values() for mark in marks} == {"ok"}, ended.out
     lines = {subject: " ".join(text for _, text in found) for subject, found in _lines(ended).items()}
-    assert "begins anew" in lines["run_dir"]
+    assert "a new run starts" in lines["run_dir"]
     assert "LlamaForCausalLM" in lines["memory"]
-    assert "up to 2 checkpoints" in lines["room"]
+    assert "up to 2 checkpoints" in lines["space"]
     assert "4 steps take 32 samples of" in lines["data"]
     assert "2 ranks (cpu) met" in lines["ranks"]
     assert ended.out.endswith("\nNo problem found.\n")
@@ -64,7 +64,7 @@ def test_every_problem_is_told_and_the_status_is_one(settings: list[str], tmp_pa
     finally:
         os.close(handle)
     assert ended.status == 1
-    assert ended.err.splitlines()[-1].startswith("error: finetune would not get through: 2 problems")
+    assert ended.err.splitlines()[-1].startswith("error: finetune would fail: 2 problems")
     assert [subject for subject, marks in _marks(ended).items() if "FAIL" in marks] == ["run_dir", "settings"]
     assert "in use by another run" in _lines(ended)["run_dir"][0][1]
     assert "train.global_batch_size=3" in _lines(ended)["settings"][0][1]
@@ -102,9 +102,9 @@ def test_a_disk_and_a_memory_that_are_too_small(settings: list[str], tmp_path: P
     )  # fmt: skip
     assert ended.status == 1
     lines = _lines(ended)
-    assert lines["memory"][0][0] == lines["room"][0][0] == "FAIL"
+    assert lines["memory"][0][0] == lines["space"][0][0] == "FAIL"
     assert "train.micro_batch_size" in lines["memory"][0][1]
-    assert "1,000,000,000 checkpoints" in lines["room"][0][1]
+    assert "1,000,000,000 checkpoints" in lines["space"][0][1]
 
 
 def test_a_run_that_has_begun_and_one_that_is_finished(settings: list[str], tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_run_that_has_begun_and_one_that_is_finished(settings: list[str], tmp_
 def test_how_many_checkpoints_there_are_at_a_time(
     train: dict[str, int], checkpoint: dict[str, int], count: int
 ) -> None:
-    assert num_at_once(TrainConfig(steps=100, **train), CheckpointConfig(**checkpoint)) == count  # type: ignore[arg-type]
+    assert max_num_checkpoints(TrainConfig(steps=100, **train), CheckpointConfig(**checkpoint)) == count  # type: ignore[arg-type]
 
 
 def test_asking_who_is_in_a_directory_takes_no_lock(tmp_path: Path) -> None:

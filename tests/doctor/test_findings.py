@@ -13,13 +13,13 @@ from fsdp_shard.errors import ConfigError, RunError
 def test_findings_are_told_one_a_line_and_warnings_let_the_run_go_on() -> None:
     lines: list[str] = []
     report = Report(lines.append)
-    report.add("machine", lambda: [ok("2 cores"), warning("slow")])
-    report.add("data", lambda: [skipped("data.path=...")])
+    report.add("machine", [ok("2 cores"), warning("slow")])
+    report.add("data", [skipped("data.path=...")])
     report.conclude()
     assert [line.split(maxsplit=2) for line in lines[:3]] == [
         ["machine", "ok", "2 cores"],
         ["machine", "warn", "slow"],
-        ["data", "-", "not looked at; add data.path=..."],
+        ["data", "-", "not checked; add data.path=..."],
     ]
     assert lines[3].strip() == "No problem found, 1 warning."
 
@@ -36,10 +36,10 @@ def test_what_is_raised_is_a_problem_and_what_comes_after_is_still_looked_at() -
         open("/nowhere/at/all").close()
         yield ok("never")
 
-    report.add("settings", raises)
-    report.add("disk", cannot_read)
-    report.add("ranks", lambda: [problem("two ranks, one GPU")])
-    report.add("memory", raises)
+    report.add("settings", raises())
+    report.add("disk", cannot_read())
+    report.add("ranks", [problem("two ranks, one GPU")])
+    report.add("memory", raises())
     assert [line.split(maxsplit=2)[1:] for line in lines] == [
         ["ok", "first"],
         ["FAIL", "shard.x is wrong."],

@@ -10,28 +10,28 @@ import pytest
 from fsdp_shard.distributed import LaunchConfig, num_cores
 from fsdp_shard.doctor import machine as module
 from fsdp_shard.doctor.findings import OK, PROBLEM, WARNING
-from fsdp_shard.doctor.machine import hardware, software
+from fsdp_shard.doctor.machine import check_hardware, check_software
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import Fsdp2Config
 
 
 def test_what_this_package_asks_for_is_installed() -> None:
-    (finding,) = software()
+    (finding,) = check_software()
     assert finding.mark == OK
     assert f"torch {version('torch')}" in finding.text
 
 
 def test_versions_that_do_not_fit_are_named() -> None:
-    first, second = software(["torch>=99.1", "no-such-package>=1", "numpy", 'wandb>=99; extra == "wandb"'])
+    first, second = check_software(["torch>=99.1", "no-such-package>=1", "numpy", 'wandb>=99; extra == "wandb"'])
     assert first.mark == PROBLEM
-    assert f"torch {version('torch')} is installed, and torch>=99.1 is needed" in first.text
+    assert f"torch {version('torch')} is installed, but torch>=99.1 is required" in first.text
     assert "no-such-package is not installed" in first.text
     assert "wandb" not in first.text
     assert second.mark == OK
 
 
 def test_a_machine_with_a_place_for_each_rank() -> None:
-    findings = list(hardware(LaunchConfig(device="cpu"), Fsdp2Config(param_dtype="float32")))
+    findings = list(check_hardware(LaunchConfig(device="cpu"), Fsdp2Config(param_dtype="float32")))
     assert [finding.mark for finding in findings] == [OK]
     assert f"{num_cores()} cores" in findings[0].text
 
@@ -40,11 +40,11 @@ def test_more_ranks_than_cores_and_few_files_are_warned_of() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
     try:
-        found = list(hardware(LaunchConfig(device="cpu", ranks=4096), Fsdp2Config(param_dtype="float32")))
+        found = list(check_hardware(LaunchConfig(device="cpu", ranks=4096), Fsdp2Config(param_dtype="float32")))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert [finding.mark for finding in found] == [OK, WARNING, WARNING]
-    assert "launch.ranks=4096 share" in found[1].text
+    assert "launch.ranks=4096 is more than" in found[1].text
     assert "only 512 files" in found[2].text
 
 
@@ -52,10 +52,10 @@ def test_more_ranks_than_cores_and_few_files_are_warned_of() -> None:
 def test_a_cpu_that_has_to_emulate_bfloat16(flags: str, warned: bool, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
     monkeypatch.setattr(module, "_CPUINFO", tmp_path / "cpuinfo")
-    found = list(hardware(LaunchConfig(device="cpu"), Fsdp2Config(param_dtype="bfloat16")))
+    found = list(check_hardware(LaunchConfig(device="cpu"), Fsdp2Config(param_dtype="bfloat16")))
     assert any("shard=float32" in finding.text for finding in found) == warned
 
 
 def test_gpus_that_are_not_there() -> None:
-    with pytest.raises(ConfigError, match="no GPU here"):
-        list(hardware(LaunchConfig(device="cuda"), Fsdp2Config()))
+    with pytest.raises(ConfigError, match="finds no GPU"):
+        list(check_hardware(LaunchConfig(device="cuda"), Fsdp2Config()))

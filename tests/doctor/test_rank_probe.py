@@ -25,8 +25,8 @@ def test_ranks_that_are_alike() -> None:
     [
         (replace(_ONE, host="b", versions={"torch": "2.12.0", "python": "3.11.9"}), "b has torch 2.12.0 instead of"),
         (replace(_ONE, host="b", versions={"torch": "2.13.0"}), "b has python none instead of 3.11.9"),
-        (replace(_ONE, host="b", sees={"/runs": False}), "b does not see what a writes to /runs"),
-        (_ONE, "two ranks drive GPU 0 (X) of a"),
+        (replace(_ONE, host="b", visible={"/runs": False}), "b does not see what a writes to /runs"),
+        (_ONE, "two ranks use GPU 0 (X) of a"),
     ],
     ids=["version", "missing", "disk", "GPU"],
 )

@@ -347,7 +347,7 @@ def test_steps_of_a_run_are_not_written_over(
     other = next(iter(runs.values())).checkpoint
     again = run_recipe("finetune", tmp_path, *short, "train.steps=30", f"resume={other}")
     assert again.status == 2
-    assert f"beside the checkpoints that run_dir={tmp_path} already holds, up to step 4" in again.err
+    assert f"run_dir={tmp_path} already holds checkpoints up to step 4" in again.err
 
 
 def test_ddp_goes_on_from_another_wrapper_and_back(

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.sharding import ShardConfig
+from fsdp_shard.sharding import ShardConfig, check_ranks
 from tests.support.ranks import on_ranks
 from tests.support.sharded import WRAPPERS, sharded
 from tests.support.tiny import llama, token_batch
@@ -146,7 +146,7 @@ def losses() -> dict[Cell, list[list[float]]]:
 
 def _refusal(cell: Cell) -> str | None:
     try:
-        cell.config.check_ranks(cell.ranks, on_gpu=False)
+        check_ranks(cell.config, cell.ranks, on_gpu=False)
     except ConfigError as error:
         return str(error)
     return None

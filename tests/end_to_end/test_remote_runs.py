@@ -77,7 +77,7 @@ def test_a_run_goes_on_from_the_remote_store_alone(
     elsewhere = find_step(f"{address}/step-00000002", str(tmp_path / "elsewhere"))
     assert elsewhere is not None
     assert elsewhere.is_relative_to(tmp_path / "cache")
-    with pytest.raises(ConfigError, match=r"would go on beside the checkpoints that checkpoint\.remote"):
+    with pytest.raises(ConfigError, match=r"would in the end overwrite checkpoints: checkpoint\.remote"):
         find_step(f"{address}/step-00000002", str(tmp_path / "elsewhere"), address)
 
 

@@ -7,16 +7,14 @@ import math
 import shutil
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from fsdp_shard.checkpoint import open_checkpoint
 from fsdp_shard.cli import load_recipe
-from fsdp_shard.training import StepReport
+from fsdp_shard.training import StepReport, TrainingRun
 from tests.support.digests import tensor_digests
 from tests.support.runs import RECIPES, run_recipe
 from tests.training.test_watch_settings import scalars
@@ -71,9 +69,10 @@ def signal_in_step(step: int, patch: pytest.MonkeyPatch) -> None:
     main = load_recipe(RECIPES / "finetune.py").work
     steps = main.__globals__["train"]
 
-    def signaled(*arguments: Any, **more: Any) -> Iterator[StepReport]:
-        for report in steps(*arguments, **more):
-            yield replace(report, stop_signal=signal.SIGTERM) if report.step == step else report
+    def signaled(run: TrainingRun) -> Iterator[StepReport]:
+        for report in steps(run):
+            run.stop.number = signal.SIGTERM if report.step == step - 1 else run.stop.number
+            yield report
 
     patch.setitem(main.__globals__, "train", signaled)
 
@@ -189,9 +188,9 @@ def test_what_else_is_written(settings: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["train.patience=2"], "train.patience=2 waits for evaluations, but train.eval_every=0"),
-        (["train.min_delta=0.1"], "train.min_delta=0.1 would do nothing"),
-        (["train.max_skips=3"], "train.max_skips=3 would do nothing"),
+        (["train.patience=2"], "train.patience=2 needs evaluations during training, but with train.eval_every=0"),
+        (["train.min_delta=0.1"], "train.min_delta=0.1 has no effect"),
+        (["train.max_skips=3"], "train.max_skips=3 has no effect"),
         (["train.profile=[0]"], "train.profile=[0] names step 0"),
         (["train.trackers=[tensorbord]"], "did you mean tensorboard?"),
         (["train.patience=2", "train.eval_every=5", "data.eval_path=null"], "needs held-out text"),

@@ -119,7 +119,10 @@ def test_figures_are_those_of_the_harness(tiny_model: Path, tasks: Path, tmp_pat
     [
         (["lm_eval.tasks=capitels"], "there is no task capitels (did you mean capitals?)"),
         (["lm_eval.tasks=capitals", "lm_eval.chat_template=true"], "tokenizer has no chat template"),
-        (["lm_eval.tasks=capitals", "lm_eval.include_path=/nowhere"], "lm_eval.include_path=/nowhere is no directory"),
+        (
+            ["lm_eval.tasks=capitals", "lm_eval.include_path=/nowhere"],
+            "lm_eval.include_path=/nowhere is not a directory",
+        ),
         (["lm_eval.tasks=astray"], "the questions cannot be read"),
     ],
 )
@@ -172,6 +175,6 @@ def test_without_the_harness(tiny_model: Path, tmp_path: Path) -> None:
     )
     assert ended.status == 2
     assert (
-        "task=lm_eval needs lm_eval, which is not installed. Install it with pip install 'fsdp-shard[eval]'"
+        "task=lm_eval needs lm-eval, which is not installed. Install it with pip install 'fsdp-shard[eval]'"
         in ended.err
     )

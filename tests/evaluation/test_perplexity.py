@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
-from fsdp_shard.data import DataConfig
+from fsdp_shard.data import DataConfig, prepare_held_out
 from fsdp_shard.errors import ConfigError, DataError, LossError
 from fsdp_shard.evaluation.config import check_text
-from fsdp_shard.evaluation.perplexity import Perplexity, check_context, evaluation_windows, perplexity
+from fsdp_shard.evaluation.perplexity import Perplexity, check_context, perplexity
 from fsdp_shard.inference import load_dispatched
 from tests.support.runs import run_recipe
 from tests.support.tiny import byte_tokenizer, llama_config
@@ -42,7 +42,7 @@ def plain_loss(path: Path, text: str) -> tuple[float, int]:
 
 @pytest.mark.parametrize(("batch_size", "device_map"), [(1, "cpu"), (7, "disk")])
 def test_it_is_the_mean_over_all_tokens(tiny_model: Path, data: DataConfig, batch_size: int, device_map: str) -> None:
-    windows = evaluation_windows(data, AutoTokenizer.from_pretrained(tiny_model))
+    windows = prepare_held_out(data, AutoTokenizer.from_pretrained(tiny_model))
     assert windows.num_padded, "the last window should be short"
     seen: list[int] = []
     found = perplexity(load_dispatched(tiny_model, device_map), windows, batch_size, seen.append)
@@ -55,19 +55,19 @@ def test_it_is_the_mean_over_all_tokens(tiny_model: Path, data: DataConfig, batc
 
 def test_the_held_out_file_is_evaluated_alone(tiny_model: Path, data: DataConfig) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    expected = evaluation_windows(data, tokenizer)
+    expected = prepare_held_out(data, tokenizer)
     beside = replace(data, path="never/looked/at.txt", eval_path=data.path)
     check_text(beside)
-    assert evaluation_windows(beside, tokenizer).identity == expected.identity
+    assert prepare_held_out(beside, tokenizer).identity == expected.identity
     with pytest.raises(DataError, match=r"data\.eval_path=./nowhere"):
         check_text(replace(data, eval_path="./nowhere.txt"))
 
 
 def test_a_part_that_is_held_out_is_evaluated_alone(tiny_model: Path, data: DataConfig) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    whole = evaluation_windows(data, tokenizer)
+    whole = prepare_held_out(data, tokenizer)
     data.eval_fraction = 0.25
-    part = evaluation_windows(data, tokenizer)
+    part = prepare_held_out(data, tokenizer)
     assert len(part) == round(len(whole) / 4)
     assert (part.tokens == whole.tokens[-len(part.tokens) :]).all()
 
@@ -81,7 +81,7 @@ def test_windows_longer_than_the_context_are_refused() -> None:
 def test_a_loss_that_is_no_number_is_an_error(tiny_model: Path, data: DataConfig) -> None:
     model = load_dispatched(tiny_model)
     model.get_submodule("model.norm").weight.data.fill_(float("nan"))
-    windows = evaluation_windows(data, AutoTokenizer.from_pretrained(tiny_model))
+    windows = prepare_held_out(data, AutoTokenizer.from_pretrained(tiny_model))
     with pytest.raises(LossError, match="windows 0 to 3 is nan"):
         perplexity(model, windows, 4)
 

@@ -31,8 +31,8 @@ from fsdp_shard.checkpoint import (
     step_trainer,
     verify,
 )
-from fsdp_shard.distributed import DistributedContext, LocalShard, distributed
-from fsdp_shard.training import Flight
+from fsdp_shard.distributed import DistributedContext, LocalShard, init_distributed, run_on_all, run_on_main
+from fsdp_shard.training import BackgroundSave
 
 WORLD_SIZE = 2
 # Whether `make faults` runs the suite: the same faults, more often.
@@ -78,23 +78,23 @@ def save_on(
 ) -> None:
     """Save `steps` one after the other, and delete old ones; `saved(step)` is called when one is said to be safe."""
     store, state, staging = Store(root), State(context.rank, small=small), Staging()
-    beside = context.beside(60)
-    context.decide(store.clean_leftovers)
+    beside = context.with_new_group(60)
+    run_on_main(context, store.clean_leftovers)
 
     def write(step: int, whole: RunState) -> Path:
         size = 400_000 if layout == "gathered" else None
         directory = save_step(beside, store, step, whole, layout=layout, max_shard_bytes=size)
-        beside.together(lambda: store.prune(keep_last) if context.is_main else None)
+        run_on_all(beside, lambda: store.prune(keep_last) if context.is_main else None)
         return directory
 
     for step in steps:
         whole = state.set(step)
         if asynchronous:
             staged, copy = staging.stage(whole)
-            flight = Flight(step, copy, lambda step=step, staged=staged: write(step, staged))  # type: ignore[misc]
+            running = BackgroundSave(step, copy, lambda step=step, staged=staged: write(step, staged))  # type: ignore[misc]
             copy.settle()
             state.set(-step)  # what the next optimizer step does to the weights
-            flight.result()
+            running.result()
         else:
             write(step, whole)
         saved(step)
@@ -173,7 +173,7 @@ def _rank_main(rank: int, meeting: Path, function: Callable[..., None], args: An
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a rank that loses the other says so, at length
     status = 1
     try:
-        with distributed("cpu", timeout_seconds=60, rendezvous=f"file://{meeting}") as context:
+        with init_distributed("cpu", timeout_seconds=60, rendezvous=f"file://{meeting}") as context:
             function(context, *args)
         status = 0
     finally:

@@ -48,7 +48,6 @@ def _go_on(settings: list[str], run_dirs: list[Path]) -> list[str]:
     for run_dir in run_dirs:
         (job,) = compose_jobs(FinetuneConfig, [*settings, f"run_dir={run_dir}", "train.steps=2"], "finetune")
         try:
-            assert recipe.check is not None
             recipe.check(job.config)
             recipe.work(job.config)
             said.append("")

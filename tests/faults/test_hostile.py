@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_shard.cli import Recipe, load_recipe, run_command, tell
+from fsdp_shard.cli import Recipe, load_recipe, print_error, run_command
 from fsdp_shard.config import compose_jobs, schema_of, write_config
 from fsdp_shard.errors import FsdpShardError
 from tests.checkpoint import test_malformed
@@ -98,8 +98,7 @@ class _Commands:
                 config.model.path = str(root)
             else:
                 config.checkpoint = str(root)
-            if recipe.check is not None:
-                recipe.check(config)
+            recipe.check(config)
             recipe.perform(config)
         shutil.rmtree(run_dir, ignore_errors=True)
 
@@ -248,9 +247,8 @@ def _spend_token(place: Path, texts: Path, path: str) -> str:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         write_config(job.config)
         try:
-            assert recipe.check is not None
             recipe.check(job.config)
             recipe.perform(job.config)
         except FsdpShardError as error:
-            tell(error, debug=True)
+            print_error(error, debug=True)
     return out.getvalue()

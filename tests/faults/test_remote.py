@@ -24,7 +24,7 @@ from fsdp_shard.checkpoint import (
     save_step,
     upload_step,
 )
-from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
 from tests.checkpoint.remotes import Shelf, s3_server, shelf
 from tests.faults.counts import count
 from tests.faults.saves import Ranks, State, kill_at, problems
@@ -35,10 +35,10 @@ _KEEP_LAST = 2
 def save_and_upload(context: DistributedContext, root: Path, url: str) -> None:
     """Save and upload steps for ever, from the last one there is on."""
     store, remote, state = Store(root), RemoteStore(url), State(context.rank, small=True)
-    beside = context.beside(60)
-    context.decide(lambda: [store.clean_leftovers(), fetch_latest(remote, store)])
+    beside = context.with_new_group(60)
+    run_on_main(context, lambda: [store.clean_leftovers(), fetch_latest(remote, store)])
     catch_up(beside, remote, store)
-    first = context.decide(store.latest) or 0
+    first = run_on_main(context, store.latest) or 0
     for step in range(first + 1, first + 1000):
         directory = save_step(beside, store, step, state.set(step), layout="sharded", max_shard_bytes=None)
         upload_step(beside, remote, step, directory)
@@ -47,7 +47,7 @@ def save_and_upload(context: DistributedContext, root: Path, url: str) -> None:
             store.prune(_KEEP_LAST)
             prune_remote(remote, step, _KEEP_LAST, None)
 
-        beside.together(lambda: tidy() if context.is_main else None)
+        run_on_all(beside, lambda: tidy() if context.is_main else None)
 
 
 @pytest.fixture(params=["shelf", "s3"])

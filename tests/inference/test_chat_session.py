@@ -17,9 +17,8 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.generation.chat_session import converse
-from fsdp_shard.inference.generation.decoder import Decoder
-from fsdp_shard.inference.generation.prefix_cache import Turns
-from fsdp_shard.inference.generation.types import Answer
+from fsdp_shard.inference.generation.decoder import Answer, Decoder
+from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from tests.support.commands import FSDP_SHARD, environment
 from tests.support.tiny import byte_tokenizer, llama_config, save_model
 
@@ -42,7 +41,7 @@ class Scripted(Decoder):
         super().__init__(model, chatty(), GenerationSettings(max_new_tokens=60))
         self.answers, self.seen = answers, []  # type: ignore[var-annotated]
 
-    def run(self, batch: Any, on_text: Any = None, turns: Any = None, is_stopped: Any = None) -> list[Answer]:
+    def run(self, batch: Any, on_text: Any = None, prefix_cache: Any = None, is_stopped: Any = None) -> list[Answer]:
         self.seen.append(self.tokenizer.decode(batch[0]))
         answer = self.answers.pop(0)
         on_text(answer.rstrip("!"))
@@ -78,7 +77,7 @@ def test_history_goes_along(model: Any) -> None:
     assert decoder.seen == ["[u]a[a]", "[u]a[a]hi[u]b[a]", "[u]c[a]"]
     assert count == 3
     assert "hi\n" in said
-    assert "there is no /what" in said
+    assert "unknown command /what" in said
 
 
 def test_ctrl_c_ends_an_answer_and_keeps_what_there_was(model: Any) -> None:
@@ -111,8 +110,8 @@ def test_ctrl_c_between_two_tokens_ends_a_real_answer(model: Any) -> None:
 def test_a_full_context_forgets_the_oldest_turns(model: Any) -> None:
     decoder, said, _ = talk(model, ["x", "y", "z"], "1" * 30, "2" * 30, "3" * 200, "4")
     assert decoder.seen == [f"[u]{'1' * 30}[a]", f"[u]{'2' * 30}[a]", "[u]4[a]"]
-    assert "oldest turn is forgotten" in said
-    assert "more than the model's context of 128" in said
+    assert "oldest turn was dropped" in said
+    assert "exceeds the model's context of 128 tokens" in said
 
 
 class Counted(Decoder):
@@ -123,7 +122,7 @@ class Counted(Decoder):
         self.forgets = forgets
         self.rows, self.computed, self.answers = [], [], []  # type: ignore[var-annotated]
 
-    def run(self, batch: Any, on_text: Any = None, turns: Any = None, *others: Any) -> list[Answer]:
+    def run(self, batch: Any, on_text: Any = None, prefix_cache: Any = None, *others: Any) -> list[Answer]:
         self.rows.append(list(batch[0]))
         self.computed.append([])
 
@@ -132,7 +131,7 @@ class Counted(Decoder):
 
         handle = self.model.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            answers = super().run(batch, on_text, None if self.forgets else turns, *others)
+            answers = super().run(batch, on_text, None if self.forgets else prefix_cache, *others)
         finally:
             handle.remove()
         self.answers.append(answers[0].tokens)
@@ -179,19 +178,19 @@ def test_a_conversation_follows_its_seed(model: Any) -> None:
 
 def test_what_an_interruption_leaves_is_not_used(model: Any) -> None:
     decoder, fresh = Counted(model, cache="dynamic"), Counted(model, cache="dynamic")
-    turns = Turns()
-    first = decoder.run([[5, 6, 7, 8]], turns=turns)
+    cache = PrefixCache()
+    first = decoder.run([[5, 6, 7, 8]], prefix_cache=cache)
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     handle = model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        decoder.run([[5, 6, 7, 8, 9]], turns=turns)
+        decoder.run([[5, 6, 7, 8, 9]], prefix_cache=cache)
     handle.remove()
-    assert decoder.run([[5, 6, 7, 8]], turns=turns) == first
+    assert decoder.run([[5, 6, 7, 8]], prefix_cache=cache) == first
     assert decoder.computed[-1][0] == 4
-    assert decoder.run([[5, 6, 7, 1, 2]], turns=turns) == fresh.run([[5, 6, 7, 1, 2]])
+    assert decoder.run([[5, 6, 7, 1, 2]], prefix_cache=cache) == fresh.run([[5, 6, 7, 1, 2]])
     assert decoder.computed[-1][0] == 2
 
 
@@ -201,9 +200,9 @@ def test_a_sliding_window_is_not_cut_back(tmp_path: Path) -> None:
         num_key_value_heads=1, head_dim=12, sliding_window=4, layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     Gemma3ForCausalLM(config).save_pretrained(tmp_path)
-    decoder, turns = Counted(load_dispatched(tmp_path, "cpu"), cache="dynamic"), Turns()
+    decoder, cache = Counted(load_dispatched(tmp_path, "cpu"), cache="dynamic"), PrefixCache()
     rows = ([5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 9, 10, 11])
-    assert [decoder.run([row], turns=turns) for row in rows] == [decoder.run([row]) for row in rows]
+    assert [decoder.run([row], prefix_cache=cache) for row in rows] == [decoder.run([row]) for row in rows]
     assert [passes[0] for passes in decoder.computed] == [6, 7, 6, 7]
 
 
@@ -227,7 +226,7 @@ def test_a_terminal(tmp_path: Path) -> None:
         os.write(terminal, b"\x03")
         assert "[stopped]" in _until(terminal, "[stopped]")
         os.write(terminal, b"/quit\n")
-        assert "1 completions" in _until(terminal, "a token")
+        assert "1 completions" in _until(terminal, "per token")
     finally:
         status = _end(pid)
         os.close(terminal)

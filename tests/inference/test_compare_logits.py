@@ -45,7 +45,7 @@ def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
     assert report.max_divergence == pytest.approx(float(each.max()), rel=1e-4)
     assert report.top_agrees == tuple((a.argmax(-1) == b.argmax(-1)).tolist())
     assert [place[0] for place in report.disagreements] == [n for n, same in enumerate(report.top_agrees) if not same]
-    assert f"likeliest next token is the same at {sum(report.top_agrees)} of {len(_PROMPT)}" in str(report)
+    assert f"most likely next token is the same at {sum(report.top_agrees)} of {len(_PROMPT)}" in str(report)
 
 
 def _diff(one: Path, two: Path, *arguments: str) -> None:
@@ -65,7 +65,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (two / "model.safetensors").write_bytes((one / "model.safetensors").read_bytes())
     _diff(one, two)
     (two / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
-    with pytest.raises(DifferenceError, match="have the same tensors, but predict differently"):
+    with pytest.raises(DifferenceError, match="have the same tensors but predict differently"):
         _diff(one, two)
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from fsdp_shard.errors import DataError
 from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
-from fsdp_shard.inference.generation.completions_file import OutputFile, ingredients
+from fsdp_shard.inference.generation.completions_file import CompletionsFile, completion_inputs
 from fsdp_shard.inference.generation.prompts import Completion
 
 SETTINGS = GenerateSettings(checkpoint="x", prompts="p.txt")
 WEIGHTS = [("model.safetensors", 10, 1)]
-MADE_OF = ingredients(SETTINGS, ["a", "b"], 0, WEIGHTS)
+MADE_OF = completion_inputs(SETTINGS, ["a", "b"], 0, WEIGHTS)
 ROWS = [Completion("a", "ü\u2028\n", 2), Completion("b", "", 1, [-0.5])]
 
 
@@ -25,7 +25,7 @@ def written(path: Path) -> list[dict[str, object]]:
 
 def test_each_completion_is_on_disk_when_it_is_passed_on(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out.jsonl"
-    for number, _ in enumerate(OutputFile(path, MADE_OF).append(iter(ROWS)), start=1):
+    for number, _ in enumerate(CompletionsFile(path, MADE_OF).append(iter(ROWS)), start=1):
         assert len(written(path)) == number
     assert written(path) == [
         {"prompt": "a", "completion": "ü\u2028\n", "num_new_tokens": 2},
@@ -35,39 +35,42 @@ def test_each_completion_is_on_disk_when_it_is_passed_on(tmp_path: Path) -> None
 
 def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    list(OutputFile(path, MADE_OF).append(iter(ROWS)))
+    list(CompletionsFile(path, MADE_OF).append(iter(ROWS)))
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
-    again = OutputFile(path, MADE_OF)
-    assert [row["prompt"] for row in again.rows] == ["a"]
+    again = CompletionsFile(path, MADE_OF)
+    assert again.num_rows == 1
     list(again.append(iter(ROWS[1:])))
     assert path.read_bytes() == whole
-    assert len(OutputFile(path, MADE_OF).rows) == 2
+    assert CompletionsFile(path, MADE_OF).num_rows == 2
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "directory.jsonl").mkdir()
-    with pytest.raises(DataError, match="file is no directory"):
-        OutputFile(tmp_path / "file" / "in" / "out.jsonl", MADE_OF)
+    with pytest.raises(DataError, match="file is not a directory"):
+        CompletionsFile(tmp_path / "file" / "in" / "out.jsonl", MADE_OF)
     with pytest.raises(DataError, match="is a directory"):
-        OutputFile(tmp_path / "directory.jsonl", MADE_OF)
+        CompletionsFile(tmp_path / "directory.jsonl", MADE_OF)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    list(OutputFile(path, MADE_OF).append(iter(ROWS)))
+    list(CompletionsFile(path, MADE_OF).append(iter(ROWS)))
     before = path.read_bytes()
     shorter = replace(SETTINGS, generation=GenerationSettings(max_new_tokens=3))
     for made_of, says in (
-        (ingredients(SETTINGS, ["a", "c"], 0, WEIGHTS), "of another prompts"),
-        (ingredients(SETTINGS, ["a", "b"], 1, WEIGHTS), "of another seed"),
-        (ingredients(SETTINGS, ["a", "b"], 0, [("model.safetensors", 10, 2)]), "of another state of the checkpoint"),
-        (ingredients(shorter, ["a", "b"], 0, WEIGHTS), "generation"),
+        (completion_inputs(SETTINGS, ["a", "c"], 0, WEIGHTS), "other values of prompts"),
+        (completion_inputs(SETTINGS, ["a", "b"], 1, WEIGHTS), "other values of seed"),
+        (
+            completion_inputs(SETTINGS, ["a", "b"], 0, [("model.safetensors", 10, 2)]),
+            "other values of state of the checkpoint",
+        ),
+        (completion_inputs(shorter, ["a", "b"], 0, WEIGHTS), "generation"),
     ):
         with pytest.raises(DataError, match=says):
-            OutputFile(path, made_of)
+            CompletionsFile(path, made_of)
     (tmp_path / ".out.jsonl.settings").unlink()
-    with pytest.raises(DataError, match="nothing says what its rows were made of"):
-        OutputFile(path, MADE_OF)
+    with pytest.raises(DataError, match="which would record what its rows were made from"):
+        CompletionsFile(path, MADE_OF)
     assert path.read_bytes() == before

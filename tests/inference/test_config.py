@@ -34,10 +34,10 @@ def test_budgets_are_bytes_by_device() -> None:
     [
         (DispatchConfig(device_map="blanced"), "did you mean balanced"),
         (DispatchConfig(device_map=["cpu"]), "nor a mapping"),
-        (DispatchConfig(device_map={"model": "gpu"}), r"device_map\.model=gpu is no device"),
-        (DispatchConfig(device_map={"model": True}), "True is no device"),
+        (DispatchConfig(device_map={"model": "gpu"}), r"device_map\.model=gpu is not a device"),
+        (DispatchConfig(device_map={"model": True}), "True is not a device"),
         (DispatchConfig(max_memory={"cpu": "lots"}), r"max_memory\.cpu=lots is not a size"),
-        (DispatchConfig(max_memory={"tpu": "1GB"}), "a key of max_memory=tpu is no device"),
+        (DispatchConfig(max_memory={"tpu": "1GB"}), "a key of max_memory=tpu is not a device"),
         (DispatchConfig(max_memory={"disk": "1GB"}), "disk, which needs none"),
         (DispatchConfig(max_memory={}), "not a mapping from devices"),
         (DispatchConfig(dtype="int4"), "dtype=int4 is not one of"),

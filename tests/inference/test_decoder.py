@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel, T5Co
 from fsdp_shard.errors import ConfigError, DataError, ModelError
 from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
 from fsdp_shard.inference.dispatch import load_dispatched
-from fsdp_shard.inference.generation.decoder import Decoder, complete, generation_config
-from fsdp_shard.inference.generation.kv_cache_size import room_for
-from fsdp_shard.inference.generation.prefix_cache import Turns
+from fsdp_shard.inference.generation.batching import complete
+from fsdp_shard.inference.generation.decoder import Decoder, generation_config
+from fsdp_shard.inference.generation.kv_cache_size import kv_cache_budget
+from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
-from fsdp_shard.inference.generation.tokenize_prompts import encode
+from fsdp_shard.inference.generation.tokenize_prompts import tokenize_prompts
 from fsdp_shard.models import check_causal
 from fsdp_shard.utils import check
 from tests.support.tiny import byte_tokenizer, llama_config
@@ -30,9 +31,9 @@ def model(tiny_model: Path) -> PreTrainedModel:
     return load_dispatched(tiny_model, device_map="disk")
 
 
-def run(model: PreTrainedModel, settings: GenerationSettings, seed: int = 0, done: int = 0) -> list[Completion]:
-    encoded = encode(TOKENIZER, PROMPTS, model.config, settings.max_new_tokens)
-    return list(complete(Decoder(model, TOKENIZER, settings), PROMPTS, encoded, seed=seed, done=done))
+def run(model: PreTrainedModel, settings: GenerationSettings, seed: int = 0, num_done: int = 0) -> list[Completion]:
+    encoded = tokenize_prompts(TOKENIZER, PROMPTS, model.config, settings.max_new_tokens)
+    return list(complete(Decoder(model, TOKENIZER, settings), PROMPTS, encoded, seed=seed, num_done=num_done))
 
 
 def greedy(path: Path, text: str, max_new_tokens: int) -> list[int]:
@@ -71,7 +72,7 @@ def test_what_follows_the_end_is_neither_shown_nor_counted(tiny_model: Path, mod
 
 def test_figures_count_all_batches(model: PreTrainedModel) -> None:
     decoder = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4, batch_size=2))
-    encoded, figures = encode(TOKENIZER, PROMPTS, model.config, 4), decoder.figures
+    encoded, figures = tokenize_prompts(TOKENIZER, PROMPTS, model.config, 4), decoder.figures
     completions = list(complete(decoder, PROMPTS, encoded))
     assert figures.num_new_tokens == sum(completion.num_new_tokens for completion in completions) > 0
     assert figures.first_token_seconds is not None
@@ -83,7 +84,7 @@ def test_sampling_follows_the_seed_and_the_settings(model: PreTrainedModel) -> N
     settings = GenerationSettings(max_new_tokens=8, do_sample=True, temperature=3.0)
     runs = [run(model, settings, seed) for seed in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
-    assert run(model, settings, done=3) == runs[0][3:]  # a run that goes on draws what it would have drawn
+    assert run(model, settings, num_done=3) == runs[0][3:]  # a run that goes on draws what it would have drawn
     cold = GenerationSettings(max_new_tokens=8, do_sample=True, top_k=1)
     assert run(model, cold) == run(model, GenerationSettings(max_new_tokens=8))
 
@@ -103,29 +104,29 @@ def test_settings_reach_the_generation_config(model: PreTrainedModel) -> None:
 def test_a_chat_goes_through_the_template() -> None:
     tokenizer = byte_tokenizer()
     with pytest.raises(ModelError, match="chat template"):
-        encode(tokenizer, PROMPTS, llama_config(), 4, chat=True)
+        tokenize_prompts(tokenizer, PROMPTS, llama_config(), 4, chat=True)
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    (ids, *_) = encode(tokenizer, PROMPTS, llama_config(), 4, chat=True)
+    (ids, *_) = tokenize_prompts(tokenizer, PROMPTS, llama_config(), 4, chat=True)
     assert tokenizer.decode(ids) == "[user]abc[assistant]"
 
 
 def test_prompts_that_leave_no_room_are_refused() -> None:
     long = [Prompt("x" * 100, "file.txt, line 7,")]
-    encode(TOKENIZER, long, llama_config(), 28)
+    tokenize_prompts(TOKENIZER, long, llama_config(), 28)
     with pytest.raises(DataError, match=r"line 7, has 100 tokens.*context of 128; shorten it, or generate at most 28"):
-        encode(TOKENIZER, long, llama_config(), 29)
+        tokenize_prompts(TOKENIZER, long, llama_config(), 29)
     with pytest.raises(DataError, match=r"has 200 tokens.*context of 128; shorten it\.$"):
-        encode(TOKENIZER, [Prompt("x" * 200, "prompt")], llama_config(), 1)
+        tokenize_prompts(TOKENIZER, [Prompt("x" * 200, "prompt")], llama_config(), 1)
 
 
 def test_models_that_do_not_predict_the_next_token_are_refused() -> None:
     with pytest.raises(ModelError, match="a BertForSequenceClassification, which does not predict the next token"):
         check_causal(BertConfig(architectures=["BertForSequenceClassification"]))
     with pytest.raises(ModelError, match="T5EncoderModel, which does not generate text from text"):
-        encode(TOKENIZER, PROMPTS, T5Config(architectures=["T5EncoderModel"], is_encoder_decoder=True), 4)
+        tokenize_prompts(TOKENIZER, PROMPTS, T5Config(architectures=["T5EncoderModel"], is_encoder_decoder=True), 4)
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "disk"])
@@ -139,7 +140,7 @@ def test_encoder_decoder_models_answer_too(tmp_path: Path, device_map: str) -> N
     plain.save_pretrained(tmp_path)
     settings = GenerationSettings(max_new_tokens=6, batch_size=2, output_scores=True)
     decoder = Decoder(load_dispatched(tmp_path, device_map), TOKENIZER, settings)
-    found = list(complete(decoder, PROMPTS, encode(TOKENIZER, PROMPTS, decoder.model.config, 6)))
+    found = list(complete(decoder, PROMPTS, tokenize_prompts(TOKENIZER, PROMPTS, decoder.model.config, 6)))
     for row in found:
         ids = torch.tensor([TOKENIZER(row.prompt)["input_ids"]])
         tokens = plain.generate(ids, max_new_tokens=6, do_sample=False)
@@ -164,13 +165,15 @@ def test_beams_are_asked_for_and_shown_when_whole(tiny_model: Path, model: PreTr
             assert own.run([ids], shown.append)[0].tokens == one
             assert "".join(shown) == TOKENIZER.decode(one, skip_special_tokens=True)
             shown.clear()
-            assert beams.run([ids], shown.append, Turns())[0].tokens == three.tolist()
+            assert beams.run([ids], shown.append, PrefixCache())[0].tokens == three.tolist()
             assert shown == [TOKENIZER.decode(three, skip_special_tokens=True)]
             shown.clear()
     finally:
         model.generation_config.update(num_beams=None, length_penalty=None)
-    assert str(room_for(batch, GenerationSettings(max_new_tokens=5, num_beams=3))).startswith(f"{3 * len(batch)} texts")
-    with pytest.raises(ConfigError, match=r"output_scores=true does not go together with generation\.num_beams=3"):
+    assert str(kv_cache_budget(batch, GenerationSettings(max_new_tokens=5, num_beams=3))).startswith(
+        f"{3 * len(batch)} texts"
+    )
+    with pytest.raises(ConfigError, match=r"output_scores=true cannot be combined with generation\.num_beams=3"):
         check(GenerateSettings("x", "a", generation=GenerationSettings(output_scores=True, num_beams=3)))
 
 
@@ -214,5 +217,5 @@ def test_log_probabilities_are_the_models_own(tiny_model: Path, model: PreTraine
 
 def test_a_cache_that_needs_a_gpu_says_so(model: PreTrainedModel) -> None:
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="cache=offloaded would do nothing"):
+        with pytest.raises(ConfigError, match="cache=offloaded has no effect"):
             Decoder(model, TOKENIZER, GenerationSettings(cache="offloaded"))

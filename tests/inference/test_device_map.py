@@ -146,12 +146,12 @@ def test_room_is_kept_for_keys_and_values_where_they_are_computed() -> None:
     less = plan_device_map(blocks, "auto", {"cpu": 51}, cache_bytes=cache)
     assert places(less) == ["cpu", "cpu", "disk", "disk"]
     assert (less.cache_bytes, less.buffer_bytes) == ({"cpu": 12}, 10)
-    assert "12 B on cpu for keys and values" in less.describe()
+    assert "12 B on cpu for the KV cache" in less.describe()
     shared = plan_device_map(blocks, "sequential", {0: 35, 1: 30}, cache_bytes=cache)
     assert (places(shared), shared.cache_bytes) == ([0, 0, 1, 1], {0: 6, 1: 6})
     streamed = plan_device_map(blocks, "sequential", {0: 42, "cpu": 40}, cache_bytes=cache)
     assert (places(streamed), streamed.cache_bytes) == ([0, 0, "cpu", "cpu"], {0: 12})
-    with pytest.raises(PlanError, match=r"12 B of it for keys and values: 2 B too little. Give cpu: 22 B|22"):
+    with pytest.raises(PlanError, match=r"12 B of it for the KV cache: 2 B too little. Give cpu: 22 B|22"):
         plan_device_map(blocks, "auto", {"cpu": 20}, cache_bytes=cache)
     with pytest.raises(PlanError, match="12 B too little"):
         plan_device_map(blocks, "cpu", {"cpu": 40}, cache_bytes=cache)

@@ -15,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
-from fsdp_shard.checkpoint import RunState, Store, convert, save_step
+from fsdp_shard.checkpoint import RunState, Store, convert, locate, save_step
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
 from fsdp_shard.inference.dispatch import load_dispatched
-from fsdp_shard.models import ModelSource, tied_names
-from fsdp_shard.training import side_files
+from fsdp_shard.models import tied_names
+from fsdp_shard.training import collect_model_files
 from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
 from tests.support.ranks import on_ranks
 from tests.support.sharded import WRAPPERS, sharded
@@ -67,7 +67,7 @@ def _save(context: DistributedContext, directory: Path, model_dir: Path) -> None
     """The tiny model, sharded over the ranks, saved in both layouts and by torch."""
     model = sharded(WRAPPERS["fsdp2"](param_dtype="float32"), context)
     state = RunState(
-        model.local_shards(), tied_names(llama()), side_files=side_files(ModelSource(model_dir), "float32")
+        model.local_shards(), tied_names(llama()), model_files=collect_model_files(locate(model_dir), "float32")
     )
     for layout in ("sharded", "gathered"):
         save_step(context, Store(directory / layout / "checkpoints"), 1, state, layout=layout)
@@ -216,7 +216,7 @@ def changed(source: Path, target: Path, change: Any) -> Path:
     ("change", "says"),
     [
         (lambda t: t.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
-        (lambda t: t.update(other=torch.ones(2)), "holds other, which LlamaForCausalLM has no place for"),
+        (lambda t: t.update(other=torch.ones(2)), "holds other, which LlamaForCausalLM does not have"),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(7)}),
             r"model\.norm\.weight \[7\] instead of \[36\]",

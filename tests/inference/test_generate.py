@@ -46,7 +46,7 @@ def test_a_prompt_file_becomes_an_output_file(tiny_model: Path, tmp_path: Path, 
     assert set(ended.result) >= FIGURES
     assert (ended.result["status"], ended.result["num_prompts"]) == ("completed", 5)
     assert set(ended.result["device_map"].values()) == {"cpu", "disk"}
-    assert "for keys and values" in ended.out
+    assert "for the KV cache" in ended.out
     assert "> fgh" in ended.out
 
     # What was cut short goes on, and ends with the same file; one of other settings is left alone.
@@ -54,13 +54,13 @@ def test_a_prompt_file_becomes_an_output_file(tiny_model: Path, tmp_path: Path, 
     output.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]) + b'{"prompt": "a lo')
     again = generate(tmp_path / "again", *settings)
     assert again.status == 0, again.err
-    assert "2 of 5 completions are there already" in again.out
+    assert "2 of 5 completions exist already" in again.out
     assert [{**row, "log_probabilities": 0} for row in rows(output)] == [
         {**json.loads(line), "log_probabilities": 0} for line in whole.splitlines()
     ]
     other = generate(tmp_path / "other", *settings, "seed=1")
     assert (other.status, other.err.count("error: ")) == (2, 1)
-    assert "of another seed" in other.err
+    assert "other values of seed" in other.err
     assert len(rows(output)) == 5
 
 
@@ -94,8 +94,8 @@ def test_what_cannot_be_is_one_error_each_and_leaves_nothing(tiny_model: Path, t
         ((model, "prompt=a", "generation.max_new_tokens=-1"), "max_new_tokens=-1 is out of range"),
         ((model, f"prompt={'a' * 126}"), "exceeds the model's context of 128"),
         ((model, "chat=true"), "needs a chat template"),
-        ((model, "chat=true", "output=a.jsonl"), "would do nothing"),
-        ((model, "prompt=a", "generation.cache=offloaded"), "cache=offloaded would do nothing"),
+        ((model, "chat=true", "output=a.jsonl"), "has no effect"),
+        ((model, "prompt=a", "generation.cache=offloaded"), "cache=offloaded has no effect"),
     ):
         ended = generate(tmp_path / "run", *overrides)
         assert (ended.status, ended.err.count("error: ")) == (2, 1), (overrides, ended.err)

@@ -163,7 +163,7 @@ def test_pages_come_and_go(sources: dict[str, Path], monkeypatch: pytest.MonkeyP
         (pages,) = MappedFiles(index).pages(name for name in index.names if "layers.3." in name)
         pages.drop(from_cache=True)
         gone = resident_bytes([pages])
-        PageReader().bring_in(pages.parts(), dropped=False)
+        PageReader().populate(pages.parts(), is_unmapped=False)
         assert resident_bytes([pages]) == pages.num_bytes
     assert gone < pages.num_bytes  # all of it, on file systems that do as they are advised
 
@@ -305,7 +305,7 @@ def test_one_pass_at_a_time() -> None:
 
 def test_an_input_without_values_is_refused() -> None:
     recorder = Recorder(1, 0)
-    with pytest.raises(RunError, match="A Linear whose weights are streamed was handed an input without values"):
+    with pytest.raises(RunError, match="A Linear whose weights are streamed got an input without values"):
         recorder.modules[0](torch.ones(1, 2, device="meta"))
 
 

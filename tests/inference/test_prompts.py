@@ -10,7 +10,7 @@ import pytest
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.generation import prompts
-from fsdp_shard.inference.generation.prompts import Completion, check_standard_input, describe, read_prompts
+from fsdp_shard.inference.generation.prompts import Completion, check_standard_input, format_completion, read_prompts
 
 
 def settings(path: Path) -> GenerateSettings:
@@ -60,7 +60,7 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str, content
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="there is no such file"):
+    with pytest.raises(DataError, match="no such file"):
         texts(tmp_path / "none.txt")
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     with pytest.raises(DataError, match="cannot be read as UTF-8"):
@@ -93,7 +93,7 @@ def test_standard_input_is_for_one_process(name: str) -> None:
 
 
 def test_only_the_first_of_many_are_shown() -> None:
-    shown = [describe(Completion("p", "c\nd", 1), number) for number in range(30)]
+    shown = [format_completion(Completion("p", "c\nd", 1), number) for number in range(30)]
     assert shown[0] == "\n> p\n  c\n  d"
     assert shown[10] == "\n..."
     assert set(shown[11:]) == {""}

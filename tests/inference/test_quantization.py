@@ -69,10 +69,10 @@ def test_rows_in_8_bits_are_those_of_torchao(
 ) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    from fsdp_shard.inference import int8
+    from fsdp_shard.inference import int8_linear as int8
 
     torch.manual_seed(0)
-    monkeypatch.setattr(int8, "_PIECE", 100 * width)
+    monkeypatch.setattr(int8, "_CHUNK", 100 * width)
     layer = nn.Linear(width, rows, bias=bias, dtype=dtype).requires_grad_(False)
     theirs = copy.deepcopy(layer)
     quantize_(theirs, Int8WeightOnlyConfig(set_inductor_config=False))

@@ -12,7 +12,6 @@ from fsdp_shard.checkpoint import convert, locate
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import dispatch_model
-from fsdp_shard.inference.generation.data_parallel import Share
 from fsdp_shard.models import load_config
 from tests.support.ranks import on_ranks
 from tests.support.runs import Ended, run_recipe
@@ -48,9 +47,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _logits(context: DistributedContext, path: Path) -> tuple[torch.Tensor, int]:
-    share = Share(layers=context.mesh["tensor"], device=context.device)
     source = locate(path)
-    model = dispatch_model(source, load_config(source), DispatchConfig(), share=share)
+    model = dispatch_model(source, load_config(source.directory), DispatchConfig(), context=context)
     held = sum(param.to_local().nbytes if hasattr(param, "to_local") else param.nbytes for param in model.parameters())
     with torch.inference_mode():
         return model(IDS).logits, held
@@ -60,7 +58,7 @@ def _logits(context: DistributedContext, path: Path) -> tuple[torch.Tensor, int]
 def test_logits_are_those_of_the_whole_model(name: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(name)
     source = locate(path)
-    whole = dispatch_model(source, load_config(source), DispatchConfig())
+    whole = dispatch_model(source, load_config(source.directory), DispatchConfig())
     with torch.inference_mode():
         expected = whole(IDS).logits
     num_bytes = sum(param.nbytes for param in whole.parameters())
@@ -96,9 +94,9 @@ def test_what_cannot_be_divided_is_refused(checkpoint: Path, tmp_path: Path) -> 
     two = ("tensor_parallel=2", "launch.ranks=2")
     for settings, message in (
         ((f"checkpoint={tmp_path / 'gpt2'}", *two), "tensor_parallel=2: transformers has no tensor-parallel plan"),
-        ((f"checkpoint={checkpoint}", "tensor_parallel=2"), "tensor_parallel=2 needs a multiple of so many ranks"),
-        ((f"checkpoint={checkpoint}", *two, "dispatch.device_map=disk"), "dispatch.device_map=disk would do nothing"),
-        ((f"checkpoint={checkpoint}", *two, "dispatch.quantize=int8"), "dispatch.quantize=int8 would do nothing"),
+        ((f"checkpoint={checkpoint}", "tensor_parallel=2"), "tensor_parallel=2 needs that many ranks or a multiple"),
+        ((f"checkpoint={checkpoint}", *two, "dispatch.device_map=disk"), "dispatch.device_map=disk has no effect"),
+        ((f"checkpoint={checkpoint}", *two, "dispatch.quantize=int8"), "dispatch.quantize=int8 has no effect"),
     ):
         ended = _generate(tmp_path / "refused", *settings, "prompt=a")
         assert (ended.status, ended.err.count("error: ")) == (2, 1), ended.err

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models.blocks import no_split_blocks, tied_names
+from fsdp_shard.models import no_split_blocks, tied_names
 from tests.support.tiny import llama, llama_config
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_shard.models.quantized_linear import _NORMAL, BLOCK, CODES, QuantizedLinear
+from fsdp_shard.models.quantized_linear import _NORMAL, QUANTIZATION_BLOCK, QUANTIZATION_CODES, QuantizedLinear
 from tests.support.plain_codes import normal_levels, quantized
 
 KINDS = ["int8", "nf4"]
@@ -14,10 +14,10 @@ KINDS = ["int8", "nf4"]
 
 def weights() -> torch.Tensor:
     """Random ones, with blocks of zeros, of tiny and of huge numbers, and a last block that is not full."""
-    flat = torch.randn(9 * BLOCK + 17, generator=torch.Generator().manual_seed(0))
-    flat[BLOCK : 2 * BLOCK] = 0
-    flat[2 * BLOCK : 3 * BLOCK] *= 1e-30
-    flat[3 * BLOCK : 4 * BLOCK] *= 1e30
+    flat = torch.randn(9 * QUANTIZATION_BLOCK + 17, generator=torch.Generator().manual_seed(0))
+    flat[QUANTIZATION_BLOCK : 2 * QUANTIZATION_BLOCK] = 0
+    flat[2 * QUANTIZATION_BLOCK : 3 * QUANTIZATION_BLOCK] *= 1e-30
+    flat[3 * QUANTIZATION_BLOCK : 4 * QUANTIZATION_BLOCK] *= 1e30
     return flat
 
 
@@ -25,7 +25,7 @@ def weights() -> torch.Tensor:
     ("kind", "row_bytes", "worst", "typical"), [("int8", 68, 0.5 / 127, 0.01), ("nf4", 36, 0.153, 0.12)]
 )
 def test_codes_are_those_of_a_plain_implementation(kind: str, row_bytes: int, worst: float, typical: float) -> None:
-    code, flat = CODES[kind], weights()
+    code, flat = QUANTIZATION_CODES[kind], weights()
     rows = code.encode(flat)
     plain_rows, plain_values = quantized(flat, kind)
     assert (rows.dtype, tuple(rows.shape)) == (torch.uint8, (10, row_bytes))
@@ -33,11 +33,11 @@ def test_codes_are_those_of_a_plain_implementation(kind: str, row_bytes: int, wo
     decoded = code.decode(rows, len(flat), torch.float32)
     torch.testing.assert_close(decoded, plain_values, rtol=1e-6, atol=0)
     assert torch.equal(code.decode(rows, len(flat), torch.bfloat16), decoded.bfloat16())
-    for block, found in zip(flat.split(BLOCK), decoded.split(BLOCK), strict=True):
+    for block, found in zip(flat.split(QUANTIZATION_BLOCK), decoded.split(QUANTIZATION_BLOCK), strict=True):
         assert bool(((block - found).abs() <= worst * block.abs().max() * (1 + 1e-5)).all())
         assert float((block - found).double().norm()) <= typical * float(block.double().norm())
-    assert torch.equal(code.encode(flat[3 * BLOCK : 7 * BLOCK]), rows[3:7])
-    assert code.bits == 8 * row_bytes / BLOCK
+    assert torch.equal(code.encode(flat[3 * QUANTIZATION_BLOCK : 7 * QUANTIZATION_BLOCK]), rows[3:7])
+    assert code.bits == 8 * row_bytes / QUANTIZATION_BLOCK
 
 
 def test_levels_are_those_of_the_paper() -> None:
@@ -45,9 +45,9 @@ def test_levels_are_those_of_the_paper() -> None:
 
 
 def test_more_weights_than_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, flat = CODES["nf4"], weights()
+    code, flat = QUANTIZATION_CODES["nf4"], weights()
     whole = code.decode(code.encode(flat), len(flat), torch.float32)
-    monkeypatch.setattr("fsdp_shard.models.quantized_linear._DECODED_AT_ONCE", 3 * BLOCK)
+    monkeypatch.setattr("fsdp_shard.models.quantized_linear._DECODED_AT_ONCE", 3 * QUANTIZATION_BLOCK)
     assert torch.equal(code.decode(code.encode(flat), len(flat), torch.float32), whole)
 
 
@@ -57,7 +57,7 @@ def test_a_layer_computes_as_with_the_decoded_weight_and_keeps_only_bytes(kind: 
     torch.manual_seed(0)
     plain, inputs = nn.Linear(37, 11).requires_grad_(False), torch.randn(2, 5, 37)
     rows, decoded = quantized(plain.weight, kind)
-    layer = QuantizedLinear(plain, CODES[kind], held_as, torch.bfloat16)
+    layer = QuantizedLinear(plain, QUANTIZATION_CODES[kind], held_as, torch.bfloat16)
     (held,) = (param for name, param in layer.named_parameters() if name == "quantized.rows")
     assert (held.is_meta, held.requires_grad, held.numel() * held.element_size()) == (True, False, len(rows))
     layer.quantized.rows = nn.Parameter(

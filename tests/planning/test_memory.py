@@ -13,12 +13,12 @@ from transformers import CohereConfig, PretrainedConfig, T5Config, ViTConfig
 
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError, ModelError
-from fsdp_shard.models import ModelConfig, build_on_meta, no_split_blocks
+from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning import head, optimizer as planned_optimizer
 from fsdp_shard.planning.activations import measure_activations
 from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.planning.optimizer import optimizer_bytes
-from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, recompute_blocks, recomputed_fqns
+from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, recompute_blocks
 from fsdp_shard.training import AdamW8bitConfig, AdamWConfig, LoraConfig, TrainConfig, linear_cross_entropy
 from tests.support.tiny import llama, llama_config
 
@@ -106,25 +106,23 @@ def saved_bytes(rows: int, length: int, dtype: torch.dtype, *, checkpointing: bo
     model = llama(layers=3).to(dtype).train()
     if checkpointing:
         recompute_blocks(model, Fsdp2Config(activation_checkpointing=True))
-    known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    storages: dict[int, torch.UntypedStorage] = {}
+    known = {tensor.untyped_storage() for tensor in [*model.parameters(), *model.buffers()]}
+    storages: set[torch.UntypedStorage] = set()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if (storage := tensor.untyped_storage())._cdata not in known:
-            storages[storage._cdata] = storage
+        storages.update({tensor.untyped_storage()} - known)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(input_ids=torch.zeros((rows, length), dtype=torch.long), use_cache=False)
     del output
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(storage.nbytes() for storage in storages)
 
 
 @pytest.mark.parametrize(("rows", "length", "dtype"), [(1, 96, torch.bfloat16), (3, 40, torch.float32)])
 def test_activations_are_what_autograd_keeps(rows: int, length: int, dtype: torch.dtype) -> None:
     model = build_on_meta(llama_config(layers=3), dtype)
-    blocks = no_split_blocks(model)
-    found = measure_activations(model, blocks, rows, length)
+    found = measure_activations(model, Fsdp2Config(), rows, length)
     assert found.saved_bytes == saved_bytes(rows, length, dtype, checkpointing=False)
     assert found.logits_bytes == rows * length * 257 * dtype.itemsize
 
@@ -134,10 +132,7 @@ def test_recomputed_blocks_keep_their_inputs_and_one_block() -> None:
 
     def measured(layers: int, kind: bool | int | str) -> int:
         model = build_on_meta(llama_config(layers=layers), dtype)
-        blocks = no_split_blocks(model)
-        names = recomputed_fqns([block.fqn for block in blocks if block.repeated], kind)
-        settings = {"recomputed": names, "selective": kind == "selective"}
-        return measure_activations(model, blocks, rows, length, **settings).saved_bytes  # type: ignore[arg-type]
+        return measure_activations(model, Fsdp2Config(activation_checkpointing=kind), rows, length).saved_bytes
 
     hidden = rows * length * 36 * dtype.itemsize
     assert measured(4, True) - measured(3, True) == hidden
@@ -153,12 +148,11 @@ def test_recomputed_blocks_keep_their_inputs_and_one_block() -> None:
 
 
 def test_offloaded_activations_are_not_on_the_device() -> None:
-    def measured(layers: int, **settings: Any) -> int:
+    def measured(layers: int, offload: bool) -> int:
         model = build_on_meta(llama_config(layers=layers), torch.float32)
-        blocks = no_split_blocks(model)
-        return measure_activations(model, blocks, 2, 64, **settings).saved_bytes
+        return measure_activations(model, Fsdp2Config(activation_offload=offload), 2, 64).saved_bytes
 
-    assert measured(4, offload=True) == measured(3, offload=True) < measured(3)
+    assert measured(4, True) == measured(3, True) < measured(3, False)
 
 
 def test_settings_change_what_they_should() -> None:
@@ -277,7 +271,7 @@ def test_a_loss_head_takes_what_it_takes(
     dtype: torch.dtype, rows: int, is_capped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("training.loss.linear_cross_entropy", "planning.head"):
-        monkeypatch.setattr(f"fsdp_shard.{module}.CHUNK_BYTES", 4 * 3000 * 100)  # 100 rows
+        monkeypatch.setattr(f"fsdp_shard.{module}.LOSS_CHUNK_BYTES", 4 * 3000 * 100)  # 100 rows
     hidden, weight = (torch.randn(n, 64, dtype=dtype, requires_grad=True) for n in (rows, 3000))
     labels = torch.randint(0, 3000, (rows,))
     with Live() as live:
@@ -300,7 +294,7 @@ def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
     assert kept(512, False) - kept(512, True) == 2 * logits + hidden - in_chunks
     large = [kept(4096, chunked, 1 << 17) for chunked in ("auto", True, False)]
     assert large[0] == large[1] < large[2] / 4
-    with pytest.raises(ModelError, match="chunked_loss=true cannot be had"):
+    with pytest.raises(ModelError, match="chunked_loss=true does not work"):
         plan(COHERE, model=ModelConfig(path="x", chunked_loss=True))
 
 

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from fsdp_shard.checkpoint import RunState, Store, open_checkpoint, save_step, verify
+from fsdp_shard.checkpoint import RunState, Store, locate, open_checkpoint, save_step, verify
 from fsdp_shard.data import WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import ModelConfig, build_on_meta, resolve
+from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning import plan_memory
+from fsdp_shard.sharding import check_ranks, check_shardable
 from fsdp_shard.sharding.ddp import DdpConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
@@ -26,9 +27,9 @@ from fsdp_shard.training import (
     LoraConfig,
     MuonConfig,
     SgdConfig,
-    StopSignal,
     TrainConfig,
     TrainerState,
+    TrainingRun,
     build_optimizer,
     evaluate_loss,
     load_sharded,
@@ -111,31 +112,27 @@ def trained_divided(context: DistributedContext, root: Path, mesh: str) -> dict[
     _, replicas, families, others = MESHES[mesh]
     shard = Fsdp2Config(param_dtype="float32", expert_parallel=2, replicas=replicas, **others)
     check(shard)
-    shard.check_ranks(context.world_size, on_gpu=False)
+    check_ranks(shard, context.world_size, on_gpu=False)
     found = {}
     for family in families:
         model = ModelConfig(path=str(root / family))
-        loaded = load_sharded(model, shard, resolve(model.path), context)
+        loaded = load_sharded(model, shard, locate(model.path), context)
         before = evaluate_loss(loaded.model, data().head(8), 2, context).loss
         optimizer = build_optimizer(SgdConfig(lr=LR, momentum=0.0, weight_decay=0.0), loaded.model, context)
         with pytest.raises(ConfigError, match=r"adapter=lora does not go together with shard\.expert_parallel=2"):
-            load_sharded(model, shard, resolve(model.path), context, LoraConfig())
-        with pytest.raises(ConfigError, match=r"cannot bring together with shard\.expert_parallel=2"):
+            load_sharded(model, shard, locate(model.path), context, LoraConfig())
+        with pytest.raises(ConfigError, match=r"cannot gather with shard\.expert_parallel=2"):
             build_optimizer(MuonConfig(), loaded.model, context)
-        state, stop = TrainerState(SEED, data().identity), StopSignal()
-        reports = list(
-            train(
-                loaded.model,
-                optimizer,
-                data(),
-                settings,
-                context,
-                state=state,
-                peak_lr=LR,
-                stop=stop,
-                sync_every_micro_batch=shard.sync_every_micro_batch,
-            )
+        run = TrainingRun(
+            loaded.model,
+            optimizer,
+            data(),
+            settings,
+            context,
+            TrainerState(SEED, data().identity),
+            sync_every_micro_batch=shard.sync_every_micro_batch,
         )
+        reports = list(train(run))
         shards = loaded.model.local_shards()
         save_step(context, Store(root / mesh / family), 1, RunState(shards, {}), layout="sharded")
         held = sum(part.data.numel() for name, part in shards.items() if "experts" in name)
@@ -234,15 +231,15 @@ def test_what_cannot_be_divided_is_named() -> None:
         (mixtral, 4, "expert_parallel=4 does not divide the 6 experts of MixtralForCausalLM"),
     ):
         with pytest.raises(ConfigError, match=said):
-            Fsdp2Config(expert_parallel=ranks).check_model(build_on_meta(given, "float32"))
-    two.check_model(build_on_meta(mixtral, "float32"))
+            check_shardable(build_on_meta(given, "float32"), Fsdp2Config(expert_parallel=ranks))
+    check_shardable(build_on_meta(mixtral, "float32"), two)
     model = build_on_meta(mixtral, "float32")
     model.ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
     with pytest.raises(ConfigError, match=r"does not say of model\.layers\.0\.mlp\.experts\.down_proj both"):
-        two.check_model(model)
+        check_shardable(model, two)
     model.ep_plan = {"model.layers.*.mlp.experts": "moe_tp_experts"}
     with pytest.raises(ConfigError, match="asks for moe_tp_experts, which fsdp-shard cannot"):
-        two.check_model(model)
+        check_shardable(model, two)
     for wrong, said in (
         (Fsdp1Config(expert_parallel=2), "shard=fsdp1 cannot divide experts"),
         (DdpConfig(expert_parallel=2), "expert_parallel=2 would do nothing with shard=ddp"),
@@ -254,8 +251,8 @@ def test_what_cannot_be_divided_is_named() -> None:
         with pytest.raises(ConfigError, match=said):
             check(wrong)
     with pytest.raises(ConfigError, match=r"shard\.replicas=2 times shard\.expert_parallel=2 does not divide the 6"):
-        replace(two, replicas=2).check_ranks(6, on_gpu=False)
-    with pytest.raises(ConfigError, match=r"shard\.expert_parallel=2 cannot be planned for"):
+        check_ranks(replace(two, replicas=2), 6, on_gpu=False)
+    with pytest.raises(ConfigError, match=r"shard\.expert_parallel=2 cannot be planned: "):
         plan_memory(MixtralConfig(), planned(shard=two))
 
 

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoConfig
 
+from fsdp_shard.checkpoint import locate
 from fsdp_shard.data import Dataset, Examples, LabeledRows, MaskedWindows, Seq2SeqRows, SpecialTokens, WindowDataset
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.models import ModelConfig, resolve
+from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding.registry import WRAPPERS
-from fsdp_shard.training import StopSignal, TrainConfig, TrainerState, load_sharded, train
+from fsdp_shard.training import TrainConfig, TrainerState, TrainingRun, load_sharded, train
 from tests.support.ranks import on_ranks
 
 SEED, STEPS, BATCH, LR = 4, 3, 4, 0.2
@@ -108,12 +109,11 @@ def _sharded_losses(context: DistributedContext, root: Path) -> dict[tuple[str, 
 def _one(context: DistributedContext, root: Path, name: str, wrapper: str, config: TrainConfig) -> Any:
     try:
         settings = ModelConfig(path=str(root / name), attention=attention(name))
-        loaded = load_sharded(settings, WRAPPERS[wrapper](param_dtype="float32"), resolve(settings.path), context)
+        loaded = load_sharded(settings, WRAPPERS[wrapper](param_dtype="float32"), locate(settings.path), context)
         data = data_of(name)
         optimizer = torch.optim.SGD(loaded.model.module.parameters(), lr=LR)
-        state, stop = TrainerState(SEED, data.identity), StopSignal()
-        reports = train(loaded.model, optimizer, data, config, context, state=state, peak_lr=LR, stop=stop)
-        return [report.loss for report in reports]
+        run = TrainingRun(loaded.model, optimizer, data, config, context, TrainerState(SEED, data.identity))
+        return [report.loss for report in train(run)]
     except Exception as error:  # all ranks fail alike, and the other families are to be seen too
         return f"{type(error).__name__}: {error}"
 

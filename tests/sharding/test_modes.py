@@ -14,13 +14,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
-from fsdp_shard.sharding.activation_checkpointing import OffloadWrapper, _to_host, clean_fqn, recompute_blocks
+from fsdp_shard.sharding import check_accumulation, check_ranks, check_shardable, unit_tree
+from fsdp_shard.sharding.activation_checkpointing import _to_host, clean_fqn, recompute_blocks
 from fsdp_shard.sharding.config import ShardConfig
 from fsdp_shard.sharding.ddp import DdpConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from fsdp_shard.sharding.wrap_policy import plan_units
-from fsdp_shard.sharding.wrap_report import explain
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assembled, sharded, train_plain, train_sharded
 from tests.support.tiny import llama, llama_config, token_batch
@@ -90,8 +90,8 @@ def test_resharding_to_some_of_the_ranks() -> None:
     (result, *_) = on_ranks(4, train_sharded, config, True, False, STEPS)
     assert result["losses"] == pytest.approx(train_plain(True, steps=STEPS)[0], rel=1e-6)
     for every in (3, 4):
-        with pytest.raises(ConfigError, match=f"reshard_after_forward={every} must divide the 4 ranks that share"):
-            Fsdp2Config(reshard_after_forward=every).check_ranks(4, on_gpu=False)
+        with pytest.raises(ConfigError, match=f"reshard_after_forward={every} must divide the 4 ranks that a replica"):
+            check_ranks(Fsdp2Config(reshard_after_forward=every), 4, on_gpu=False)
 
 
 def norms_and_prefetch(context: DistributedContext, config: ShardConfig) -> dict[str, Any]:
@@ -148,11 +148,11 @@ def test_units_are_gathered_as_far_ahead_as_asked() -> None:
 
 
 def test_activations_that_nothing_would_recompute_are_refused() -> None:
-    Fsdp2Config(activation_checkpointing=2).check_model(llama(layers=2))
+    check_shardable(llama(layers=2), Fsdp2Config(activation_checkpointing=2))
     with pytest.raises(
         ConfigError, match="activation_checkpointing=3 would do nothing, as LlamaForCausalLM has 2 repeated"
     ):
-        Fsdp2Config(activation_checkpointing=3).check_model(llama(layers=2))
+        check_shardable(llama(layers=2), Fsdp2Config(activation_checkpointing=3))
 
 
 @pytest.mark.parametrize("more", [{"norms_in_float32": True, "param_dtype": "bfloat16"}, {"min_params": 500}])
@@ -160,19 +160,19 @@ def test_activations_that_nothing_would_recompute_are_refused() -> None:
 def test_selective_checkpointing_with_units_inside_of_blocks_is_refused(
     wrapper: type[ShardConfig], more: dict[str, Any]
 ) -> None:
-    wrapper(activation_checkpointing=True, **more).check_model(llama())
+    check_shardable(llama(), wrapper(activation_checkpointing=True, **more))
     with pytest.raises(
-        ConfigError, match=r"does not go together with units inside of blocks, of which model\.layers\.0"
+        ConfigError, match=r"does not go together with units inside of blocks, such as model\.layers\.0"
     ):
-        wrapper(activation_checkpointing="selective", **more).check_model(llama())
+        check_shardable(llama(), wrapper(activation_checkpointing="selective", **more))
 
 
 def test_what_fsdp1_cannot_add_up_on_the_cpu_is_refused() -> None:
-    Fsdp1Config(cpu_offload=True).check_accumulation(1)
-    Fsdp1Config(cpu_offload=True, sync_every_micro_batch=False).check_accumulation(2)
-    Fsdp2Config(cpu_offload=True).check_accumulation(2)
+    check_accumulation(Fsdp1Config(cpu_offload=True), 1)
+    check_accumulation(Fsdp1Config(cpu_offload=True, sync_every_micro_batch=False), 2)
+    check_accumulation(Fsdp2Config(cpu_offload=True), 2)
     with pytest.raises(ConfigError, match="keeps the gradients of the last of 2 micro-batches only"):
-        Fsdp1Config(cpu_offload=True).check_accumulation(2)
+        check_accumulation(Fsdp1Config(cpu_offload=True), 2)
 
 
 class Calls(TorchDispatchMode):
@@ -216,8 +216,8 @@ def test_offloaded_activations_leave_parameters_where_they_are() -> None:
     grads = []
     for offload in (False, True):
         model = llama()
-        recompute_blocks(model, Fsdp2Config(activation_offload=offload, activation_checkpointing=2))
-        assert any(isinstance(module, OffloadWrapper) for module in model.modules()) == offload
+        blocks = recompute_blocks(model, Fsdp2Config(activation_offload=offload, activation_checkpointing=2))
+        assert ["forward" in vars(block) for block in blocks] == [offload, True], "checkpointed is the second block"
         model(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss.backward()
         grads.append([param.grad for param in model.parameters()])
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
@@ -232,14 +232,14 @@ def test_what_a_wrapper_cannot_do_is_named() -> None:
     model = build_on_meta(llama_config(), "float32")
     for config, said in (
         (Fsdp2Config(compile="inducter"), r"shard\.compile=inducter is neither .* \(did you mean inductor\?\)"),
-        (DdpConfig(param_dtype="bfloat16"), r"held in, which is float32; give the same for model\.dtype"),
+        (DdpConfig(param_dtype="bfloat16"), r"of the parameters, which is float32; set the same for model\.dtype"),
         (Fsdp2Config(norms_in_float32=True), "Sequential has no norm layer with parameters"),
     ):
         with pytest.raises(ConfigError, match=said):
-            config.check_model(model if "norm" not in said else nn.Sequential(nn.LSTM(2, 2), nn.Linear(2, 2)))
+            check_shardable(model if "norm" not in said else nn.Sequential(nn.LSTM(2, 2), nn.Linear(2, 2)), config)
     for name in ("cpu_offload", "activation_offload"):
         with pytest.raises(ConfigError, match=f"shard.{name}=true needs a GPU to offload from"):
-            Fsdp2Config(**{name: True}).check_ranks(1, on_gpu=False)
+            check_ranks(Fsdp2Config(**{name: True}), 1, on_gpu=False)
 
 
 class Nested(nn.Module):
@@ -275,7 +275,7 @@ def test_the_tree_of_units() -> None:
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
 
     def tree(shard: ShardConfig, num_ranks: int) -> list[str]:
-        return explain(plan_units(model, shard), shapes, shard, num_ranks)
+        return unit_tree(plan_units(model, shard), shapes, shard, num_ranks)
 
     assert tree(Fsdp2Config(norms_in_float32=True), 2) == [
         "unit                          class              units  parameters  gathered         per rank",

@@ -18,7 +18,7 @@ from fsdp_shard.models import build_on_meta
 from fsdp_shard.sharding.config import ShardedModel
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
 from fsdp_shard.sharding.wrap_policy import plan_units
-from fsdp_shard.training import StopSignal, TrainConfig, TrainerState, train
+from fsdp_shard.training import TrainConfig, TrainerState, TrainingRun, train
 from tests.support.ranks import on_ranks, update
 from tests.support.sharded import WRAPPERS, assembled
 
@@ -79,8 +79,7 @@ def train_sharded(context: DistributedContext, model: ShardedModel, name: str) -
             steps=STEPS, global_batch_size=BATCH, micro_batch_size=1, max_grad_norm=None, schedule="constant"
         )
         state = TrainerState(SEED, data.identity)
-        options: dict[str, Any] = {"state": state, "peak_lr": LR, "stop": StopSignal()}
-        return [report.loss for report in train(model, optimizer, data, config, context, **options)]
+        return [report.loss for report in train(TrainingRun(model, optimizer, data, config, context, state))]
     losses = []
     model.module.train()
     for loss in image_losses(model.module, context.rank, context.world_size, range(STEPS)):

@@ -13,7 +13,7 @@ from fsdp_shard.models import build_on_meta, rebuild_buffers
 from fsdp_shard.sharding.config import ShardConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
-from fsdp_shard.sharding.shard_sizes import flat_shares, row_shares
+from fsdp_shard.sharding.shard_sizes import flat_shapes, row_shapes
 from fsdp_shard.sharding.wrap_policy import plan_units
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama_config
@@ -23,7 +23,7 @@ SHAPES = {"a": (7, 3), "b": (2,), "c": (1, 5, 2), "d": (8, 1)}
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 9])
 def test_rows_are_cut_as_torch_chunk_does(num_shards: int) -> None:
-    shares = row_shares(SHAPES, num_shards)
+    shares = row_shapes(SHAPES, num_shards)
     for name, shape in SHAPES.items():
         chunks = [tuple(chunk.shape) for chunk in torch.empty(shape).chunk(num_shards)]
         chunks += [(0, *shape[1:])] * (num_shards - len(chunks))
@@ -32,7 +32,7 @@ def test_rows_are_cut_as_torch_chunk_does(num_shards: int) -> None:
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
 def test_flat_parts_of_a_unit_are_even_and_complete(num_shards: int) -> None:
-    shares = flat_shares(SHAPES, [["a", "b"], ["c", "d"]], num_shards, [4, 4])
+    shares = flat_shapes(SHAPES, [["a", "b"], ["c", "d"]], num_shards, [4, 4])
     for name, shape in SHAPES.items():
         assert sum(prod(share[name]) for share in shares) == prod(shape)
     totals = [sum(prod(shape) for shape in share.values()) for share in shares]
@@ -55,7 +55,7 @@ def local_elements(context: DistributedContext, shard: ShardConfig) -> dict[str,
 def test_the_wrappers_cut_as_planned(shard: ShardConfig, num_ranks: int) -> None:
     model = build_on_meta(llama_config(), "float32")
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    shares = shard.shares(shapes, plan_units(model, shard), num_ranks)
+    shares = shard.local_shapes(shapes, plan_units(model, shard), num_ranks)
     for share, real in zip(shares, on_ranks(num_ranks, local_elements, shard), strict=True):
         assert {name: prod(shape) for name, shape in share.items() if name in shapes} == {n: real[n] for n in shapes}
         if isinstance(shard, Fsdp1Config):

@@ -15,6 +15,7 @@ from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta
 from fsdp_shard.planning import plan_memory
+from fsdp_shard.sharding import check_ranks, check_shardable
 from fsdp_shard.sharding.ddp import DdpConfig
 from fsdp_shard.sharding.fsdp1 import Fsdp1Config
 from fsdp_shard.sharding.fsdp2 import Fsdp2Config
@@ -173,8 +174,8 @@ def test_what_cannot_be_divided_is_named() -> None:
         ),
     ):
         with pytest.raises(ConfigError, match=said):
-            two.check_model(build_on_meta(given, "float32"))
-    two.check_model(build_on_meta(config(), "float32"))
+            check_shardable(build_on_meta(given, "float32"), two)
+    check_shardable(build_on_meta(config(), "float32"), two)
     for wrong, said in (
         (Fsdp1Config(tensor_parallel=2), "shard=fsdp1 cannot divide layers"),
         (DdpConfig(tensor_parallel=2), "tensor_parallel=2 would do nothing with shard=ddp"),
@@ -184,8 +185,8 @@ def test_what_cannot_be_divided_is_named() -> None:
         with pytest.raises(ConfigError, match=said):
             check(wrong)
     with pytest.raises(ConfigError, match=r"shard\.replicas=2 times shard\.tensor_parallel=2 does not divide the 6"):
-        replace(two, replicas=2).check_ranks(6, on_gpu=False)
-    with pytest.raises(ConfigError, match=r"shard\.tensor_parallel=2 cannot be planned for"):
+        check_ranks(replace(two, replicas=2), 6, on_gpu=False)
+    with pytest.raises(ConfigError, match=r"shard\.tensor_parallel=2 cannot be planned: "):
         plan_memory(config(), planned(shard=two))
 
 

@@ -116,7 +116,7 @@ def shard_from_python(context: DistributedContext, wrapper: str) -> tuple[float,
     model = fsdp_shard.shard(llama(), context, wrapper, param_dtype="float32")
     with torch.no_grad():
         loss = model.module(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss
-    with pytest.raises(ConfigError, match=r"shard\.replica is no setting of .* \(did you mean replicas\?\)"):
+    with pytest.raises(ConfigError, match=r"shard\.replica is not a setting of .* \(did you mean replicas\?\)"):
         fsdp_shard.shard(llama(), context, wrapper, replica=2)
     with pytest.raises(ConfigError, match="does not divide the 2 ranks"):
         fsdp_shard.shard(llama(), context, wrapper, replicas=3)

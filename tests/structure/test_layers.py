@@ -62,7 +62,8 @@ def _room(module: str) -> str:
 
 
 def _is_door(module: str) -> bool:
-    return module.count(".") == 1 and _FILES[module].name == "__init__.py"
+    """Of a room, or of a folder inside one that serves its own room."""
+    return _FILES[module].name == "__init__.py" and _FILES[module].with_suffix(".pyi").exists() and "." in module
 
 
 def _imports(file: Path) -> Iterator[_Import]:

@@ -30,9 +30,9 @@ def check(config: OwnConfig) -> None:
 @recipe(OwnConfig, check=check)
 def main(config: OwnConfig) -> None:
     """Leave a file with this rank's number and the run's directory, then act."""
-    from fsdp_shard.distributed import distributed
+    from fsdp_shard.distributed import init_distributed
 
-    with distributed(config.launch.device, timeout_seconds=60) as context:
+    with init_distributed(config.launch.device, timeout_seconds=60) as context:
         directories = context.all_gather_object(config.run_dir)
         assert len(set(directories)) == 1, directories
         rank = context.rank

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsdp_shard.distributed import DistributedContext, distributed
+from fsdp_shard.distributed import DistributedContext, init_distributed
 
 # Fork, not spawn: the ranks begin with everything imported (1 s instead of 20 s on two cores).
 _FORK = multiprocessing.get_context("fork")
@@ -96,7 +96,7 @@ def _rank_main(
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
-        with distributed(
+        with init_distributed(
             "cpu",
             replicas,
             timeout_seconds=60,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_shard.data import WindowDataset
-from fsdp_shard.distributed import DistributedContext, LocalShard, distributed
+from fsdp_shard.distributed import DistributedContext, LocalShard, init_distributed
 
 
 class Plain:
@@ -36,7 +36,7 @@ class Plain:
 @contextmanager
 def world_of_one() -> Iterator[DistributedContext]:
     """Without touching the environment or a port."""
-    with distributed("cpu", timeout_seconds=60) as context:
+    with init_distributed("cpu", timeout_seconds=60) as context:
         yield context
     # A process group joins its threads when it is freed, which would wait for ever in a rank forked from here later.
     gc.collect()

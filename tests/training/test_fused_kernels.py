@@ -101,12 +101,12 @@ def test_it_is_put_in_but_for_the_loss(calls: list[dict[str, Any]]) -> None:
 def test_models_for_which_it_is_nothing(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=8)
     with pytest.raises(
-        ConfigError, match=r"^model\.kernels=liger would do nothing: liger-kernel changed no module of GPT2LMHeadModel"
+        ConfigError, match=r"^model\.kernels=liger has no effect: liger-kernel changed no module of GPT2LMHeadModel"
     ):
         use_kernels(build_on_meta(config, "float32"), "liger")
     from transformers import BloomConfig
 
-    with pytest.raises(ConfigError, match=r"^model\.kernels=liger would do nothing: .* bloom, only for gpt2, llama\."):
+    with pytest.raises(ConfigError, match=r"^model\.kernels=liger has no effect: .* bloom, only for gpt2, llama\."):
         check_known(BloomConfig(), "liger")
     other = llama_config()
     other.hidden_act = "gelu"
@@ -114,7 +114,7 @@ def test_models_for_which_it_is_nothing(calls: list[dict[str, Any]], monkeypatch
         use_kernels(build_on_meta(other, "float32"), "liger")
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
     with pytest.raises(
-        ConfigError, match=r"cannot be put into llama: .* None in sys\.modules\. Set model\.kernels=none"
+        ConfigError, match=r"cannot be applied to llama: .* None in sys\.modules\. Set model\.kernels=none"
     ):
         check_known(llama_config(), "liger")
 
@@ -123,10 +123,10 @@ def test_machines_and_settings_without_it(monkeypatch: pytest.MonkeyPatch) -> No
     check_kernels("none", ShardConfig(tensor_parallel=2), on_gpu=False)
     with pytest.raises(ConfigError, match=r"model\.kernels=liger is for GPUs, .* on the CPU; set model\.kernels=none"):
         check_kernels("liger", ShardConfig(), on_gpu=False)
-    monkeypatch.setattr("fsdp_shard.training.loss.fused_kernels.find_spec", lambda name: None)
+    monkeypatch.setattr("fsdp_shard.utils.environment.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs liger-kernel, which is not installed.*fsdp-shard\[liger\]"):
         check_kernels("liger", ShardConfig(), on_gpu=True)
-    monkeypatch.setattr("fsdp_shard.training.loss.fused_kernels.find_spec", lambda name: object())
+    monkeypatch.setattr("fsdp_shard.utils.environment.find_spec", lambda name: object())
     for name in ("tensor_parallel", "expert_parallel"):
         with pytest.raises(ConfigError, match=rf"does not go together with shard\.{name}=2"):
             check_kernels("liger", ShardConfig(**{name: 2}), on_gpu=True)
@@ -136,7 +136,6 @@ def test_the_commands_refuse_it(tmp_path: Path) -> None:
     given = ["model.path=org/name", "model.kernels=liger", f"run_dir={tmp_path}", "launch.device=cpu"]
     (job,) = compose_jobs(FinetuneConfig, [*given, "data.path=x.txt"], "fsdp-shard finetune")
     recipe = load_recipe(RECIPES / "finetune.py")
-    assert recipe.check is not None
     with pytest.raises(ConfigError, match=r"model\.kernels=liger is for GPUs"):
         recipe.check(job.config)
     assert "model.kernels" in PlanConfig.unused

@@ -20,9 +20,11 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import Fsdp2Config
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.loop import StepReport, evaluate_loss, train
+from fsdp_shard.training.held_out import evaluate_loss
+from fsdp_shard.training.loop import train
 from fsdp_shard.training.optim.adamw import AdamWConfig
 from fsdp_shard.training.optim.lr_schedule import learning_rate
+from fsdp_shard.training.step import StepReport, TrainingRun
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
 from tests.sharding.test_wrappers import sharded
@@ -45,9 +47,11 @@ class Run:
         self.optimizer = ADAMW.build(parameters, {name: tuple(p.shape) for name, p in parameters.items()})
         self.state = TrainerState(SEED, self.data.identity)
 
-    def go(self, config: TrainConfig, stop: StopSignal | None = None, **options: Any) -> list[StepReport]:
-        settings = {"state": self.state, "peak_lr": LR, "stop": stop or StopSignal()} | options
-        return list(train(self.model, self.optimizer, self.data, config, self.context, **settings))
+    def of(self, config: TrainConfig, **options: Any) -> TrainingRun:
+        return TrainingRun(self.model, self.optimizer, self.data, config, self.context, self.state, **options)
+
+    def go(self, config: TrainConfig, **options: Any) -> list[StepReport]:
+        return list(train(self.of(config, **options)))
 
 
 def losses(reports: list[StepReport]) -> list[float]:
@@ -140,9 +144,8 @@ def test_stopping_and_going_on_is_bit_equal(alone: DistributedContext) -> None:
     config = TrainConfig(steps=8, global_batch_size=4, micro_batch_size=2, warmup_steps=2)
     whole = losses(Run(alone).go(config))
     run = Run(alone)
-    settings: dict[str, Any] = {"state": run.state, "peak_lr": LR, "stop": StopSignal()}
     first = []
-    for report in train(run.model, run.optimizer, run.data, config, alone, **settings):
+    for report in train(run.of(config)):
         first.append(report.loss)
         if report.step == 3:
             break
@@ -163,9 +166,8 @@ def test_dropout_depends_on_the_position_only(alone: DistributedContext) -> None
         dropping = Run(alone)
         for layer in dropping.model.module.model.layers:
             layer.self_attn.attention_dropout = 0.5
-        settings: dict[str, Any] = {"state": dropping.state, "peak_lr": LR, "stop": StopSignal()}
         values = []
-        for report in train(dropping.model, dropping.optimizer, dropping.data, config, alone, **settings):
+        for report in train(dropping.of(config)):
             values.append(report.loss)
             if disturbed:
                 torch.rand(7)
@@ -199,7 +201,7 @@ def test_a_loss_or_gradient_that_is_not_finite(alone: DistributedContext, where:
 
     run.model.module.register_forward_hook(poison, with_kwargs=True)
     with pytest.raises(LossError) as caught:  # noqa: PT012
-        for _ in train(run.model, run.optimizer, data, config, alone, state=run.state, peak_lr=LR, stop=StopSignal()):
+        for _ in train(run.of(config)):
             before = copy.deepcopy(run.model.module.state_dict())
     message = str(caught.value)
     assert "Step 2" in message
@@ -248,9 +250,8 @@ def test_steps_that_are_not_finite_are_skipped(alone: DistributedContext) -> Non
 def test_no_step_follows_when_evaluations_no_longer_improve(alone: DistributedContext) -> None:
     run = Run(alone)
     config = TrainConfig(steps=9, global_batch_size=2, eval_every=1, patience=2)
-    settings: dict[str, Any] = {"state": run.state, "peak_lr": LR, "stop": StopSignal()}
     steps = []
-    for report in train(run.model, run.optimizer, run.data, config, alone, **settings):
+    for report in train(run.of(config)):
         steps.append(report.step)
         run.state.evaluated([3.0, 3.1, 2.0, 2.5, 2.0][report.step - 1])
     assert steps == [1, 2, 3, 4, 5]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from fsdp_shard.checkpoint import convert, digest_tensor, locate, open_checkpoint, open_weights, state_of, verify
+from fsdp_shard.checkpoint import convert, digest_tensor, locate, open_checkpoint, verify
 from fsdp_shard.data import DataConfig, prepare_data
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
@@ -184,7 +184,7 @@ def test_a_tokenizer_that_lies_beside_an_adapter_is_taken(
     assert locate(adapter).tokenizer == locate(tiny_model).directory
     tokenizer.chat_template = "its own"
     tokenizer.save_pretrained(adapter)
-    assert load_tokenizer(locate(adapter)).chat_template == "its own"
+    assert load_tokenizer(locate(adapter).tokenizer).chat_template == "its own"
     convert(adapter, tmp_path / "merged")
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == "its own"
     assert (tmp_path / "merged" / "config.json").is_file()
@@ -296,11 +296,11 @@ def test_adapters_that_cannot_be_merged_say_why(runs: dict[str, Ended], tiny_mod
         (changed("itself", base_model_name_or_path=str(step)), "which is an adapter itself"),
     ):
         with pytest.raises(CheckpointError, match=words):
-            open_weights(directory)
+            locate(directory).model_index.close()
     with pytest.raises(CheckpointError, match="is for an adapter"):
-        open_weights(tiny_model, base=tiny_model)
+        locate(tiny_model, base=tiny_model).model_index.close()
     convert(moved, tmp_path / "merged", base=tiny_model)
-    with open_checkpoint(tmp_path / "merged") as one, open_weights(step) as two:
+    with open_checkpoint(tmp_path / "merged") as one, locate(step).model_index as two:
         assert tensor_digests(one) == tensor_digests(two)
 
 
@@ -312,7 +312,7 @@ def test_an_adapter_is_read_where_the_hub_cache_keeps_it(runs: dict[str, Ended],
     for name, blob in (("adapter_config.json", "aaaa"), ("adapter_model.safetensors", "bbbb")):
         shutil.copy(step / name, model / "blobs" / blob)
         (snapshot / name).symlink_to(f"../../blobs/{blob}")
-    with open_weights(snapshot) as one, open_weights(step) as two:
+    with locate(snapshot).model_index as one, locate(step).model_index as two:
         assert tensor_digests(one) == tensor_digests(two)
 
 
@@ -325,7 +325,7 @@ def test_what_an_adapter_is_made_of_is_its_state(runs: dict[str, Ended], tmp_pat
     for changed in (adapter / "adapter_config.json", base / "model.safetensors", base / "generation_config.json"):
         (adapter / "adapter_config.json").write_text(json.dumps(config))
         os.utime(changed, ns=(0, len(seen)))
-        seen.append(state_of(locate(adapter)))
+        seen.append(locate(adapter).file_states())
     assert len({str(state) for state in seen}) == 3
 
 
@@ -343,6 +343,6 @@ def test_square_layers_of_conv1d_are_merged_as_peft_does(tmp_path: Path) -> None
         adapted = peft.get_peft_model(model, settings)
         adapted.save_pretrained(tmp_path / "adapter")
         expected = adapted.merge_and_unload().state_dict()
-    with open_weights(tmp_path / "adapter") as index:
+    with locate(tmp_path / "adapter").model_index as index:
         for name in ("transformer.h.0.attn.c_proj.weight", "transformer.h.0.attn.c_attn.weight", "lm_head.weight"):
             torch.testing.assert_close(index.read(name), expected[name])

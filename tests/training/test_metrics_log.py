@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.logging.loss_plot import check_plots, plot_losses, running_mean
 from fsdp_shard.training.logging.metrics_log import MetricsLog, read_rows
 from fsdp_shard.training.logging.progress import Progress
-from fsdp_shard.training.loop import StepReport
+from fsdp_shard.training.step import StepReport
 
 
 def write_steps(path: Path, steps: range, resumed_step: int | None = None) -> None:
-    with MetricsLog(path, resumed_step) as log:
+    with closing(MetricsLog(path, resumed_step)) as log:
         for step in steps:
             log.write({"step": step, "loss": step / 3})
 
@@ -61,7 +62,7 @@ def report(step: int) -> StepReport:
 def test_plain_lines() -> None:
     """A line sums up the steps since the one before; what is left counts the time between steps, here 1 s of 3."""
     stream, seconds = io.StringIO(), itertools.count(3, 3)
-    with Progress(7, first_step=2, log_every=3, stream=stream, clock=lambda: now) as progress:
+    with closing(Progress(7, first_step=2, log_every=3, stream=stream, clock=lambda: now)) as progress:
         for step in range(3, 8):
             now = next(seconds)
             progress.show(replace(report(step), loss=math.nan if step == 4 else float(step), tokens=1000 * step))
@@ -102,7 +103,7 @@ class Terminal(io.StringIO):
 
 def test_a_bar_on_a_terminal() -> None:
     stream = Terminal()
-    with Progress(4, first_step=2, stream=stream) as progress:
+    with closing(Progress(4, first_step=2, stream=stream)) as progress:
         progress.show(report(3))
         progress.note("saved")
         progress.show(report(4))
@@ -113,7 +114,7 @@ def test_a_bar_on_a_terminal() -> None:
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_other_ranks_are_silent(stream: io.StringIO) -> None:
-    with Progress(4, enabled=False, stream=stream) as progress:
+    with closing(Progress(4, enabled=False, stream=stream)) as progress:
         progress.show(report(4))
         progress.note("saved")
     assert stream.getvalue() == ""
@@ -148,7 +149,7 @@ def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_wait_for_a_disk_that_is_full(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path / "log") as log:
+    with closing(MetricsLog(tmp_path / "log")) as log:
         assert log.write({"step": 1}) is None
         with Path("/dev/full").open("ab", buffering=0) as full:
             real, log._stream = log._stream, full

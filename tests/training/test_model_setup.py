@@ -27,17 +27,18 @@ from transformers import (
     T5GemmaModuleConfig,
 )
 
-from fsdp_shard.checkpoint import CheckpointConfig
+from fsdp_shard.checkpoint import CheckpointConfig, locate
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.errors import ConfigError, ModelError
-from fsdp_shard.models import ModelConfig, num_positions, resolve
+from fsdp_shard.models import ModelConfig, num_positions
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.model_setup import check_model, data_task
+from fsdp_shard.training.finetune_checks import check_model
+from fsdp_shard.training.model_origin import data_task
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
-from fsdp_shard.training.peft.lora import inject
+from fsdp_shard.training.peft.lora import inject_lora
 from fsdp_shard.utils import check
 from tests.support.tiny import byte_tokenizer
 
@@ -49,11 +50,11 @@ GOOD = FinetuneConfig(model=ModelConfig(path="x"), data=DataConfig(path="y"))
     [
         (
             {"launch": LaunchConfig(max_restarts=1), "checkpoint": CheckpointConfig(optimizer=False)},
-            r"launch\.max_restarts=1 means to go on .*checkpoint\.optimizer=false",
+            r"launch\.max_restarts=1 resumes from .*checkpoint\.optimizer=false",
         ),
         (
             {"launch": LaunchConfig(nodes="1:2", rendezvous="a:1"), "checkpoint": CheckpointConfig(optimizer=False)},
-            r"launch\.nodes=1:2 means to go on",
+            r"launch\.nodes=1:2 resumes from the last checkpoint",
         ),
         (
             {"adapter": LoraConfig(), "checkpoint": CheckpointConfig(layout="gathered", max_shard_size="1GB")},
@@ -67,7 +68,7 @@ GOOD = FinetuneConfig(model=ModelConfig(path="x"), data=DataConfig(path="y"))
             },
             r"data\.packing=true with model\.attention=flash_attention_2 needs train\.micro_batch_size=1",
         ),
-        ({"data": DataConfig(path="y", eval_split="test")}, r"data\.eval_split=test is of data\.eval_path"),
+        ({"data": DataConfig(path="y", eval_split="test")}, r"data\.eval_split=test is for data\.eval_path"),
     ],
 )
 def test_settings_of_several_sections(changes: dict[str, Any], words: str) -> None:
@@ -112,7 +113,8 @@ def look(
 ) -> None:
     text = DataConfig(**{"path": "y", "sequence_length": 16, **data})
     shard = shard or Fsdp2Config(param_dtype="float32")
-    check_model(model, shard, text, adapter or AdapterConfig(), resolve(model.path))
+    config = FinetuneConfig(model=model, shard=shard, data=text, adapter=adapter or AdapterConfig())
+    check_model(config, locate(model.path))
 
 
 def test_what_would_fail_in_the_first_step(tmp_path: Path) -> None:
@@ -125,9 +127,9 @@ def test_what_would_fail_in_the_first_step(tmp_path: Path) -> None:
     look(narrow, adapter=LoraConfig())
     for shard in (Fsdp1Config(), DdpConfig(param_dtype="bfloat16", reduce_dtype="bfloat16")):
         look(narrow, shard)
-        with pytest.raises(ConfigError, match=r"parameters .*bfloat16 and float32.* give"):
+        with pytest.raises(ConfigError, match=r"parameters .*bfloat16 and float32; set"):
             look(narrow, shard, LoraConfig())
-    with pytest.raises(ConfigError, match=r"bfloat16 and float32; give model\.dtype=float32\."):
+    with pytest.raises(ConfigError, match=r"bfloat16 and float32; set model\.dtype=float32\."):
         look(narrow, adapter=LoraConfig(modules_to_save=["input_layernorm"]))
     short = save(tmp_path / "gpt2", GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=64, vocab_size=300))
     look(short, sequence_length=64)
@@ -155,7 +157,7 @@ def test_targets_begin_as_the_model_says(tmp_path: Path) -> None:
     starts = {}
     for name, config in made.items():
         model = replace(save(tmp_path / name, config, AutoModelForSeq2SeqLM), task="seq2seq", attention="eager")
-        starts[name] = data_task(model, resolve(model.path)).decoder_start
+        starts[name] = data_task(model, locate(model.path)).decoder_start
     assert starts == {"bart": 7, "mbart": 9, "t5gemma": 5}
     part.bos_token_id = None
     for name, config, words in (
@@ -175,7 +177,7 @@ def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:
         made.append(replace(model, task="sequence_classification"))
     good, none, one = made
     look(good)
-    assert data_task(good, resolve(good.path)).padding == 256
+    assert data_task(good, locate(good.path)).padding == 256
     with pytest.raises(ModelError, match=r"no pad_token_id in its config\.json"):
         look(none)
     with pytest.raises(ModelError, match=r"num_labels=1 in its config\.json"):
@@ -201,6 +203,6 @@ def test_adapters_are_saved_for_pefts_class_of_the_task(kind: Any, task: str, ex
         config = BertConfig(**SIZES, intermediate_size=8)
     with torch.device("meta"):
         model = kind.from_config(config)
-    adapter, _ = inject(model, LoraConfig(), "base", {}, task)
-    assert json.loads(adapter.side_files()["adapter_config.json"])["task_type"] == expected
+    adapter, _ = inject_lora(model, LoraConfig(), "base", {}, task)
+    assert json.loads(adapter.files()["adapter_config.json"])["task_type"] == expected
     assert not any("modules_to_save" in name for name, _ in model.named_parameters())

@@ -28,14 +28,13 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta, rebuild_buffers
 from fsdp_shard.sharding import DdpConfig, ShardConfig, ShardedModel
-from fsdp_shard.training.config import OptimConfig
-from fsdp_shard.training.model_setup import build_optimizer
 from fsdp_shard.training.optim.adafactor import AdafactorConfig
 from fsdp_shard.training.optim.adamw import AdamWConfig
 from fsdp_shard.training.optim.adamw8bit import AdamW8bitConfig
+from fsdp_shard.training.optim.build import build_optimizer
+from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.optim.muon import MuonConfig
 from fsdp_shard.training.optim.sgd import SgdConfig
-from fsdp_shard.training.optim.whole_param_optimizer import assign_owners
 from tests.sharding.test_wrappers import WRAPPERS
 from tests.support.ranks import on_ranks, update
 from tests.support.tiny import token_batch
@@ -240,13 +239,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchao", raising=False)
     with pytest.raises(ConfigError, match=r"optim=adamw8bit needs torchao.*fsdp-shard\[quantize\]"):
         AdamW8bitConfig().check_installed()
-
-
-def test_owners_share_the_work() -> None:
-    sizes = {"a": 8, "b": 5, "c": 4, "d": 4, "e": 1}
-    assert assign_owners(sizes, 2) == [["a", "d"], ["b", "c", "e"]]
-    assert sorted(name for names in assign_owners(sizes, 3) for name in names) == sorted(sizes)
-    assert assign_owners({"a": 1}, 3) == [["a"], [], []]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from torch import nn
 from transformers import GPT2Config
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import QuantizedLinear, build_on_meta, num_weights
+from fsdp_shard.models import QuantizedLinear, build_on_meta, weights_per_parameter
 from fsdp_shard.sharding import Fsdp1Config, Fsdp2Config, plan_units
 from fsdp_shard.training.peft.config import LoraConfig
-from fsdp_shard.training.peft.lora import inject
+from fsdp_shard.training.peft.lora import inject_lora
 from fsdp_shard.training.peft.qlora import quantize_base
 from tests.support.tiny import llama_config
 
@@ -21,7 +21,7 @@ def quantized(config: Any = None, **settings: Any) -> tuple[nn.Module, dict[str,
     """A model on meta with an adapter and a quantized base, what fills what was left, and the base."""
     model = build_on_meta(config or llama_config(tied=False), "float32")
     adapter = LoraConfig(quantize="nf4", **settings)
-    _, names = inject(model, adapter, "x", {name: f"stored.{name}" for name in model.state_dict()})
+    _, names = inject_lora(model, adapter, "x", {name: f"stored.{name}" for name in model.state_dict()})
     base, left = quantize_base(model, adapter.quantize, Fsdp2Config(), names)
     return model, left, base
 
@@ -36,7 +36,7 @@ def test_all_linear_layers_of_the_blocks_are_and_nothing_else() -> None:
     assert not any(name.startswith(("lm_head", "model.embed")) for name in base.names)
     assert {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"} < set(left)
     assert not set(left) & {f"{name}.weight" for name in found}
-    counted = num_weights(model)
+    counted = weights_per_parameter(model)
     assert counted["model.layers.1.mlp.down_proj.quantized.rows"] == 36 * 85
     assert base.num_weights == 2 * (2 * 36 * 36 + 2 * 12 * 36 + 3 * 36 * 85)
 
@@ -62,7 +62,7 @@ def test_only_fsdp1_gathers_them_apart() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     gpt2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32, architectures=["GPT2LMHeadModel"])
-    with pytest.raises(ConfigError, match=r"adapter.quantize=nf4 would do nothing: the blocks of GPT2LMHeadModel"):
+    with pytest.raises(ConfigError, match=r"adapter.quantize=nf4 has no effect: the blocks of GPT2LMHeadModel"):
         quantized(gpt2)
     model = build_on_meta(llama_config(), "float32")
     with pytest.raises(ConfigError, match=r"adapter.quantize=int8 does not go .*shard.tensor_parallel=2"):

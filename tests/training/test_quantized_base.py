@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp_shard.checkpoint import encode_shards, open_checkpoint
+from fsdp_shard.checkpoint import encode_shards, locate, open_checkpoint
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.models import CODES, ModelConfig, ModelSource, QuantizedWeight
+from fsdp_shard.models import QUANTIZATION_CODES, ModelConfig, QuantizedWeight
 from fsdp_shard.sharding import WRAPPERS, clean_fqn
-from fsdp_shard.training.model_setup import load_sharded
+from fsdp_shard.training.load_model import load_sharded
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.lora import fill_new
 from tests.support.digests import tensor_digests
@@ -61,7 +61,7 @@ def _run(context: DistributedContext, directory: Path, cell: Cell) -> dict[str, 
     """Losses, the rows that each quantized layer had when it first ran, and what this rank holds of them."""
     shard = WRAPPERS[cell.wrapper](param_dtype=cell.dtype, activation_checkpointing=cell.recompute)
     adapter = LoraConfig(rank=3, alpha=24, quantize=cell.kind)
-    loaded = load_sharded(ModelConfig(path=str(directory)), shard, ModelSource(directory), context, adapter, seed=7)
+    loaded = load_sharded(ModelConfig(path=str(directory)), shard, locate(directory), context, adapter, seed=7)
     model, rows = loaded.model, {}
     for name, module in model.module.named_modules():
         if isinstance(module, QuantizedWeight):
@@ -245,4 +245,4 @@ def test_weights_that_no_code_can_hold_are_refused(tiny_model: Path, tmp_path: P
             open_checkpoint(directory) as index,
             pytest.raises(CheckpointError, match=rf"tensor {name} .*{words}.*nf4.*adapter.quantize=none"),
         ):
-            encode_shards(index, shards, {"rows": name}, CODES["nf4"])
+            encode_shards(index, shards, {"rows": name}, QUANTIZATION_CODES["nf4"])

@@ -30,7 +30,7 @@ from fsdp_shard.errors import CheckpointError, ConfigError, SaveError, StorageEr
 from fsdp_shard.models import tied_names
 from fsdp_shard.training.checkpoints.resume import check_optimizer, find_step
 from fsdp_shard.training.checkpoints.saver import Saver, open_saver
-from fsdp_shard.training.model_setup import LoadedModel, LoadFigures
+from fsdp_shard.training.load_model import LoadedModel, LoadFigures
 from fsdp_shard.training.trainer_state import TrainerState
 from tests.sharding.test_wrappers import WRAPPERS, sharded
 from tests.support.ranks import on_ranks
@@ -258,7 +258,7 @@ def slimming(context: DistributedContext, run_dir: Path) -> None:
     run.saver.wait()
     assert run.told[-2:] == [
         "saved step-00000003",
-        "Step 3 is saved, but older ones could not be tidied up. Rank 0: optimizer: Input/output error (EIO).",
+        "Step 3 is saved, but older ones could not be deleted. Rank 0: optimizer: Input/output error (EIO).",
     ]
     assert (run.store.path(2) / "optimizer").is_dir()
 

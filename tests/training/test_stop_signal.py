@@ -9,8 +9,9 @@ import time
 
 import pytest
 
+from fsdp_shard.distributed import STOP_SIGNALS
 from fsdp_shard.errors import Interrupted
-from fsdp_shard.training.stop_signal import STOP_SIGNALS, StopSignal
+from fsdp_shard.training.stop_signal import StopSignal
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)

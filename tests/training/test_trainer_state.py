@@ -79,9 +79,9 @@ def test_other_content_is_refused(text: str) -> None:
 def test_a_resumed_run_must_be_the_same_run() -> None:
     state = TrainerState(seed=3, data="a")
     state.check_continues(3, "a")
-    with pytest.raises(ConfigError, match="Give seed=3"):
+    with pytest.raises(ConfigError, match="Set seed=3"):
         state.check_continues(4, "a")
-    with pytest.raises(ConfigError, match="its place in the data means nothing"):
+    with pytest.raises(ConfigError, match="its position in the data is not valid"):
         state.check_continues(3, "b")
 
 

@@ -17,6 +17,7 @@ import torch
 from tests.support.ranks import on_ranks
 from tests.training.test_loop import Run
 from fsdp_shard.training import TrainConfig
+from fsdp_shard.utils import keep_freed_memory
 
 class Info(ctypes.Structure):  # of <malloc.h>
     _fields_ = [
@@ -33,6 +34,7 @@ def mapped_for_itself(context):
     return mallinfo().hblkhd - before
 
 def after_training(context):
+    keep_freed_memory()
     Run(context).go(TrainConfig(steps=1, global_batch_size=4))
     mapped = mapped_for_itself(context)
     for count in (6, 12, 12):

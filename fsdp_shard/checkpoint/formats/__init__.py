@@ -1,1 +1,1 @@
-"""One file a format: how it is recognized, read and, where we write it, planned. `registry` lists them."""
+"""One module per checkpoint format. `registry` lists them and says what such a module has to offer."""

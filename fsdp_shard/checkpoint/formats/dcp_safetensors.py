@@ -1,11 +1,11 @@
-"""Per-rank safetensors of torch: `HuggingFaceStorageWriter(save_distributed=True)` in `torch.distributed.checkpoint`.
+"""Format `torch_huggingface`: per-rank safetensors of DCP's `HuggingFaceStorageWriter(save_distributed=True)`.
 
-`save_pretrained(distributed_checkpoint=True)` of transformers and the last step of torchtitan go through that writer. A
-file `shard-RANK-model-PART-of-PARTS.safetensors` holds at most one piece of a tensor; where it begins in the tensor
-stands in the metadata (`DCP_SHARDING_INFO`). Neither the number of ranks nor a full shape is written anywhere: a tensor
-reaches as far as its pieces do. So files that are missing at the end of the ranks leave two traces only: a hole, where
-a mesh cuts along two dims, and a vocabulary smaller than config.json's. Without either (one dim, every tensor cut, no
-config.json) a lost last rank looks like a smaller model, here and in torch's own reader. Imports no torch.
+`save_pretrained(distributed_checkpoint=True)` of transformers and the last step of torchtitan use that writer. A file
+`shard-RANK-model-PART-of-PARTS.safetensors` holds at most one piece of a tensor, whose offsets are in the metadata
+(`DCP_SHARDING_INFO`). Neither the number of ranks nor a full shape is stored: a tensor ends where its last piece does.
+So files that are missing at the end of the ranks have two symptoms only: a hole, where a mesh cuts along two dims, and
+a vocabulary smaller than config.json's. Without either (one dim, every tensor cut, no config.json) a lost last rank
+looks like a smaller model, in this reader and in torch's own. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, checked
-from fsdp_shard.checkpoint.io.files import has_file, member, open_regular, parse_json, pread_into, read_json
-from fsdp_shard.checkpoint.io.safetensors_header import Header, read_header
+from fsdp_shard.checkpoint.formats.several_files import Agreement, one_world_size
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import Header, has_file, member, open_regular, parse_json, read_header, read_json
+from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
 from fsdp_shard.errors import CheckpointError
 
 NAME = "torch_huggingface"
 INFO_KEY = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
-_ZIP = b"PK\x03\x04"  # how torch.save begins
+_ZIP = b"PK\x03\x04"  # the first bytes of torch.save
 # The modules whose weight has one row per token, by the last name before `.weight`.
 _VOCABULARY = frozenset(
     {"embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "lm_head", "embed_out"}
@@ -32,7 +33,7 @@ _VOCABULARY = frozenset(
 
 
 class ShardFile(NamedTuple):
-    """What a file's name says; all three count from 1."""
+    """The numbers in the name of a file, all of which count from 1."""
 
     rank: int
     part: int
@@ -44,70 +45,65 @@ class ShardFile(NamedTuple):
 
 
 def parse_name(name: str) -> ShardFile | None:
-    """What the name of a rank file says, or None for any other name."""
+    """The numbers in the name of a rank file, or None for any other name."""
     match = re.fullmatch(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors", name)
     return ShardFile(*map(int, match.groups())) if match else None
 
 
 def recognize(path: Path) -> bool:
-    """A directory with at least one rank file, or such a file (which `read` refuses, since it is a part only)."""
+    """A directory with at least one rank file, or such a file (which `read` refuses, since it is only a part)."""
     if path.is_file():
         return parse_name(path.name) is not None
     return path.is_dir() and any(parse_name(entry.name) for entry in path.iterdir())
 
 
 def read(path: Path) -> TensorIndex:
-    """The index over all ranks' files; what can be seen of a missing, mixed or overlapping file is an error."""
+    """The index of all ranks' files; a missing, mixed or overlapping file is an error as far as it can be detected."""
     if path.is_file():
         raise CheckpointError(f"{path} holds one rank's part of the weights only; give its directory {path.parent}.")
     found = _files(path)
     pieces: dict[str, list[Piece]] = {}
-    dtypes: dict[str, tuple[str, str]] = {}
+    dtypes: dict[str, str] = {}
+    saves = Agreement()
     for file in found:
         for name, dtype, piece in _pieces(member(path, file.name), file.name):
-            known, by = dtypes.setdefault(name, (dtype, file.name))
-            if known != dtype:
-                raise CheckpointError(f"{path / file.name} holds tensor {name} as {dtype}, but {by} as {known}.")
+            saves.check(f"tensor {name}", path / file.name, dtype)
+            dtypes[name] = dtype
             pieces.setdefault(name, []).append(piece)
     if not pieces:
         raise CheckpointError(f"{path} has the files of {found[-1].rank} ranks, but no tensors in them.")
-    tensors = {name: _entry(path, name, dtypes[name][0], held) for name, held in pieces.items()}
+    tensors = {name: _entry(path, name, dtypes[name], held) for name, held in pieces.items()}
     _check_vocabulary(path, tensors.values())
     return TensorIndex(path, NAME, tensors, world_size=found[-1].rank)
 
 
 def _files(root: Path) -> list[ShardFile]:
-    """The rank files in order. A hole in the numbers is an error.
+    """The rank files in order, after checking that no number in between is missing.
 
-    A rank with nothing to write makes no file, but torch deals what several ranks hold to the lowest idle rank, so
-    those without any come last.
+    A rank with nothing to write makes no file, but torch assigns what several ranks hold to the lowest idle rank, so
+    those without a file are the last ranks.
     """
     found = sorted(parsed for entry in root.iterdir() if (parsed := parse_name(entry.name)))
-    if len(sizes := {file.num_parts for file in found}) != 1:
-        some = " and ".join(map(str, sorted(sizes)))
-        raise CheckpointError(f"{root} mixes rank files of saves in {some} parts; keep the files of one save only.")
-    parts, ranks = {file.part for file in found}, {file.rank for file in found}
-    num_parts = found[0].num_parts
+    num_parts = one_world_size(root, {file.num_parts for file in found}, "parts") or 0
     if bad := next((file for file in found if not file.rank or not 0 < file.part <= num_parts), None):
         raise CheckpointError(f"{root / bad.name} has a name that torch never gives: it counts ranks and parts from 1.")
-    for rank in range(1, len(ranks) + 1):
-        if rank not in ranks:
-            name = ShardFile(rank, min(parts), num_parts).name
-            raise CheckpointError(f"{root / name} is missing: there are files of rank {max(ranks)}, none of {rank}.")
-    for part in range(1, len(parts) + 2):
-        if part not in parts and part <= num_parts:
-            raise CheckpointError(f"{root} has no file of part {part} of {num_parts}: the checkpoint is not complete.")
+    parts, ranks = {file.part for file in found}, {file.rank for file in found}
+    if absent := next((rank for rank in range(1, max(ranks)) if rank not in ranks), None):
+        name = ShardFile(absent, min(parts), num_parts).name
+        raise CheckpointError(f"{root / name} is missing: there are files of rank {max(ranks)}, none of {absent}.")
+    if absent := next((part for part in range(1, num_parts + 1) if part not in parts), None):
+        raise CheckpointError(f"{root} has no file of part {absent} of {num_parts}: the checkpoint is not complete.")
     return found
 
 
 def refuse_parts(where: Path, header: Header) -> None:
-    """CheckpointError if a file of whole tensors holds parts: sharded tensors saved without `save_distributed=True`."""
+    """CheckpointError if a file of full tensors holds parts: sharded tensors saved without `save_distributed=True`."""
     if INFO_KEY in header.metadata:
         for name, at in _offsets(where, header).items():
             if any(at):
                 raise CheckpointError(
-                    f"{where} holds a part of tensor {name} only, from {list(at)} on: the ranks wrote over each "
-                    "other's files. Save sharded tensors with HuggingFaceStorageWriter(save_distributed=True)."
+                    f"{where} holds only the part of tensor {name} from {list(at)} on: the ranks wrote over "
+                    "each other's files. Save sharded tensors with HuggingFaceStorageWriter(save_distributed=True)."
                 )
 
 
@@ -125,12 +121,8 @@ def _pieces(where: Path, file: str) -> Iterator[tuple[str, str, Piece]]:
 
 
 def _read_header(where: Path) -> Header:
-    descriptor = open_regular(where)
-    try:
-        start = bytearray(len(_ZIP))
-        pread_into(descriptor, 0, memoryview(start))
-    finally:
-        os.close(descriptor)
+    with os.fdopen(open_regular(where), "rb") as file:
+        start = file.read(len(_ZIP))
     if start == _ZIP:
         raise CheckpointError(
             f"{where} begins with a pickled entry: the state dict held something that is no tensor, and torch's writer "
@@ -142,12 +134,12 @@ def _read_header(where: Path) -> Header:
 def _offsets(where: Path, header: Header) -> Mapping[str, tuple[int, ...]]:
     text = header.metadata.get(INFO_KEY)
     if text is None:
-        raise CheckpointError(f"{where} has no {INFO_KEY} in its metadata, so where its pieces belong is not known.")
+        raise CheckpointError(f"{where} has no {INFO_KEY} in its metadata, so the offsets of its pieces are not known.")
     document = parse_json(text.encode(), f"the {INFO_KEY} of {where}")
     if not isinstance(document, dict) or not all(_is_entry(value) for value in document.values()):
         raise CheckpointError(f"the {INFO_KEY} of {where} is no map from tensor names to {_OFFSETS}.")
     if differing := sorted(document.keys() ^ header.tensors.keys()):
-        raise CheckpointError(f"{where}: tensor {differing[0]} stands only in one of header and {INFO_KEY}.")
+        raise CheckpointError(f"{where}: tensor {differing[0]} is only in one of header and {INFO_KEY}.")
     return {name: tuple(value[_OFFSETS]) for name, value in document.items()}
 
 
@@ -165,7 +157,7 @@ def _entry(root: Path, name: str, dtype: str, pieces: list[Piece]) -> TensorEntr
 
 
 def _check_vocabulary(root: Path, entries: Iterable[TensorEntry]) -> None:
-    """Refuse an embedding with fewer rows than config.json says: the trace of a lost last rank."""
+    """Refuse an embedding with fewer rows than in config.json: the symptom of a lost last rank."""
     config = read_json(member(root, "config.json")) if has_file(root, "config.json") else None
     part = config.get("text_config", config) if isinstance(config, dict) else None
     size = part.get("vocab_size") if isinstance(part, dict) else None
@@ -174,7 +166,7 @@ def _check_vocabulary(root: Path, entries: Iterable[TensorEntry]) -> None:
         if is_vocabulary and isinstance(size, int) and entry.shape[0] < size:
             raise CheckpointError(
                 f"{root}: tensor {entry.name} has {entry.shape[0]} rows, but config.json says vocab_size {size}: "
-                f"the files of the last ranks are missing (the last one there is {entry.pieces[-1].file})."
+                f"the files of the last ranks are missing (the last one found is {entry.pieces[-1].file})."
             )
 
 

@@ -1,6 +1,6 @@
-"""Plans a `torch.distributed.checkpoint` directory: `.metadata` and `__RANK_0.distcp` files of saved tensors. Pure.
+"""Plans a directory of `torch.distributed.checkpoint`: `.metadata` and one `__RANK_0.distcp` file per rank. Pure.
 
-Source: `torch.distributed.checkpoint.filesystem` and `.metadata`, whose objects are named here and not imported.
+Source: `torch.distributed.checkpoint.filesystem` and `.metadata`, whose classes are named in the pickle, not imported.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_shard.checkpoint.io.dtypes import TensorSpec, itemsize, row_elements, torch_name
-from fsdp_shard.checkpoint.steps.file_plan import DCP_METADATA, Extent, FilePlan, TargetPlan, WriteRequest, chunk_rows
-from fsdp_shard.checkpoint.torch_pickle.pickler import Call, Global, Instance, Items, dumps
-from fsdp_shard.checkpoint.torch_pickle.torch_zip_writer import frame
+from fsdp_shard.checkpoint.formats.several_files import plan_ranks
+from fsdp_shard.checkpoint.io import TensorSpec, itemsize, row_elements, torch_name
+from fsdp_shard.checkpoint.steps import DCP_METADATA, FilePlan, TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.torch_pickle import Call, Global, Instance, Items, dumps, frame
 
 _MODULE = "torch.distributed.checkpoint.metadata"
-_ALIGNMENT = 64  # torch's for storages inside an item; kept for the items, so that tensors can be mapped
+_ALIGNMENT = 64  # torch's for storages in an item; used for items too, so that tensors can be memory-mapped
 _CONTIGUOUS = 0  # _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A range of rows of a tensor, and where its item lies."""
+    """A range of rows of a tensor, and the bytes of its item."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -30,54 +30,44 @@ class _Chunk:
 
 
 def plan_dcp(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
-    """One `.distcp` file for each of `ranks` ranks (one by default), dim 0 of every tensor cut as FSDP2 cuts it.
+    """Plan one `.distcp` file per rank (`request.ranks`, one by default), dim 0 of each tensor chunked as by FSDP2.
 
-    A tied name is listed with the place of the tensor that it is tied to, so that a state dict with both loads.
+    A tied name is listed with the bytes of the tensor that it is tied to, so that a state dict with both loads.
     """
     ranks = request.ranks or 1
-    parts = {spec.name: chunk_rows(spec, ranks) for spec in specs}
     chunks: dict[str, list[_Chunk]] = {spec.name: [] for spec in specs}
-    extents: dict[str, list[Extent]] = {spec.name: [] for spec in specs}
-    files = []
-    for rank in range(ranks):
-        pieces = [(spec, *parts[spec.name][rank]) for spec in specs]
+
+    def plan_file(rank: int, pieces: Sequence[tuple[TensorSpec, int, int]]) -> FilePlan:
         held = [piece for piece in pieces if piece[2] or (rank == 0 and not piece[0].num_elements)]
-        files.append(_plan_file(f"__{rank}_0.distcp", held, chunks, extents))
+        return _plan_file(f"__{rank}_0.distcp", held, chunks)
+
+    files, extents = plan_ranks(specs, ranks, plan_file)
     metadata = _metadata(specs, chunks, request.aliases, request.nest)
-    return TargetPlan(
-        tuple(files),
-        {name: tuple(held) for name, held in extents.items()},
-        {DCP_METADATA: dumps(metadata)},
-        "sharded" if ranks > 1 else "gathered",
-        ranks,
-    )
+    layout = "sharded" if ranks > 1 else "gathered"
+    return TargetPlan(files, extents, {DCP_METADATA: dumps(metadata)}, layout, ranks)
 
 
 def _plan_file(
-    name: str,
-    pieces: Sequence[tuple[TensorSpec, int, int]],
-    chunks: Mapping[str, list[_Chunk]],
-    extents: Mapping[str, list[Extent]],
+    name: str, pieces: Sequence[tuple[TensorSpec, int, int]], chunks: Mapping[str, list[_Chunk]]
 ) -> FilePlan:
-    """The file of one rank; its chunks and extents are added to those of the ranks before it."""
+    """The file of one rank; its chunks are appended to those of the ranks before it."""
     frames: list[tuple[int, bytes]] = []
-    places, position, gap = {}, 0, b""
-    for spec, start, count in pieces:
-        offsets, sizes = _rows(spec, start, count)
+    starts, position, gap = {}, 0, b""
+    for spec, first, count in pieces:
+        offsets, sizes = _rows(spec, first, count)
         item = frame(TensorSpec(spec.name, spec.dtype, sizes))
-        size = itemsize(spec.dtype)
-        place = position + len(gap) + len(item.before)
-        end = place + count * size + len(item.after)
-        frames += [(position, gap + item.before), (place + count * size, item.after)]
-        chunks[spec.name].append(_Chunk(offsets, sizes, name, position + len(gap), end - position - len(gap)))
-        if count:
-            extents[spec.name].append(Extent(start * size, (start + count) * size, name, place))
-        places[spec.name], position, gap = place, end, bytes(-end % _ALIGNMENT)
-    return FilePlan(name, tuple(frames), places, position)
+        item_start = position + len(gap)
+        start = item_start + len(item.before)
+        stop = start + count * itemsize(spec.dtype)
+        end = stop + len(item.after)
+        frames += [(position, gap + item.before), (stop, item.after)]
+        chunks[spec.name].append(_Chunk(offsets, sizes, name, item_start, end - item_start))
+        starts[spec.name], position, gap = start, end, bytes(-end % _ALIGNMENT)
+    return FilePlan(name, tuple(frames), starts, position)
 
 
 def _rows(spec: TensorSpec, start: int, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offsets, sizes) of a flat range of whole rows."""
+    """(offsets, sizes) of a flat range of full rows."""
     if not spec.shape:
         return (), ()
     row = row_elements(spec.shape)

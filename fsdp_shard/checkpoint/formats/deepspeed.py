@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO checkpoints of stages 1 to 3: float32 masters out of every rank's optimizer file, without DeepSpeed.
+"""Format `deepspeed`: ZeRO stages 1 to 3, float32 masters from every rank's optimizer file, without DeepSpeed.
 
-Layout, as in DeepSpeed 0.19 (utils/zero_to_fp32.py): model states name the parameters with their shapes, in the order
-in which they lie in the flat vectors of the optimizer states. Up to stage 2 a parameter group is one vector, cut over
-the ranks wherever it falls; in stage 3 each parameter is cut in equal parts, padded, and each rank has its parts end to
-end. Buffers, and parameters that were not trained, lie in the model states, in the model's own dtype.
+As in DeepSpeed 0.19 (utils/zero_to_fp32.py): model states name the parameters with their shapes, in the order of the
+flat vectors in the optimizer states. Up to stage 2 a parameter group is one vector, split over the ranks at any
+element; in stage 3 each parameter is split in equal parts, padded, and each rank concatenates its parts. Buffers, and
+parameters that were not trained, are in the model states, in the model's own dtype.
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.formats.deepspeed_files import (
-    State,
-    Zero,
-    check_ranks,
-    model_files,
-    optimizer_files,
-    read_state,
-    segment,
-    step_directory,
-    zero_of,
+from fsdp_shard.checkpoint.formats import deepspeed_files
+from fsdp_shard.checkpoint.formats.deepspeed_files import Segment, State, Zero, length, pieces, segment, step_directory
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
+from fsdp_shard.checkpoint.torch_pickle import (
+    StoredTensor,
+    counts,
+    extra_of,
+    plain_entry,
+    readable,
+    walk,
+    without_copies,
 )
-from fsdp_shard.checkpoint.formats.flat_parts import Segment, length, pieces
-from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, checked
-from fsdp_shard.checkpoint.torch_pickle.metadata_classes import counts
-from fsdp_shard.checkpoint.torch_pickle.state_dict import extra_of, readable, walk, without_copies
-from fsdp_shard.checkpoint.torch_pickle.strided import piece_of
-from fsdp_shard.checkpoint.torch_pickle.torch_zip import StoredTensor
 from fsdp_shard.errors import CheckpointError
 
 NAME = "deepspeed"
@@ -43,15 +39,15 @@ def recognize(path: Path) -> bool:
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a directory that `recognize` took; parameters that were trained are float32."""
+    """The index of a directory that `recognize` accepts; parameters that were trained are float32."""
     inner = step_directory(path)
     assert inner is not None, "recognize has found it"
-    optimizers = [read_state(path, name) for name in optimizer_files(path, inner)]
-    zeros = [zero_of(state) for state in optimizers]
-    check_ranks(path / inner, optimizers, zeros)
-    models = [read_state(path, name) for name in model_files(path, inner, zeros[0])]
+    optimizers = [deepspeed_files.read_state(path, name) for name in deepspeed_files.optimizer_files(path, inner)]
+    zeros = [deepspeed_files.zero_of(state) for state in optimizers]
+    deepspeed_files.check_ranks(path / inner, optimizers, zeros)
+    models = [deepspeed_files.read_state(path, name) for name in deepspeed_files.model_files(path, inner, zeros[0])]
     shapes = _param_shapes(models[0])
-    make = _cut_anywhere if zeros[0].stage <= 2 else _cut_equally
+    make = _split_anywhere if zeros[0].stage <= 2 else _split_equally
     found = {entry.name: entry for entry in make(path, models[0], shapes, zeros)}
     found |= {entry.name: entry for entry in _kept_in_models(path, models, zeros[0].stage)}
     tensors, aliases = without_copies(found)
@@ -73,7 +69,9 @@ def read(path: Path) -> TensorIndex:
 def _param_shapes(state: State) -> list[_Shapes]:
     groups = state.content.get("param_shapes")
     if not isinstance(groups, list):
-        raise CheckpointError(f"{state.where} has no shapes of parameters, so it is no model state of a ZeRO engine.")
+        raise CheckpointError(
+            f"{state.where} has no shapes of parameters, so it is not the model state of a ZeRO engine."
+        )
     return [_shapes(state, group) for group in groups]
 
 
@@ -81,14 +79,16 @@ def _shapes(state: State, group: Any) -> _Shapes:
     try:
         return {str(name): counts(shape) for name, shape in group.items()}
     except (TypeError, AttributeError) as error:
-        raise CheckpointError(f"{state.where} has shapes of parameters that are none: {error}.") from None
+        raise CheckpointError(f"{state.where} has shapes of parameters that are not shapes: {error}.") from None
 
 
-def _cut_anywhere(root: Path, model: State, shapes: Sequence[_Shapes], zeros: Sequence[Zero]) -> Iterator[TensorEntry]:
-    """Stages 1 and 2: the ranks' partitions of a group, end to end, hold its parameters one after the other."""
+def _split_anywhere(
+    root: Path, model: State, shapes: Sequence[_Shapes], zeros: Sequence[Zero]
+) -> Iterator[TensorEntry]:
+    """Stages 1 and 2: the concatenated partitions of a group on all ranks are its concatenated parameters."""
     paddings = zeros[0].paddings or [(0,) * len(group) for group in shapes]
     if [len(group) for group in shapes] != [len(group) for group in paddings] or len(shapes) != len(zeros[0].groups):
-        raise CheckpointError(f"{model.where} has other groups of parameters than the optimizer files beside it.")
+        raise CheckpointError(f"{model.where} has other groups of parameters than the optimizer files.")
     for number, group in enumerate(shapes):
         vector = [zero.groups[number] for zero in zeros]
         at = 0
@@ -96,15 +96,15 @@ def _cut_anywhere(root: Path, model: State, shapes: Sequence[_Shapes], zeros: Se
             size = math.prod(shape)
             yield _entry(root, name, shape, pieces(vector, at, shape, 0, size, "F32"), vector)
             at += size + padding
-        # The end is padded to twice the number of ranks; some of it is cut off again from the last ranks' partitions.
+        # The end is padded to a multiple of twice the ranks; some of it is missing in the last ranks' partitions.
         _check_end(model, at, length(vector), 2 * len(zeros))
 
 
-def _cut_equally(root: Path, model: State, shapes: Sequence[_Shapes], zeros: Sequence[Zero]) -> Iterator[TensorEntry]:
-    """Stage 3: a rank's groups, end to end, hold its part of each parameter; the last parts are padded."""
+def _split_equally(root: Path, model: State, shapes: Sequence[_Shapes], zeros: Sequence[Zero]) -> Iterator[TensorEntry]:
+    """Stage 3: a rank's concatenated groups are its concatenated parts of all parameters; the last parts are padded."""
     at = 0
-    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        vectors = [zero.groups for zero in zeros]
+    vectors = [zero.groups for zero in zeros]
+    for name, shape in (item for group in shapes for item in group.items()):
         yield _entry(root, name, shape, _equal_parts(vectors, at, shape, "F32"), zeros[0].groups)
         at += -(-math.prod(shape) // len(zeros))
     for zero in zeros:
@@ -122,7 +122,7 @@ def _equal_parts(vectors: Sequence[Sequence[Segment]], at: int, shape: tuple[int
 def _entry(
     root: Path, name: str, shape: tuple[int, ...], held: Iterable[Piece], vector: Sequence[Segment]
 ) -> TensorEntry:
-    """The entry of a parameter; one without elements lies nowhere, so it is said to lie where the vector begins."""
+    """The entry of a parameter; one without elements has no bytes, and is located at the start of the vector."""
     empty = [Piece(part.file, part.start, (0,) * len(shape), shape) for part in vector[:1] if not math.prod(shape)]
     return checked(root, name, "F32", shape, [*held, *empty])
 
@@ -130,51 +130,39 @@ def _entry(
 def _check_end(model: State, wanted: int, found: int, alignment: int) -> None:
     if -(-wanted // alignment) != -(-found // alignment):
         raise CheckpointError(
-            f"{model.where} names parameters of {wanted} elements in all, but the optimizer files beside it hold "
+            f"{model.where} names parameters of {wanted} elements in all, but the optimizer files hold "
             f"{found}: these are files of different saves."
         )
 
 
 def _kept_in_models(root: Path, models: Sequence[State], stage: int) -> Iterator[TensorEntry]:
-    """Buffers, and parameters that are not trained: whole up to stage 2, in equal flat parts in stage 3."""
+    """Buffers, and parameters that are not trained: complete up to stage 2, in equal flat parts in stage 3."""
     first = models[0]
     module, names = first.content.get("module"), first.content.get("buffer_names")
     if not isinstance(module, Mapping) or not isinstance(names, (list, tuple, set)):
-        raise CheckpointError(f"{first.where} has no module or no names of buffers, so it is no model state.")
+        raise CheckpointError(f"{first.where} has no module or no names of buffers, so it is not a model state.")
     for name in names:
         if name in module:
-            yield _plain_entry(first, str(name), module[name])
+            yield plain_entry(str(name), module[name], first.file, first.where)
     frozen = _shapes(first, first.content.get("frozen_param_shapes") or {})
     for name, shape in frozen.items():
         fragments = [(model.content.get("frozen_param_fragments") or {}).get(name) for model in models]
         if stage <= 2:
-            yield _plain_entry(first, name, fragments[0])
+            yield plain_entry(name, fragments[0], first.file, first.where)
             continue
-        plain = readable(fragments[0], name, first.where)
-        dtype = plain.dtype if isinstance(plain, StoredTensor) else "F32"
+        dtype = readable(fragments[0], name, first.where).dtype
         vectors = [[segment(model, name, part, dtype)] for model, part in zip(models, fragments, strict=True)]
         yield checked(root, name, dtype, shape, list(_equal_parts(vectors, 0, shape, dtype)))
 
 
-def _plain_entry(state: State, name: str, tensor: Any) -> TensorEntry:
-    plain = readable(tensor, name, state.where)
-    if not isinstance(plain, StoredTensor):
-        raise CheckpointError(f"{state.where}: {name} is no plain tensor.")
-    piece = piece_of(state.file, plain, (0,) * len(plain.shape))
-    return TensorEntry(name, plain.dtype, plain.shape, (piece,))
-
-
 def _shared(model: State, found: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Tied parameters: those that DeepSpeed lists, and in stage 3 those whose emptied tensors share one storage."""
-    listed = model.content.get("shared_params")
+    listed, module = model.content.get("shared_params"), model.content.get("module")
     pairs = {str(name): str(kept) for name, kept in listed.items()} if isinstance(listed, Mapping) else {}
-    module = model.content.get("module")
-    starts = {
-        tensor.start: name
-        for name, tensor in (module.items() if isinstance(module, Mapping) else ())
-        if name in found and isinstance(tensor, StoredTensor)
-    }
-    for name, tensor in module.items() if isinstance(module, Mapping) else ():
-        if name not in found and isinstance(tensor, StoredTensor) and tensor.start in starts:
-            pairs.setdefault(str(name), starts[tensor.start])
+    items = module.items() if isinstance(module, Mapping) else ()
+    starts = {str(name): tensor.start for name, tensor in items if isinstance(tensor, StoredTensor)}
+    owners = {start: name for name, start in starts.items() if name in found}
+    for name, start in starts.items():
+        if name not in found and start in owners:
+            pairs.setdefault(name, owners[start])
     return pairs

@@ -1,20 +1,20 @@
-"""The files of a DeepSpeed ZeRO checkpoint: which there are, whether they belong together, and what is in each."""
+"""The files of a DeepSpeed ZeRO checkpoint: which exist, whether they belong together, and the flat vectors in them."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.formats.flat_parts import Segment
-from fsdp_shard.checkpoint.io.files import has_file, member, open_regular
-from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Record, counts
-from fsdp_shard.checkpoint.torch_pickle.state_dict import readable
-from fsdp_shard.checkpoint.torch_pickle.strided import piece_of
-from fsdp_shard.checkpoint.torch_pickle.torch_zip import StoredTensor, read_torch_file
+from fsdp_shard.checkpoint import tensor_slices
+from fsdp_shard.checkpoint.formats.several_files import Agreement, files_by_rank
+from fsdp_shard.checkpoint.io import has_file, itemsize, member, open_regular
+from fsdp_shard.checkpoint.tensor_entry import Piece
+from fsdp_shard.checkpoint.torch_pickle import Record, counts, piece_of, read_torch_file, readable
 from fsdp_shard.errors import CheckpointError
 
 _LATEST = "latest"
@@ -24,18 +24,27 @@ _MODEL_FILE = re.compile(r"(?:(?:bf16_|fp16_)?zero_pp_rank_(\d+)_)?mp_rank_(\d+)
 
 @dataclass(frozen=True)
 class State:
-    """What one file holds. `file` is its name as seen from the checkpoint's root."""
+    """The content of one file. `file` is its name relative to the checkpoint's root."""
 
     file: str
     where: Path
     content: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Contiguous elements of one dtype in a file, from byte `start` on."""
+
+    file: str
+    start: int
+    num_elements: int
+
+
 @dataclass(frozen=True)
 class Zero:
     """One rank's optimizer file: stage, number of ranks, the float32 masters of each parameter group in one segment.
 
-    `paddings` are elements behind each parameter of each group, where the file has any.
+    `paddings` are the numbers of elements after each parameter of each group, where the file has any.
     """
 
     stage: int
@@ -45,7 +54,7 @@ class Zero:
 
 
 def step_directory(path: Path) -> str | None:
-    """The directory with the rank files as seen from `path`: "." or what `latest` names; None if there is none."""
+    """The directory with the rank files relative to `path`: "." or the one that `latest` names; None without either."""
     if _matches(path, _OPTIMIZER_FILE):
         return "."
     name = _latest(path)
@@ -71,40 +80,29 @@ def _matches(path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
 
 
 def optimizer_files(path: Path, inner: str) -> list[str]:
-    """Names by rank, after checking that there is one of each rank."""
-    by_rank: dict[int, str] = {}
-    for match in sorted(_matches(path / inner, _OPTIMIZER_FILE), key=lambda match: int(match[1])):
-        rank = int(match[1])
+    """The names of the optimizer files in the order of ranks, after checking that there is one of each rank."""
+    found = _matches(path / inner, _OPTIMIZER_FILE)
+    for match in found:
         if int(match[2]):
             raise CheckpointError(
-                f"{path / inner / match[0]} is of a model that is split by tensor parallelism, which is not read; "
-                "merge it with DeepSpeed's ds_to_universal first."
+                f"{path / inner / match[0]} is of a model with tensor parallelism, which is not supported; merge it "
+                "with DeepSpeed's ds_to_universal first."
             )
-        if rank in by_rank:
-            raise CheckpointError(f"{path / inner} has two files of rank {rank}: {by_rank[rank]} and {match[0]}.")
-        if rank != len(by_rank):
-            raise CheckpointError(f"{path / inner} has {match[0]}, but no optimizer file of rank {len(by_rank)}.")
-        by_rank[rank] = match[0]
-    return [_joined(inner, name) for name in by_rank.values()]
+    names = files_by_rank(path / inner, [(int(match[1]), match[0]) for match in found], kind="optimizer file")
+    return [(Path(inner) / name).as_posix() for name in names]
 
 
 def model_files(path: Path, inner: str, zero: Zero) -> list[str]:
-    """One file up to stage 2, one a rank in stage 3."""
-    names = {int(match[1] or 0): match[0] for match in _matches(path / inner, _MODEL_FILE) if not int(match[2])}
-    wanted = range(zero.world_size if zero.stage == 3 else 1)
-    for rank in wanted:
-        if rank not in names:
-            raise CheckpointError(
-                f"{path / inner} has no model states of rank {rank}; {len(wanted)} such files are needed."
-            )
-    return [_joined(inner, names[rank]) for rank in wanted]
-
-
-def _joined(inner: str, name: str) -> str:
-    return name if inner == "." else f"{inner}/{name}"
+    """The names of the model files: one up to stage 2, one per rank in stage 3."""
+    num_files = zero.world_size if zero.stage == 3 else 1
+    found = [(int(match[1] or 0), match[0]) for match in _matches(path / inner, _MODEL_FILE) if not int(match[2])]
+    wanted = [(rank, name) for rank, name in found if rank < num_files]
+    names = files_by_rank(path / inner, wanted, num_files, "file with the model states")
+    return [(Path(inner) / name).as_posix() for name in names]
 
 
 def read_state(root: Path, file: str) -> State:
+    """Read the file `file` of the checkpoint in `root`."""
     where = member(root, file)
     content = read_torch_file(where)
     if not isinstance(content, Mapping):
@@ -113,16 +111,11 @@ def read_state(root: Path, file: str) -> State:
 
 
 def check_ranks(directory: Path, states: Sequence[State], zeros: Sequence[Zero]) -> None:
+    """CheckpointError unless the optimizer files of all ranks exist and are of one save."""
+    saves = Agreement()
     for state, zero in zip(states, zeros, strict=True):
-        if (zero.stage, zero.world_size) != (zeros[0].stage, zeros[0].world_size):
-            raise CheckpointError(
-                f"{state.where} is of ZeRO stage {zero.stage} on {zero.world_size} ranks, but rank 0's file is of "
-                f"stage {zeros[0].stage} on {zeros[0].world_size}: these are files of different saves."
-            )
-        if len(zero.groups) != len(zeros[0].groups):
-            raise CheckpointError(
-                f"{state.where} has {len(zero.groups)} parameter groups; rank 0 has {len(zeros[0].groups)}."
-            )
+        description = (zero.stage, "on", zero.world_size, "ranks with", len(zero.groups), "parameter groups")
+        saves.check("the optimizer state", state.where, "of ZeRO stage", *description)
     if zeros[0].world_size != len(zeros):
         raise CheckpointError(
             f"{directory} has the optimizer files of {len(zeros)} ranks, but {zeros[0].world_size} ranks wrote it."
@@ -130,13 +123,14 @@ def check_ranks(directory: Path, states: Sequence[State], zeros: Sequence[Zero])
 
 
 def zero_of(state: State) -> Zero:
+    """The partitions in an optimizer file."""
     held = state.content.get("optimizer_state_dict")
     if not isinstance(held, Mapping) or "zero_stage" not in held:
         raise CheckpointError(f"{state.where} has no ZeRO optimizer state.")
     stage = held["zero_stage"]
     stage = stage.arguments[0] if isinstance(stage, Record) and stage.arguments else stage
     if stage not in (1, 2, 3):
-        raise CheckpointError(f"{state.where} is of ZeRO stage {str(stage)[:20]!r}; 1 to 3 are read.")
+        raise CheckpointError(f"{state.where} is of ZeRO stage {str(stage)[:20]!r}; stages 1 to 3 are supported.")
     size = held.get("partition_count")
     size = max(size, default=0) if isinstance(size, list) and all(type(n) is int for n in size) else size
     groups = held.get("single_partition_of_fp32_groups" if stage <= 2 else "fp32_flat_groups")
@@ -156,11 +150,31 @@ def _paddings(state: State, value: Any) -> list[tuple[int, ...]] | None:
 
 
 def segment(state: State, name: str, tensor: Any, dtype: str) -> Segment:
+    """A contiguous tensor of `dtype` in a file; CheckpointError if it is anything else."""
     plain = readable(tensor, name, state.where)
-    if (
-        not isinstance(plain, StoredTensor)
-        or plain.dtype != dtype
-        or piece_of("", plain, plain.shape).codec is not None
-    ):
+    if plain.dtype != dtype or piece_of("", plain, plain.shape).codec is not None:
         raise CheckpointError(f"{state.where}: {name} is no flat tensor of {dtype}.")
     return Segment(state.file, plain.start, plain.num_elements)
+
+
+def length(vector: Sequence[Segment]) -> int:
+    """The number of elements of a vector that is the concatenation of these segments."""
+    return sum(segment.num_elements for segment in vector)
+
+
+def pieces(
+    vector: Sequence[Segment], at: int, shape: tuple[int, ...], first: int, num_elements: int, dtype: str
+) -> Iterator[Piece]:
+    """The pieces of the flat elements [first, first + num_elements) of a tensor of `shape`.
+
+    They begin at element `at` of the vector; if it ends early, the last ones are missing.
+    """
+    position = 0
+    for segment in vector:
+        low, high = max(at, position), min(at + num_elements, position + segment.num_elements)
+        if low < high:
+            start = segment.start + (low - position) * itemsize(dtype)
+            for offsets, box in tensor_slices.flat_boxes(shape, first + low - at, high - low):
+                yield Piece(segment.file, start, offsets, box)
+                start += math.prod(box) * itemsize(dtype)
+        position += segment.num_elements

@@ -1,8 +1,7 @@
-"""GGUF files of decoder-only models, under their Hugging Face names, decoded to float32 as they are read.
+"""Format `gguf`: GGUF files of decoder-only models, under their Hugging Face names, decoded to float32 when read.
 
-Names and values equal those of transformers' `from_pretrained(gguf_file=)` bit for bit (`modeling_gguf_pytorch_utils`),
-but a slice is decoded without decoding its tensor, and neither torch nor transformers is imported. numpy and gguf are,
-inside functions.
+Names and values are bit-equal to those of transformers' `from_pretrained(gguf_file=)` (`modeling_gguf_pytorch_utils`),
+but a slice is decoded without decoding its tensor, and neither torch nor transformers is imported.
 """
 
 from __future__ import annotations
@@ -10,20 +9,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdp_shard.checkpoint.formats.gguf_header import GGUFHeader, GGUFTensor, is_gguf, read_gguf_header
-from fsdp_shard.checkpoint.index import Codec, Piece, TensorEntry, TensorIndex
-from fsdp_shard.checkpoint.io.files import page_aligned
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import page_aligned
+from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, Read, TensorEntry
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.models import NAME
-
-if TYPE_CHECKING:
-    from fsdp_shard.checkpoint.index import Read
-
+from fsdp_shard.models import GGUF_FORMAT as NAME
+from fsdp_shard.utils import require_package
 
 _F32 = 0
-_DECODE_ELEMENTS = 1 << 15  # decoded at once: the temporaries of gguf's decoders (about 5 floats each) stay in cache
+_DECODE_ELEMENTS = (
+    1 << 15
+)  # decoded at once, so that the temporaries of gguf's decoders (about 5 floats each) stay in cache
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
@@ -42,7 +41,7 @@ _IN_LAYER = {
 # Architectures whose tensors are exactly these. llama.cpp interleaves the rows of q and k for llama's kind of rotary
 # embedding, which transformers undoes; the others are stored as they are.
 _ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
-_COMPUTED = frozenset({"rope_freqs.weight"})  # not weights: gguf_side says in the config what they come from
+_COMPUTED = frozenset({"rope_freqs.weight"})  # no weights: `models` puts what they are computed from into the config
 
 
 def recognize(path: Path) -> bool:
@@ -54,7 +53,7 @@ def read(path: Path) -> TensorIndex:
     """The index of a GGUF file: every tensor is F32, in one piece with a codec unless it is stored as F32."""
     file = path if path.is_file() else path / str(_only_file(path))
     if path.is_file():
-        file = file.resolve()  # the user named this very file, wherever it may lead
+        file = file.resolve()  # the user named this file, so a link is followed
     header = read_gguf_header(file, _block_of(file))
     if (count := header.values.get("split.count", 1)) != 1:
         raise CheckpointError(
@@ -98,13 +97,9 @@ def _name(stored: str) -> str | None:
 
 
 def _block_of(file: Path) -> Any:
-    try:
-        import numpy as np
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-    except ImportError:
-        raise CheckpointError(
-            f"{file} is a GGUF file, and reading it needs the gguf package: pip install fsdp-shard[gguf]."
-        ) from None
+    require_package("gguf", "gguf", f"{file} is a GGUF file: reading it")
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     def block_of(kind: int) -> tuple[int, int] | None:
         try:
@@ -138,7 +133,7 @@ def _codec(file: Path, stored: str, tensor: GGUFTensor, header: GGUFHeader) -> C
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """Decodes a run of ggml blocks to float32; `elements` and `block_bytes` are those of one block."""
+    """Decodes contiguous ggml blocks to float32; `elements` and `block_bytes` are those of one block."""
 
     kind: int
     elements: int
@@ -159,9 +154,13 @@ class BlockCodec:
             part = stored[:, : min(step, last - block) * self.block_bytes]
             read(block * self.block_bytes, memoryview(part[0]))
             values = dequantize(part, kind).reshape(-1)
-            at = block * self.elements
-            low, high = max(at, start), min(at + len(values), stop)
-            target[low - start : high - start] = values[low - at : high - at]
+            _copy_overlap(target, start, values, block * self.elements)
+
+
+def _copy_overlap(target: Any, start: int, values: Any, at: int) -> None:
+    """Copy those of `values`, which begin at element `at`, that are in `target`, which begins at element `start`."""
+    low, high = max(at, start), min(at + len(values), start + len(target))
+    target[low - start : high - start] = values[low - at : high - at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,5 +187,4 @@ class InterleavedCodec:
         for at in range(start // size * size, stop, size):
             self.inner.decode_into(read, at, memoryview(head).cast("B"))
             values = head.reshape(self.head_rows // 2, 2, self.row).swapaxes(0, 1).reshape(-1)
-            low, high = max(at, start), min(at + size, stop)
-            target[low - start : high - start] = values[low - at : high - at]
+            _copy_overlap(target, start, values, at)

@@ -1,8 +1,7 @@
-"""The header of a GGUF file: key-value metadata, and where each tensor lies.
+"""Reads the header of a GGUF file: key-value metadata, and the byte range of each tensor.
 
 The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read by hand rather than through the gguf
-package's reader: that one trusts every length it meets, and builds two arrays for each of a tokenizer's tokens. Knows
-no names of models and decodes nothing.
+package's reader, which trusts every length in the file, and builds two arrays for each token of a tokenizer.
 """
 
 from __future__ import annotations
@@ -16,12 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.io.files import open_regular
+from fsdp_shard.checkpoint.io import open_regular
 from fsdp_shard.errors import CheckpointError
 
 MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+
+BlockOf = Callable[[int], tuple[int, int] | None]
+"""(elements, bytes) of a block of a ggml type; None if the type is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """`values` holds the metadata except arrays, which are skipped (they are a tokenizer's)."""
+    """`values` holds the metadata except arrays (of a tokenizer), which are skipped."""
 
     values: dict[str, Any]
     tensors: dict[str, GGUFTensor]
@@ -50,26 +53,21 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == MAGIC
 
 
-def read_gguf_header(path: Path, block_of: Callable[[int], tuple[int, int] | None]) -> GGUFHeader:
-    """Read and check the header; `block_of(kind)` gives (elements, bytes) of a block of a ggml type, None if unknown.
-
-    Raises CheckpointError naming the file.
-    """
-    descriptor = open_regular(path)
-    try:
-        if os.fstat(descriptor).st_size < 24:
+def read_gguf_header(path: Path, block_of: BlockOf) -> GGUFHeader:
+    """Read and check the header of a GGUF file; every error in it is a CheckpointError that names the file."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size < 24:
             raise CheckpointError(f"{path} is too short for a GGUF file: it was cut short.")
-        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-            return _Parser(path, data).parse(block_of)
-    finally:
-        os.close(descriptor)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Parser(path, data, block_of).parse()
 
 
 class _Parser:
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self._path, self._data, self._size, self._position = path, data, len(data), 4
+    def __init__(self, path: Path, data: mmap.mmap, block_of: BlockOf) -> None:
+        self._path, self._data, self._block_of = path, data, block_of
+        self._size, self._position = len(data), 4
 
-    def parse(self, block_of: Callable[[int], tuple[int, int] | None]) -> GGUFHeader:
+    def parse(self) -> GGUFHeader:
         version = self._scalar("<I")
         if version not in (2, 3):
             raise self._error(f"has version {version}; versions 2 and 3 in little-endian order can be read")
@@ -95,20 +93,12 @@ class _Parser:
         if type(alignment) is not int or alignment < 1:
             raise self._error(f"has the alignment {alignment!r}")
         base = -(-self._position // alignment) * alignment
-        tensors = {name: self._tensor(name, base, block_of, *item) for name, item in found.items()}
+        tensors = {name: self._tensor(name, base, *item) for name, item in found.items()}
         self._check_overlap(tensors)
         return GGUFHeader(values, tensors)
 
-    def _tensor(
-        self,
-        name: str,
-        base: int,
-        block_of: Callable[[int], tuple[int, int] | None],
-        kind: int,
-        shape: tuple[int, ...],
-        offset: int,
-    ) -> GGUFTensor:
-        block = block_of(kind)
+    def _tensor(self, name: str, base: int, kind: int, shape: tuple[int, ...], offset: int) -> GGUFTensor:
+        block = self._block_of(kind)
         if block is None:
             raise self._error(f"stores tensor {name} in the ggml type {kind}, which cannot be decoded")
         elements, block_bytes = block
@@ -120,7 +110,7 @@ class _Parser:
         start = base + offset
         if start + num_bytes > self._size:
             raise self._error(
-                f"has {self._size} bytes, but tensor {name} reaches to {start + num_bytes}: it was cut short"
+                f"has {self._size} bytes, but tensor {name} ends at {start + num_bytes}: it was cut short"
             )
         return GGUFTensor(kind, shape, start, num_bytes)
 
@@ -131,22 +121,20 @@ class _Parser:
                 raise self._error(f"has tensors {before} and {name} in overlapping bytes")
             end, before = tensor.start + tensor.num_bytes, name
 
-    def _scalar(self, code: str) -> Any:
-        end = self._position + struct.calcsize(code)
-        if end > self._size:
+    def _take(self, count: int) -> int:
+        """Move on by `count` bytes; returns the position of the first one."""
+        start, self._position = self._position, self._position + count
+        if self._position > self._size:
             raise self._error("ends inside its header: it was cut short")
-        (value,) = struct.unpack_from(code, self._data, self._position)
-        self._position = end
-        return value
+        return start
+
+    def _scalar(self, code: str) -> Any:
+        return struct.unpack_from(code, self._data, self._take(struct.calcsize(code)))[0]
 
     def _string(self) -> str:
-        start = self._position + 8
-        end = start + self._scalar("<Q")
-        if end > self._size:
-            raise self._error("ends inside its header: it was cut short")
-        self._position = end
+        start = self._take(self._scalar("<Q"))
         try:
-            return self._data[start:end].decode("utf-8")
+            return self._data[start : self._position].decode("utf-8")
         except UnicodeDecodeError:
             raise self._error("has a text in its header that is not UTF-8") from None
 
@@ -163,15 +151,12 @@ class _Parser:
     def _skip_array(self) -> None:
         kind, count = self._scalar("<I"), self._scalar("<Q")
         if kind in _SCALARS:
-            self._position += count * struct.calcsize(_SCALARS[kind])
+            self._take(count * struct.calcsize(_SCALARS[kind]))
         elif kind == _STRING:
             for _ in range(count):
-                length = self._scalar("<Q")
-                self._position += length
+                self._take(self._scalar("<Q"))
         else:
             raise self._error(f"has an array of the type {kind} in its header")
-        if self._position > self._size:
-            raise self._error("ends inside its header: it was cut short")
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._path} {problem}.")

@@ -1,6 +1,6 @@
-"""Hugging Face safetensors: one file, or several with `model.safetensors.index.json`. Each tensor is one piece.
+"""Format `huggingface`: one safetensors file, or several with `model.safetensors.index.json`. Each tensor is one piece.
 
-Where a directory has both, the single file counts, as in transformers. Imports no torch.
+Of a directory with both, the single file counts, as in transformers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.formats.dcp_safetensors import INFO_KEY, refuse_parts
-from fsdp_shard.checkpoint.index import Piece, TensorEntry, TensorIndex, aliases_in
-from fsdp_shard.checkpoint.io.dtypes import TensorSpec
-from fsdp_shard.checkpoint.io.files import has_file, member, read_json
-from fsdp_shard.checkpoint.io.safetensors_header import Header, read_header
+from fsdp_shard.checkpoint.formats.several_files import add_entry
+from fsdp_shard.checkpoint.index import TensorIndex, aliases_in
+from fsdp_shard.checkpoint.io import TensorSpec, has_file, member, read_header, read_json
 from fsdp_shard.checkpoint.steps import file_plan
-from fsdp_shard.checkpoint.steps.file_plan import Extent, TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
 
 NAME = "huggingface"
@@ -30,9 +29,9 @@ def recognize(path: Path) -> bool:
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a file or directory that `recognize` took."""
+    """The index of a file or directory that `recognize` accepts."""
     if path.is_file():
-        path = path.resolve()  # the user named this very file, wherever it may lead
+        path = path.resolve()  # the user named this file, so a link is followed
         return read_files(path.parent, [path.name])
     single = _single(path)
     if single is not None:
@@ -46,12 +45,12 @@ def read(path: Path) -> TensorIndex:
     return index
 
 
-def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
+def plan(specs: Sequence[TensorSpec], request: file_plan.WriteRequest) -> file_plan.TargetPlan:
     """A directory with `model.safetensors`, or with several files of at most `max_shard_bytes` and their index."""
     files, index = file_plan.plan_gathered(specs, request.max_shard_bytes, request.aliases, phases=request.phases)
     starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
-    extents = {spec.name: (Extent(0, spec.num_bytes, *starts[spec.name]),) for spec in specs}
-    return TargetPlan(tuple(files), extents, {file_plan.INDEX_FILE: index} if index else {}, "gathered", 1)
+    extents = {spec.name: (file_plan.Extent(0, spec.num_bytes, *starts[spec.name]),) for spec in specs}
+    return file_plan.TargetPlan(tuple(files), extents, {file_plan.INDEX_FILE: index} if index else {}, "gathered", 1)
 
 
 def _single(path: Path) -> str | None:
@@ -69,24 +68,15 @@ def read_files(root: Path, names: Sequence[str]) -> TensorIndex:
     for file in names:
         header = read_header(member(root, file))
         refuse_parts(root / file, header)
-        for name, entry in _entries(file, header).items():
-            if name in tensors:
-                other = tensors[name].pieces[0].file
-                raise CheckpointError(f"{root}: tensor {name} stands both in {other} and in {file}.")
-            tensors[name] = entry
+        for name, item in header.tensors.items():
+            piece = Piece(file, item.start, (0,) * len(item.shape), item.shape)
+            add_entry(tensors, TensorEntry(name, item.dtype, item.shape, (piece,)), root)
         metadata.update(header.metadata)
     return TensorIndex(root, NAME, tensors, aliases_in(metadata, tensors), dict(metadata))
 
 
-def _entries(file: str, header: Header) -> dict[str, TensorEntry]:
-    return {
-        name: TensorEntry(name, item.dtype, item.shape, (Piece(file, item.start, (0,) * len(item.shape), item.shape),))
-        for name, item in header.tensors.items()
-    }
-
-
 def _compare_size(root: Path, document: dict[str, Any], index: TensorIndex) -> None:
-    """For torch's writer only, whose total_size counts what all ranks wrote; others' totals are not to be relied on."""
+    """For torch's writer only, whose total_size is of all ranks; the totals of other writers are not reliable."""
     notes = document.get("metadata")
     total = notes.get("total_size") if isinstance(notes, dict) else None
     if isinstance(total, int) and total != index.num_bytes:
@@ -111,7 +101,7 @@ def read_index_file(root: Path, index_file: str) -> dict[str, Any]:
 
 
 def refuse_differences(where: Path, weight_map: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """CheckpointError unless the index at `where` says of each tensor what the files do; `held` is {tensor: file}."""
+    """CheckpointError unless the index at `where` and the files (`held`: {tensor: file}) have the same tensors."""
     for name, file in weight_map.items():
         if held.get(name) != file:
             raise CheckpointError(f"{where} says that tensor {name} is in {file}, but that file does not hold it.")

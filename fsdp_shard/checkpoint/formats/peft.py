@@ -1,6 +1,7 @@
-"""An adapter as peft saves it: `adapter_config.json` beside `adapter_model.safetensors`. Imports no torch, no peft.
+"""Format `peft`: an adapter as peft saves it, `adapter_config.json` with `adapter_model.safetensors`.
 
-The index holds the adapter's own tensors under their stored names. What they make of a base model, `merge` knows.
+The index holds the adapter's own tensors under their stored names; `lora_merge` applies them to a base model. Imports
+neither torch nor peft.
 """
 
 from __future__ import annotations
@@ -11,39 +12,52 @@ from typing import Any
 
 from fsdp_shard.checkpoint.formats import huggingface
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io.files import has_file, member, read_json
+from fsdp_shard.checkpoint.io import has_file, member, read_json
 from fsdp_shard.errors import CheckpointError
 
 NAME = "peft"
-KEEPS_NAMES = True  # they say which module is adapted
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+KEEPS_NAMES = True  # they name the modules that are adapted
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def recognize(path: Path) -> bool:
+def is_adapter(path: Path) -> bool:
     """A directory with both files."""
-    return path.is_dir() and has_file(path, CONFIG) and has_file(path, WEIGHTS)
+    return path.is_dir() and has_file(path, ADAPTER_CONFIG) and has_file(path, ADAPTER_WEIGHTS)
+
+
+recognize = is_adapter  # under the name that the registry calls; the door exports the other one
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a directory that `recognize` took."""
-    read_config(path)
-    return replace(huggingface.read_files(path, [WEIGHTS]), format=NAME)
+    """The index of a directory that `recognize` accepts."""
+    read_adapter_config(path)
+    return replace(huggingface.read_files(path, [ADAPTER_WEIGHTS]), format=NAME)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The parsed adapter_config.json of an adapter's directory."""
-    config = read_json(member(path, CONFIG))
+def read_adapter_config(path: Path) -> dict[str, Any]:
+    """Read the adapter_config.json in the directory of an adapter.
+
+    Args:
+        path: The directory.
+
+    Returns:
+        The parsed document, which has a `peft_type`.
+
+    Raises:
+        CheckpointError: The file is missing, or is no adapter's config.
+    """
+    config = read_json(member(path, ADAPTER_CONFIG))
     if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
-        raise CheckpointError(f"{path / CONFIG} names no peft_type, so it does not say which kind of adapter this is.")
+        raise CheckpointError(f"{path / ADAPTER_CONFIG} has no peft_type, so the kind of adapter is not known.")
     return config
 
 
 def base_of(path: Path) -> str:
     """The directory or hub id of the model that an adapter is for."""
-    base = read_config(path).get("base_model_name_or_path")
+    base = read_adapter_config(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise CheckpointError(
-            f"{path / CONFIG} names no base_model_name_or_path, so it does not say which model this adapter is for; "
-            f"write it there, or convert with base=PATH."
+            f"{path / ADAPTER_CONFIG} has no base_model_name_or_path, so the model of this adapter is not known; "
+            "add it to the file, or convert with base=PATH."
         )
     return base

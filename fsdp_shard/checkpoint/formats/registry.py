@@ -1,44 +1,66 @@
-"""The known formats, in the order in which a path is offered to them. A new format is a new file and one line here."""
+"""The registry of checkpoint formats: what a format's module has to offer, and the list of all formats.
+
+To add a format, write one module in this folder with the names of `Format` (and of `Writer`, if it can be written),
+then add its module name to `FORMATS` (and to `WRITERS`). A module that reads looks like this:
+
+    NAME = "myformat"
+
+    def recognize(path: Path) -> bool: ...
+    def read(path: Path) -> TensorIndex: ...
+
+Formats deal with files, tensors and bytes, never with a process group: a `TensorIndex` lists the tensors with the byte
+ranges of their pieces, a `TargetPlan` lists the files to write with the byte ranges of their tensors.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fsdp_shard.checkpoint.index import TensorIndex
-
-if TYPE_CHECKING:
-    from fsdp_shard.checkpoint.io.dtypes import TensorSpec
-    from fsdp_shard.checkpoint.steps.file_plan import TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.io import TensorSpec
+from fsdp_shard.checkpoint.steps import TargetPlan, WriteRequest
 
 
 class Format(Protocol):
-    """What a format's module offers."""
+    """The module of a format that can be read.
+
+    It may set `KEEPS_NAMES = True` if the stored names are to be kept as they are (an adapter's, or our own shards).
+    Without it, prefixes and nesting that wrappers and trainers add to names (`module.`, `_orig_mod.`, `model.model.`)
+    are removed after `read`.
+    """
 
     NAME: str
+    """The name of the format, as in `TensorIndex.format` and in the output of `inspect`."""
 
     def recognize(self, path: Path) -> bool:
-        """Whether `path` (a file or a directory) looks like this format; cheap, raises nothing."""
+        """Whether `path` (a file or a directory) looks like this format. Cheap; raises nothing."""
 
     def read(self, path: Path) -> TensorIndex:
-        """Its index, from headers alone; CheckpointError naming the file that is wrong."""
+        """The index of a path that `recognize` accepts, from headers alone.
+
+        Raises:
+            CheckpointError: A file is missing, damaged or of another save; the message names it.
+        """
 
 
 class Writer(Protocol):
-    """What a format's module offers besides, where it can be written."""
+    """The module of a format that can be written, too."""
 
-    NAME: str
     LISTS_TIED_NAMES: bool
-    """Whether readers expect tied names in it too: a state dict that is loaded in place has them."""
+    """Whether tied weights are listed under all of their names, for readers that load a state dict in place (DCP).
+
+    Otherwise each is stored under one name, and readers tie the others again (`from_pretrained`, our own).
+    """
 
     def plan(self, specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
-        """Every file, and where each range of each tensor goes. Pure."""
+        """Every file to write, and the byte range in it of every range of every tensor. Pure: writes nothing."""
 
 
-# In the order in which a path is offered to them. Those that are seen most come first and are light; the others are
-# imported when their turn comes, which halves the time that `inspect` takes to start.
+# In the order in which they are asked to `recognize` a path: frequent and fast ones first. Modules are imported only
+# when they are asked, which halves the time that `inspect` takes to start.
 FORMATS = (
     "native_sharded",
     "peft",
@@ -50,17 +72,17 @@ FORMATS = (
     "torch_rank_files",
     "torch_file",
 )
-# `convert`'s names of the formats that can be written -> their modules.
+# The values of `ConvertConfig.format` -> the modules that write them.
 WRITERS = {"huggingface": "huggingface", "sharded": "native_sharded", "dcp": "dcp"}
 
 
 def recognize(path: Path) -> Format | None:
-    """The format of exactly this file or directory, or None."""
+    """The format of exactly this file or directory, or None if it is none."""
     return next((known for known in map(_module, FORMATS) if known.recognize(path)), None)
 
 
 def writer(name: str) -> Writer:
-    """What writes the format of this name, one of `ConvertConfig.format`'s choices."""
+    """The writer of a format, by one of the values of `ConvertConfig.format`."""
     found: Writer = _module(WRITERS[name])
     return found
 

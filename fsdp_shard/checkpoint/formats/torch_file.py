@@ -1,6 +1,6 @@
-"""Whole state dicts that torch.save wrote: `pytorch_model.bin`, its shards with an index, any single `.pt` or `.ckpt`.
+"""Format `pytorch`: full state dicts of torch.save, `pytorch_model.bin`, its shards, any single `.pt` or `.ckpt`.
 
-Where a directory has safetensors too, those count: the registry asks for them first. Imports no torch, runs no pickle.
+Of a directory with safetensors too, those count: the registry asks for them first. Imports no torch, runs no pickle.
 """
 
 from __future__ import annotations
@@ -9,26 +9,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats.huggingface import read_index_file, refuse_differences
-from fsdp_shard.checkpoint.index import Extra, Piece, TensorEntry, TensorIndex
-from fsdp_shard.checkpoint.io.files import has_file, member
-from fsdp_shard.checkpoint.torch_pickle.dtensor import AnyTensor
-from fsdp_shard.checkpoint.torch_pickle.state_dict import added, readable, weights_of, without_copies
-from fsdp_shard.checkpoint.torch_pickle.torch_zip import (
-    StoredDTensor,
-    StoredShards,
-    StoredTensor,
-    is_torch_file,
-    piece_of,
-    read_torch_file,
-)
+from fsdp_shard.checkpoint.formats.several_files import add_entry, sum_extras
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import has_file, member
+from fsdp_shard.checkpoint.tensor_entry import Extra, TensorEntry
+from fsdp_shard.checkpoint.torch_pickle import AnyTensor, StoredDTensor, StoredShards, StoredTensor, is_torch_file
 from fsdp_shard.errors import CheckpointError
 
 NAME = "pytorch"
 
 SINGLE_FILE, INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# What trainers write beside the weights.
+# Files of trainers that hold no weights.
 _NO_WEIGHTS = re.compile(
     r"(optim|scheduler|lr_scheduler|scaler|random_state|rng_state|training_args|recipe_state|trainer|extra_state|"
     r"dataloader|sampler|custom_checkpoint|adapter_)"
@@ -38,16 +32,16 @@ _SHARD = re.compile(r"(?P<stem>.*?)[-_](?P<number>\d{4,5})(?:-of-(?P<count>\d{4,
 
 
 def recognize(path: Path) -> bool:
-    """A file that torch.save wrote, or a directory with `pytorch_model.bin`, its index, or weights in files like it."""
+    """A file that torch.save wrote, or a directory with `pytorch_model.bin`, its index, or similar files of weights."""
     if path.is_file():
         return is_torch_file(path)
     return path.is_dir() and (has_file(path, INDEX_FILE) or bool(_weight_files(path)))
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of a file or directory that `recognize` took."""
+    """The index of a file or directory that `recognize` accepts."""
     if path.is_file():
-        path = path.resolve()  # the user named this very file, wherever it may lead
+        path = path.resolve()  # the user named this file, so a link is followed
         return _read_files(path.parent, [path.name])
     if has_file(path, SINGLE_FILE) or not has_file(path, INDEX_FILE):
         return _read_files(path, _weight_files(path))
@@ -59,7 +53,7 @@ def read(path: Path) -> TensorIndex:
 
 
 def _weight_files(path: Path) -> list[str]:
-    """The file with the weights, or the shards of one model; empty where it is not clear which files those are."""
+    """The file with the weights, or the shards of one model; empty where it is not clear which files they are."""
     if has_file(path, SINGLE_FILE):
         return [SINGLE_FILE]
     names = sorted(entry.name for entry in path.iterdir() if entry.suffix in _SUFFIXES and has_file(path, entry.name))
@@ -77,20 +71,16 @@ def _read_files(root: Path, names: Sequence[str]) -> TensorIndex:
     extras: dict[str, Extra] = {}
     for file in names:
         where = member(root, file)
-        weights, beside = weights_of(read_torch_file(where), where)
-        extras = added(extras, beside)
+        weights, others = torch_pickle.weights_of(torch_pickle.read_torch_file(where), where)
+        extras = sum_extras(extras, others)
         for name, tensor in weights.items():
-            if name in found:
-                raise CheckpointError(
-                    f"{root}: tensor {name} stands both in {found[name].pieces[0].file} and in {file}."
-                )
-            found[name] = _entry(where, file, name, tensor)
-    tensors, aliases = without_copies(found)
+            add_entry(found, torch_pickle.plain_entry(name, _full(tensor), file, where), root)
+    tensors, aliases = torch_pickle.without_copies(found)
     return TensorIndex(root, NAME, tensors, aliases, extras=extras)
 
 
 def _refuse_gaps(root: Path, names: Sequence[str]) -> None:
-    """Shards that are numbered `-of-` must all be there."""
+    """Shards that are numbered `-of-` must all exist."""
     for name in names:
         match = _SHARD.fullmatch(name)
         if match and match["count"] and len(names) != int(match["count"]) and not has_file(root, INDEX_FILE):
@@ -99,21 +89,11 @@ def _refuse_gaps(root: Path, names: Sequence[str]) -> None:
             )
 
 
-def _entry(where: Path, file: str, name: str, tensor: AnyTensor) -> TensorEntry:
-    plain = readable(_whole(tensor), name, where)
-    if not isinstance(plain, StoredTensor):
-        raise CheckpointError(
-            f"{where} holds only one rank's part of tensor {name}; give the directory with the files of all ranks."
-        )
-    piece: Piece = piece_of(file, plain, (0,) * len(plain.shape))
-    return TensorEntry(name, plain.dtype, plain.shape, (piece,))
-
-
-def _whole(tensor: AnyTensor) -> AnyTensor:
+def _full(tensor: AnyTensor) -> AnyTensor:
     """The plain tensor in a DTensor or ShardedTensor that a single rank holds all of."""
     if isinstance(tensor, StoredDTensor) and all(placement.kind != "partial" for placement in tensor.placements):
-        is_whole = isinstance(tensor.local, StoredTensor) and tensor.local.shape == tensor.shape
-        return tensor.local if is_whole else tensor
+        is_full = isinstance(tensor.local, StoredTensor) and tensor.local.shape == tensor.shape
+        return tensor.local if is_full else tensor
     if isinstance(tensor, StoredShards) and len(tensor.shards) == 1 and tensor.shards[0][1].shape == tensor.shape:
         return tensor.shards[0][1]
     return tensor

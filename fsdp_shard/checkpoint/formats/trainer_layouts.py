@@ -1,32 +1,25 @@
-"""What training stacks leave around a checkpoint: from a directory to the weights in it, and to config and tokenizer.
+"""Finds the weights, config and tokenizer in the directories that training stacks write.
 
-Known by the names that their writers give:
+Known by the names that these writers give:
 
     accelerate, Trainer     checkpoint-500/ or checkpoints/checkpoint_3/, with pytorch_model_fsdp_0/ or .bin inside
     torchtitan              checkpoint/step-500/, after consolidation with sharded/ inside
     torchtune               epoch_0/, step_100/
     verl                    global_step_200/actor/, with config and tokenizer in actor/huggingface/
 
-What a checkpoint is, the caller says (`is_checkpoint`): knows names only, opens nothing. Imports no torch.
+The caller decides what a checkpoint is (`is_checkpoint`); this module looks at names only and opens no file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from fsdp_shard.checkpoint.io.atomicity import fsync_directory as fsync_directory, fsync_file as fsync_file
-from fsdp_shard.checkpoint.io.files import has_file
-from fsdp_shard.checkpoint.steps.manifest import (
-    MANIFEST,
-    FileRecord as FileRecord,
-    Manifest as Manifest,
-    TensorRecord as TensorRecord,
-    read_manifest as read_manifest,
-)
-from fsdp_shard.checkpoint.steps.step_store import CHECKPOINTS, Store, parse_step
+from fsdp_shard.checkpoint.io import has_file
+from fsdp_shard.checkpoint.steps import CHECKPOINTS, MANIFEST, Store, parse_step
 from fsdp_shard.errors import CheckpointError
 
 IsCheckpoint = Callable[[Path], bool]
@@ -42,10 +35,10 @@ _SIDE_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the weights lie (a directory or a file), which directory has config and tokenizer, and of which step.
+class CheckpointLocation:
+    """The path of the weights (a directory or a file), the directory with config and tokenizer, and the step.
 
-    `side` is None where that is the directory of the weights itself, or there is no config to be found.
+    `side` is None if that is the directory of the weights itself, or there is no config.
     """
 
     weights: Path
@@ -53,11 +46,20 @@ class Place:
     step: int | None = None
 
 
-def find(path: Path, is_checkpoint: IsCheckpoint) -> Place:
-    """Follow the known layouts down from `path`; where none leads to a checkpoint, `path` itself is the answer.
+def find_checkpoint(path: Path, is_checkpoint: IsCheckpoint) -> CheckpointLocation:
+    """Follow the known layouts from `path` down to a checkpoint.
 
-    Several candidates of which no rule prefers one are a CheckpointError that lists them, as is a link out of `path`.
-    Of numbered directories the newest that holds a checkpoint counts: an interrupted save leaves a later one without.
+    Of numbered directories the newest that holds a checkpoint is taken: an interrupted save leaves a later one without.
+
+    Args:
+        path: What the user named.
+        is_checkpoint: Whether a path is a checkpoint itself.
+
+    Returns:
+        The checkpoint; `path` itself if no layout leads to one.
+
+    Raises:
+        CheckpointError: There are several candidates, which it lists, or a link leads out of `path`.
     """
     trail = _lead(path, is_checkpoint, set())
     if trail is None:
@@ -65,8 +67,12 @@ def find(path: Path, is_checkpoint: IsCheckpoint) -> Place:
         if others:
             raise _ambiguous(path, others)
         trail = [path]
-    _check_inside(path, trail[-1])
-    return Place(trail[-1], _side(path, trail), _step(path, trail))
+    real = trail[-1].resolve()
+    if not real.is_relative_to(path.resolve()):
+        raise CheckpointError(
+            f"{trail[-1]} is a link to {real}, outside {path}; it is not followed. Give that path itself."
+        )
+    return CheckpointLocation(trail[-1], _side(path, trail), _step(path, trail))
 
 
 def is_numbered(name: str) -> bool:
@@ -75,13 +81,13 @@ def is_numbered(name: str) -> bool:
 
 
 def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path]) -> list[Path] | None:
-    """The directories from `path` down to a checkpoint, or None. `seen` keeps links from leading round in circles."""
+    """The directories from `path` down to a checkpoint, or None. `seen` stops at links that form a cycle."""
     if is_checkpoint(path):
         return [path]
     if not path.is_dir() or path.resolve() in seen:
         return None
     seen.add(path.resolve())
-    for rule in (_fsdp_models, _inner, _newest_first, _outer):
+    for rule in (_fsdp_models, partial(_subdirectories, _INNER), _newest_first, partial(_subdirectories, _OUTER)):
         for child in rule(path):
             below = _lead(child, is_checkpoint, seen)
             if below is not None:
@@ -97,12 +103,8 @@ def _fsdp_models(path: Path) -> list[Path]:
     return found
 
 
-def _inner(path: Path) -> list[Path]:
-    return [path / name for name in _INNER if (path / name).is_dir()]
-
-
-def _outer(path: Path) -> list[Path]:
-    return [path / name for name in _OUTER if (path / name).is_dir()]
+def _subdirectories(names: Sequence[str], path: Path) -> list[Path]:
+    return [path / name for name in names if (path / name).is_dir()]
 
 
 def _newest_first(path: Path) -> list[Path]:
@@ -117,7 +119,7 @@ def _newest_first(path: Path) -> list[Path]:
 
 
 def _other_checkpoints(path: Path, is_checkpoint: IsCheckpoint) -> list[Path]:
-    """Checkpoints directly below that no rule leads to; optimizer states are none."""
+    """Checkpoints directly below that no rule leads to; optimizer states do not count."""
     if not path.is_dir():
         return []
     children = (entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("optim"))
@@ -128,19 +130,13 @@ def _ambiguous(path: Path, found: list[Path]) -> CheckpointError:
     some = ", ".join(map(str, sorted(found)[:8])) + (", ..." if len(found) > 8 else "")
     if len(found) == 1:
         return CheckpointError(f"{path} is no checkpoint itself, but {some} in it is one; give that path.")
-    return CheckpointError(f"{path} holds several checkpoints, and nothing says which is meant: give one of {some}.")
-
-
-def _check_inside(path: Path, weights: Path) -> None:
-    real = weights.resolve()
-    if not real.is_relative_to(path.resolve()):
-        raise CheckpointError(
-            f"{weights} is a link to {real}, outside {path}; it is not followed. Give that path itself."
-        )
+    return CheckpointError(
+        f"{path} holds several checkpoints, and it is not clear which one is meant: give one of {some}."
+    )
 
 
 def _step(path: Path, trail: list[Path]) -> int | None:
-    for name in reversed([path.resolve().name, *(place.name for place in trail)]):
+    for name in reversed([path.resolve().name, *(directory.name for directory in trail)]):
         match = _NUMBERED.fullmatch(name)
         if match and match[1] != "epoch_":
             return int(match[2])
@@ -150,28 +146,32 @@ def _step(path: Path, trail: list[Path]) -> int | None:
 def _side(path: Path, trail: list[Path]) -> Path | None:
     """The nearest directory with a config (else with a tokenizer), from the weights outwards; None for their own."""
     home = trail[-1] if trail[-1].is_dir() else trail[-1].parent
-    places = list(_side_places(path, trail))
+    directories = list(_side_directories(path, trail))
     for name in _SIDE_FILES:
-        for place in places:
-            if has_file(place, name):
-                return None if place == home else place
+        for directory in directories:
+            if has_file(directory, name):
+                return None if directory == home else directory
     return None
 
 
-def _side_places(path: Path, trail: list[Path]) -> Iterator[Path]:
-    """Nothing outside of what the user named, but for the directory around an inner one of a known layout."""
+def _side_directories(path: Path, trail: list[Path]) -> Iterator[Path]:
+    """Nothing outside of what the user named, except the directory around an inner one of a known layout."""
     base = path.resolve()
-    for place in reversed([place for place in trail if place.is_dir()]):
-        yield place
-        beside = place / _SIDE_DIRECTORY
-        if beside.is_dir() and beside.resolve().is_relative_to(base):
-            yield beside
+    for directory in reversed([entry for entry in trail if entry.is_dir()]):
+        yield directory
+        side = directory / _SIDE_DIRECTORY
+        if side.is_dir() and side.resolve().is_relative_to(base):
+            yield side
     if path.is_dir() and (base.name in _INNER or _FSDP.fullmatch(base.name) or is_numbered(base.name)):
         yield base.parent
 
 
-def resolve(path: Path) -> Path:
-    """A run directory or its checkpoints/ lead to the latest committed step; anything else is `path` itself."""
+def latest_step_directory(path: Path) -> Path:
+    """The latest committed step of a run directory or of its checkpoints/; any other path is returned as it is.
+
+    Raises:
+        CheckpointError: The run has no committed step yet.
+    """
     given = path
     if not path.is_dir() or has_file(path, MANIFEST):
         return path
@@ -182,7 +182,7 @@ def resolve(path: Path) -> Path:
     store = Store(path)
     latest = store.latest()
     if latest is None and any(is_numbered(entry.name) for entry in path.iterdir()):
-        return given  # steps of another training stack: ours get their name together with their manifest
+        return given  # steps of another training stack: ours have a manifest as soon as they have their name
     if latest is None:
-        raise CheckpointError(f"{path} has no finished checkpoint yet: no step directory there has a {MANIFEST}.")
+        raise CheckpointError(f"{path} has no finished checkpoint yet: no step directory in it has a {MANIFEST}.")
     return store.path(latest)

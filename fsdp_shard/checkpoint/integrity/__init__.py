@@ -1,1 +1,1 @@
-"""Comparing a checkpoint with its digests, with its config, or with another checkpoint."""
+"""Checks of checkpoints against digests (`verify`), a config, another checkpoint (`diff`); `summary` for inspect."""

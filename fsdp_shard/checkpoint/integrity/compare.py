@@ -1,7 +1,7 @@
-"""Whether two checkpoints hold the same weights, in whatever formats, layouts and floating-point dtypes they are.
+"""Compares the weights of two checkpoints, whatever their formats, layouts and floating-point dtypes are.
 
-Of one dtype: the same digests. Of two: the one with more bits, cast to the other, has the same bits (NaN is NaN), which
-is what `convert` makes; torch does the cast, and is imported for that alone.
+Tensors of one dtype must have the same digests. Of two dtypes, the wider tensor cast to the other dtype must have the
+same bits (NaN equals NaN), as `convert` makes it; only this cast imports torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_shard.checkpoint.digests import CHUNK_BYTES, read_chunks
-from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.scan import Scan, position
-from fsdp_shard.checkpoint.integrity.verify_report import Place, Problem
-from fsdp_shard.checkpoint.io.dtypes import CASTABLE, itemsize, to_torch, torch_name
-from fsdp_shard.checkpoint.io.files import page_aligned
-from fsdp_shard.checkpoint.io.thread_pool import in_threads
+from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
+from fsdp_shard.checkpoint.io import CASTABLE, in_threads, itemsize, page_aligned, to_torch, torch_name
+from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +26,7 @@ _STEP_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A tensor that both have, under the name `name`; `one` and `two` are where each keeps it (ties are followed)."""
+    """A tensor that both have as `name`; `one` and `two` are the entries in each (ties are followed)."""
 
     name: str
     one: TensorEntry
@@ -35,6 +34,7 @@ class Pair:
 
     @property
     def is_same_dtype(self) -> bool:
+        """Whether both have the same dtype."""
         return self.one.dtype == self.two.dtype
 
 
@@ -48,9 +48,9 @@ class Matching:
 
 
 def match(one: TensorIndex, two: TensorIndex) -> Matching:
-    """Which tensors are to be compared with which.
+    """Pair the tensors of two checkpoints by name, following ties.
 
-    A name that is only tied to another in one checkpoint, and unknown to the other, is left out: no content is lost.
+    A name that is only an alias in one checkpoint, and missing in the other, is left out: no content is lost.
     """
     pairs: dict[tuple[str, str], Pair] = {}
     only: tuple[list[str], list[str]] = ([], [])
@@ -66,18 +66,22 @@ def match(one: TensorIndex, two: TensorIndex) -> Matching:
 
 
 def described_differences(one: TensorIndex, two: TensorIndex, matching: Matching) -> tuple[list[Pair], list[Problem]]:
-    """The pairs whose values can be compared, and what is a difference without: names, shapes, kinds of dtype."""
-    problems = [Problem(f"tensor {n} is in {one.place}, but not in {two.place}.", tensor=n) for n in matching.only_one]
-    problems += [Problem(f"tensor {n} is in {two.place}, but not in {one.place}.", tensor=n) for n in matching.only_two]
+    """The pairs whose values can be compared, and the differences in names, shapes and kinds of dtype."""
+    sides = ((matching.only_one, one, two), (matching.only_two, two, one))
+    problems = [
+        Problem(f"tensor {name} is in {a.path}, but not in {b.path}.", tensor=name)
+        for names, a, b in sides
+        for name in names
+    ]
     comparable = []
     for pair in matching.pairs:
-        whats = [(list(pair.one.shape), list(pair.two.shape)), (torch_name(pair.one.dtype), torch_name(pair.two.dtype))]
-        if pair.one.shape == pair.two.shape and (pair.is_same_dtype or {pair.one.dtype, pair.two.dtype} <= _CASTS):
-            comparable.append(pair)
-        else:
-            here, there = whats[0] if pair.one.shape != pair.two.shape else whats[1]
-            text = f"tensor {pair.name} is {here} in {one.place}, but {there} in {two.place}."
+        is_other_shape = pair.one.shape != pair.two.shape
+        if is_other_shape or not (pair.is_same_dtype or {pair.one.dtype, pair.two.dtype} <= _CASTS):
+            a, b = (list(entry.shape) if is_other_shape else torch_name(entry.dtype) for entry in (pair.one, pair.two))
+            text = f"tensor {pair.name} is {a} in {one.path}, but {b} in {two.path}."
             problems.append(Problem(text, tensor=pair.name))
+        else:
+            comparable.append(pair)
     return comparable, problems
 
 
@@ -87,7 +91,7 @@ def lookup(index: TensorIndex, name: str) -> TensorEntry | None:
 
 
 def first_difference(one: TensorIndex, two: TensorIndex, pair: Pair, found: Scan, other: Scan) -> Problem | None:
-    """Where two tensors of one dtype begin to differ, if their digests do. Reads that chunk again."""
+    """The first difference of two tensors of one dtype, if their digests differ. Reads that chunk again."""
     digests, others = found.digests.get(pair.one.name), other.digests.get(pair.two.name)
     if digests is None or others is None or digests == others:
         return None
@@ -95,24 +99,23 @@ def first_difference(one: TensorIndex, two: TensorIndex, pair: Pair, found: Scan
     (data,), (theirs,) = read_chunks(one, pair.one.name, wrong[:1]), read_chunks(two, pair.two.name, wrong[:1])
     byte = next((at for at, (a, b) in enumerate(zip(data, theirs, strict=True)) if a != b), 0)
     flat = (wrong[0] * CHUNK_BYTES + byte) // itemsize(pair.one.dtype)
-    return _differs(
-        one, two, pair, flat, f"{len(wrong):,} of its {len(digests):,} chunks differ" if digests[1:] else ""
-    )
+    note = f"; {len(wrong):,} of its {len(digests):,} chunks differ" if digests[1:] else ""
+    return _differs(one, two, pair, flat, note)
 
 
 def cast_differences(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) -> list[Problem]:
     """A problem for each pair of different dtypes whose values differ."""
     found: dict[str, Problem] = {}
 
-    def work(share: Iterator[Pair]) -> None:
-        for pair in share:
+    def work(jobs: Iterator[Pair]) -> None:
+        for pair in jobs:
             flat = _first_cast_difference(one, two, pair)
             if flat is not None:
                 dtypes = f"{torch_name(pair.one.dtype)} and {torch_name(pair.two.dtype)}"
-                found[pair.name] = _differs(one, two, pair, flat, f"{dtypes} differ after the cast")
+                found[pair.name] = _differs(one, two, pair, flat, f"; {dtypes} differ after the cast")
 
     if pairs:
-        import torch  # noqa: F401  # by one thread, before there are two
+        import torch  # noqa: F401  # by one thread, before the others start
     in_threads(work, pairs)
     return [found[pair.name] for pair in pairs if pair.name in found]
 
@@ -120,15 +123,11 @@ def cast_differences(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) 
 def _first_cast_difference(one: TensorIndex, two: TensorIndex, pair: Pair) -> int | None:
     """The first flat element where neither tensor is the other one's cast to its own dtype."""
     sizes = itemsize(pair.one.dtype), itemsize(pair.two.dtype)
-    # float16 and bfloat16 have as many bits: either may have been made from the other.
+    # float16 and bfloat16 have the same size: either may have been made from the other.
     directions = [sizes[0] > sizes[1]] if sizes[0] != sizes[1] else [True, False]
-    firsts: list[int] = []
-    for is_downward in directions:
-        flat = _first_not_cast(one, two, pair, is_downward)
-        if flat is None:
-            return None
-        firsts.append(flat)
-    return max(firsts)
+    firsts = [_first_not_cast(one, two, pair, is_downward) for is_downward in directions]
+    found = [flat for flat in firsts if flat is not None]
+    return max(found) if len(found) == len(firsts) else None
 
 
 def _first_not_cast(one: TensorIndex, two: TensorIndex, pair: Pair, is_downward: bool) -> int | None:
@@ -146,7 +145,7 @@ def _first_not_cast(one: TensorIndex, two: TensorIndex, pair: Pair, is_downward:
 
 
 def _is_finite(values: torch.Tensor) -> torch.Tensor:
-    """Which values are; torch knows that of float8 only after a cast, which would take it from float64."""
+    """Which values are finite; torch needs a cast of float8 for that, but not of float64, where it might overflow."""
     return (values.float() if values.element_size() == 1 else values).isfinite()
 
 
@@ -165,15 +164,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _differs(one: TensorIndex, two: TensorIndex, pair: Pair, flat: int, note: str) -> Problem:
-    places = [
-        (index.root / file, Place(file, low, high))
+    ranges = [
+        (index.root, ByteRange(*span))
         for index, entry in ((one, pair.one), (two, pair.two))
-        for file, low, high in index.places(entry.name, flat, flat + 1)
+        for span in index.spans(entry.name, flat, flat + 1)
     ]
-    where = " and ".join(f"{path}, bytes {place.start}-{(place.stop or 0) - 1}" for path, place in places)
-    note = f"; {note}" if note else ""
-    return Problem(
-        f"tensor {pair.name} differs from {position(pair.one, flat)} on: {where}{note}.",
-        tuple(place for _, place in places),
-        pair.name,
-    )
+    where = " and ".join(item.text(root) for root, item in ranges)
+    text = f"tensor {pair.name} differs from {position(pair.one, flat)} on: {where}{note}."
+    return Problem(text, tuple(item for _, item in ranges), pair.name)

@@ -1,8 +1,8 @@
-"""Whether a config.json and the shapes of a checkpoint can belong to one model. Pure: knows neither files nor torch.
+"""Checks whether a config.json and the shapes of a checkpoint can belong to one model. Pure; imports no torch.
 
-Rules go by names that transformers' models share, each only where the config has the key and the checkpoint the tensor.
-What is built otherwise is passed over: of a sound model nothing may be said. So this finds a config of another size of
-the same architecture, layers or a head that are missing, and an embedding that was resized; it proves nothing.
+The rules use names that transformers' models share, and apply only if the config has the key and the checkpoint has the
+tensor. Unknown architectures are skipped: a sound model must never be reported. So this finds a config of another size
+of the same architecture, missing layers, a missing head, and a resized embedding; it proves nothing.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ _KEY_VALUE_HEADS = ("num_key_value_heads",)
 _HEAD_DIM = ("head_dim", "d_kv")
 _INNER = ("intermediate_size", "d_ff", "n_inner", "hidden_dim", "ffn_dim")
 
-_NESTED = ("text_config",)
+_TEXT = "text_config"
 _EMBEDDINGS = r"embed_tokens|wte|word_embeddings|tok_embeddings|shared|embed_in"
-_EMBEDDING = re.compile(rf"(?:^|\.)(?:{_EMBEDDINGS})\.weight$")
+_ANYWHERE = r"(?:^|\.)"
+_EMBEDDING = re.compile(rf"{_ANYWHERE}(?:{_EMBEDDINGS})\.weight$")
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.weight$")
-# Parts of models beside the text: they have sizes of their own, and their configs may leave out what is the default.
+# Parts of models other than the text model: their sizes differ, and their configs may leave out defaults.
 _OTHER_PARTS = re.compile(r"vision|visual|audio|speech|image|projector|qformer|resampler|lora_|adapter|expert|mtp")
 
 
-# Keys of attention that is more than heads of one width: latent, linear, gated, of several kinds in one model.
+# Keys of attention that is not just heads of one width: latent, linear, gated, several kinds in one model.
 _NOT_PLAIN = re.compile(
     r"lora_rank|qk_|v_head|(?<!key_)value_head|global_|linear_|_gate\b|conv|swa_|ssm|mamba|hybrid|layer_group"
 )
 
 
-# The layers of the model itself, whatever wraps it; other stacks (of an adapter, a geometry encoder) have other sizes.
+# The layers of the model itself under any wrappers; other stacks (an adapter, a geometry encoder) have other sizes.
 _STACK = (
     r"^(?P<stack>(?:model\.|transformer\.|language_model\.|text_model\.|gpt_neox\.|bert\.|roberta\.|encoder\.|decoder\.)*"
     r"(?:layers?|h|block))\.(?P<number>\d+)\."
@@ -47,7 +48,7 @@ _EMBEDDING_SIZE = re.compile(r"embed\w*_(?:size|dim|rank)|word_embed_|^d_embed|^
 
 
 class _Sizes:
-    """Numbers of a config under any of several keys, those of its text part first."""
+    """Looks up numbers in a config under alternative keys, in its text part if it has one."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         every = [config, *(value for value in config.values() if isinstance(value, Mapping))]
@@ -56,29 +57,40 @@ class _Sizes:
         tied = {part["tie_word_embeddings"] for part in every if "tie_word_embeddings" in part}
         self.ties, self.unties = True in tied, tied == {False}
         self.predicts_further = any(re.search(r"nextn|mtp", key) for part in every for key in part)
-        self._parts = [config[key] for key in _NESTED if isinstance(config.get(key), Mapping)] or [config]
+        self._part = config[_TEXT] if isinstance(config.get(_TEXT), Mapping) else config
 
     def get(self, *keys: str) -> tuple[str, int] | None:
-        """(key, value) of the first of `keys` that has a count; None where none has, or two disagree."""
-        found = [
-            (key, part[key]) for part in self._parts for key in keys if type(part.get(key)) is int and part[key] > 0
-        ]
+        """(key, value) of the first of `keys` with a count; None if there is none, or two disagree."""
+        values = {key: self._part.get(key) for key in keys}
+        found = [(key, value) for key, value in values.items() if type(value) is int and value > 0]
         return found[0] if len({value for _, value in found}) == 1 else None
+
+
+Expected = Callable[[_Sizes], tuple[str, int] | None]
+"""From the sizes of a config, (the keys with their values, the size that they imply)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """Dimension `axis` of the tensors that `pattern` finds has the size that `expected` takes from a config."""
+    """Dimension `axis` of the tensors that match `pattern` has the size that `expected` takes from a config."""
 
     pattern: re.Pattern[str]
     axis: int
-    expected: Callable[[_Sizes], tuple[str, int] | None]
+    expected: Expected
 
 
 def config_problems(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What in a parsed config.json cannot be true of a model with tensors of these shapes, a sentence each."""
+    """The contradictions between a config.json and the shapes of tensors.
+
+    Args:
+        config: The parsed config.json.
+        shapes: The shape of each tensor and alias.
+
+    Returns:
+        One sentence per contradiction.
+    """
     if "auto_map" in config or _is_composed(config) or _OTHER_PARTS.search(str(config.get("model_type"))):
-        return []  # code of their own, or several models in one: nothing is known of their names
+        return []  # custom code, or several models in one: their names are not known
     sizes = _Sizes(config)
     names = [name for name in shapes if not _OTHER_PARTS.search(name)]
     problems = list(_layer_problems(sizes, names))
@@ -93,7 +105,7 @@ def config_problems(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
 
 def _is_composed(config: Mapping[str, Any]) -> bool:
     nested = [key for key, value in config.items() if isinstance(value, Mapping) and "model_type" in value]
-    return bool(nested) and not any(key in config for key in _NESTED)
+    return bool(nested) and _TEXT not in config
 
 
 def _rule_problems(rule: _Rule, sizes: _Sizes, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -102,17 +114,17 @@ def _rule_problems(rule: _Rule, sizes: _Sizes, shapes: Mapping[str, tuple[int, .
         return
     source, size = expected
     found = {name: shape for name, shape in shapes.items() if rule.pattern.search(name) and len(shape) > rule.axis}
-    there = {shape[rule.axis] for shape in found.values()}
-    # Where layers differ in it among themselves, the model is built from more than this one number.
-    if len(there) == 1 and there != {size}:
+    actual = {shape[rule.axis] for shape in found.values()}
+    # If layers differ among themselves, the model is built from more than this one number.
+    if len(actual) == 1 and actual != {size}:
         name, shape = next(iter(found.items()))
         more = f", and so for {len(found) - 1:,} more" if len(found) > 1 else ""
-        yield f"{source} asks for {size} in dimension {rule.axis} of {name}, which is {list(shape)}{more}."
+        yield f"{source} requires {size} in dimension {rule.axis} of {name}, which is {list(shape)}{more}."
 
 
 def _layer_problems(sizes: _Sizes, names: list[str]) -> Iterator[str]:
     stacks: dict[str, set[int]] = {}
-    attends = False  # a stack of something else, such as convolutions, may number its layers with gaps
+    attends = False  # other stacks, such as convolutions, may number their layers with gaps
     for name in names:
         if match := _LAYER.match(name):
             stacks.setdefault(match["stack"], set()).add(int(match["number"]))
@@ -130,7 +142,7 @@ def _layer_problems(sizes: _Sizes, names: list[str]) -> Iterator[str]:
 
 
 def _head_problems(config: Mapping[str, Any], sizes: _Sizes, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """A language model whose config says that its head is not its embedding has two tensors of as many rows."""
+    """If the head of a language model is not tied to its embedding, two tensors have as many rows."""
     named = config.get("architectures")
     of = named[0] if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) else ""
     embeddings = [name for name in shapes if _EMBEDDING.search(name)]
@@ -140,26 +152,26 @@ def _head_problems(config: Mapping[str, Any], sizes: _Sizes, shapes: Mapping[str
     known = {rows, *(found[1:] if (found := sizes.get(*_VOCAB)) else ())}
     if not any(known & {*shape} for name, shape in shapes.items() if name != embeddings[0]):
         yield (
-            f"tie_word_embeddings=false gives a {of} a head beside {embeddings[0]}, which is "
+            f"tie_word_embeddings=false gives a {of} a head besides {embeddings[0]}, which is "
             f"{list(shapes[embeddings[0]])}, but no other tensor has as many rows."
         )
 
 
-def _size(*keys: str) -> Callable[[_Sizes], tuple[str, int] | None]:
-    return lambda sizes: _said(sizes.get(*keys))
+def _size(*keys: str) -> Expected:
+    def expected(sizes: _Sizes) -> tuple[str, int] | None:
+        found = sizes.get(*keys)
+        return found and (f"{found[0]}={found[1]}", found[1])
 
-
-def _said(found: tuple[str, int] | None) -> tuple[str, int] | None:
-    return found and (f"{found[0]}={found[1]}", found[1])
+    return expected
 
 
 def _embedding(sizes: _Sizes) -> tuple[str, int] | None:
-    """The width of embeddings; not known where they may have another than the layers."""
-    return None if sizes.has_embedding_size else _said(sizes.get(*_HIDDEN))
+    """The width of embeddings; not known if it may differ from that of the layers."""
+    return None if sizes.has_embedding_size else _size(*_HIDDEN)(sizes)
 
 
-def _projection(heads: tuple[str, ...]) -> Callable[[_Sizes], tuple[str, int] | None]:
-    """Heads times their width, where the config says or implies both."""
+def _projection(heads: tuple[str, ...]) -> Expected:
+    """The number of heads times their width, if the config gives or implies both."""
 
     def expected(sizes: _Sizes) -> tuple[str, int] | None:
         count, every, width, hidden = (sizes.get(*keys) for keys in (heads, _HEADS, _HEAD_DIM, _HIDDEN))
@@ -175,39 +187,34 @@ def _projection(heads: tuple[str, ...]) -> Callable[[_Sizes], tuple[str, int] | 
     return expected
 
 
-def _rules() -> Iterator[_Rule]:
-    def anywhere(pattern: str, axis: int, expected: Callable[[_Sizes], tuple[str, int] | None]) -> _Rule:
-        return _Rule(re.compile(rf"(?:^|\.)(?:{pattern})\.weight$"), axis, expected)
-
-    def in_layers(pattern: str, axis: int, expected: Callable[[_Sizes], tuple[str, int] | None]) -> _Rule:
-        return _Rule(re.compile(rf"{_STACK}(?:{pattern})\.weight$"), axis, expected)
-
-    yield anywhere(_EMBEDDINGS, 1, _embedding)
-    yield in_layers(r"self_attn\.q_proj", 0, _projection(_HEADS))
-    yield in_layers(r"self_attn\.o_proj", 1, _projection(_HEADS))
-    yield in_layers(r"self_attn\.[kv]_proj", 0, _projection(_KEY_VALUE_HEADS))
-    yield in_layers(r"self_attn\.[qkv]_proj", 1, _size(*_HIDDEN))
-    yield in_layers(r"self_attn\.o_proj", 0, _size(*_HIDDEN))
-    yield in_layers(r"mlp\.(?:gate|up)_proj", 0, _size(*_INNER))
-    yield in_layers(r"mlp\.down_proj", 1, _size(*_INNER))
-    yield in_layers(r"mlp\.(?:gate|up)_proj", 1, _size(*_HIDDEN))
-    yield in_layers(r"mlp\.down_proj", 0, _size(*_HIDDEN))
-    yield in_layers(r"input_layernorm|post_attention_layernorm", 0, _size(*_HIDDEN))
-    # T5
-    yield in_layers(r"layer\.0\.SelfAttention\.[qkv]", 0, _projection(_HEADS))
-    yield in_layers(r"layer\.\d\.DenseReluDense\.wi(?:_[01])?", 0, _size("d_ff"))
-    # GPT-2
-    yield in_layers(r"ln_[12]", 0, _size("n_embd"))
-    # BERT
-    yield in_layers(r"attention\.self\.(?:query|key|value)", 1, _size("hidden_size"))
-    yield in_layers(r"intermediate\.dense", 0, _size("intermediate_size"))
-
-
-_RULES = tuple(_rules())
+_RULES = tuple(
+    _Rule(re.compile(rf"{start}(?:{pattern})\.weight$"), axis, expected)
+    for start, pattern, axis, expected in (
+        (_ANYWHERE, _EMBEDDINGS, 1, _embedding),
+        (_STACK, r"self_attn\.q_proj", 0, _projection(_HEADS)),
+        (_STACK, r"self_attn\.o_proj", 1, _projection(_HEADS)),
+        (_STACK, r"self_attn\.[kv]_proj", 0, _projection(_KEY_VALUE_HEADS)),
+        (_STACK, r"self_attn\.[qkv]_proj", 1, _size(*_HIDDEN)),
+        (_STACK, r"self_attn\.o_proj", 0, _size(*_HIDDEN)),
+        (_STACK, r"mlp\.(?:gate|up)_proj", 0, _size(*_INNER)),
+        (_STACK, r"mlp\.down_proj", 1, _size(*_INNER)),
+        (_STACK, r"mlp\.(?:gate|up)_proj", 1, _size(*_HIDDEN)),
+        (_STACK, r"mlp\.down_proj", 0, _size(*_HIDDEN)),
+        (_STACK, r"input_layernorm|post_attention_layernorm", 0, _size(*_HIDDEN)),
+        # T5
+        (_STACK, r"layer\.0\.SelfAttention\.[qkv]", 0, _projection(_HEADS)),
+        (_STACK, r"layer\.\d\.DenseReluDense\.wi(?:_[01])?", 0, _size("d_ff")),
+        # GPT-2
+        (_STACK, r"ln_[12]", 0, _size("n_embd")),
+        # BERT
+        (_STACK, r"attention\.self\.(?:query|key|value)", 1, _size("hidden_size")),
+        (_STACK, r"intermediate\.dense", 0, _size("intermediate_size")),
+    )
+)
 
 
 def _vocabulary_problems(sizes: _Sizes, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Rows of embedding and head. Some models keep a few more rows in the embedding, for tokens that none predicts."""
+    """Rows of embedding and head. The embedding of some models has more rows, for tokens that are never predicted."""
     found = sizes.get(*_VOCAB)
     heads = {name: shape[0] for name, shape in shapes.items() if _HEAD.search(name) and shape}
     embeddings = {name: shape[0] for name, shape in shapes.items() if _EMBEDDING.search(name) and shape}

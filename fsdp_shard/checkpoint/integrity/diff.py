@@ -1,6 +1,6 @@
-"""`diff`: how two checkpoints differ, tensor by tensor. Streams; tensors of equal bytes cost a comparison of bytes.
+"""`diff`: the differences of two checkpoints, tensor by tensor. Tensors of equal bytes only cost the comparison.
 
-Imports no torch, and numpy only where values differ.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,25 +9,33 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.compare import Pair, match
 from fsdp_shard.checkpoint.integrity.diff_report import DiffReport, Side, TensorDifference
 from fsdp_shard.checkpoint.integrity.numeric_errors import Errors, decode
 from fsdp_shard.checkpoint.integrity.scan import position
-from fsdp_shard.checkpoint.io.dtypes import itemsize
-from fsdp_shard.checkpoint.io.files import page_aligned
-from fsdp_shard.checkpoint.io.thread_pool import in_threads
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.io import in_threads, itemsize, page_aligned
+from fsdp_shard.checkpoint.location import Location, open_checkpoint
+from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 
-_STEP_BYTES = 1 << 20  # of each side; stays in the cache between reading and comparing
+_STEP_BYTES = 1 << 20  # of each checkpoint; stays in the cache between reading and comparing
 _JOB_STEPS = 16
 
 
-def diff(a: str | Path, b: str | Path) -> DiffReport:
-    """Compare what lies at `a` and `b`, of any format each: names, dtypes, shapes, and the values of every tensor.
+def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
+    """Compare two checkpoints of any formats: names, dtypes, shapes, and the values of every tensor.
 
-    Tied names are followed, so it does not matter whether a tied tensor is stored once or twice. Raises what
-    `open_checkpoint` does.
+    Tied names are followed, so a tensor may be stored once in one checkpoint and twice in the other.
+
+    Args:
+        a: A checkpoint file, directory, run directory or remote address.
+        b: The other checkpoint.
+
+    Returns:
+        The report, with the tensors that differ most first.
+
+    Raises:
+        CheckpointError: One of them cannot be opened or read.
     """
     start = time.perf_counter()
     with open_checkpoint(a) as one, open_checkpoint(b) as two:
@@ -46,18 +54,18 @@ def diff(a: str | Path, b: str | Path) -> DiffReport:
         )
 
 
-def _side(path: str | Path, index: TensorIndex) -> Side:
+def _side(path: str | Path | Location, index: TensorIndex) -> Side:
     return Side(str(path), index.format, len(index.tensors), index.num_bytes)
 
 
 def _differing_bytes(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs that are not of one dtype and shape with the same bytes."""
+    """The pairs that differ in dtype, shape or bytes."""
     alike = [pair for pair in pairs if pair.is_same_dtype and pair.one.shape == pair.two.shape]
     jobs = [(pair, start) for pair in alike for start in _starts(pair)]
     different = {pair.name for pair in pairs} - {pair.name for pair in alike}
 
-    def work(share: Iterator[tuple[Pair, int]]) -> None:
-        for pair, start in share:
+    def work(jobs: Iterator[tuple[Pair, int]]) -> None:
+        for pair, start in jobs:
             for at in _steps(pair, start):
                 if pair.name not in different and _read(one, pair.one, at) != _read(two, pair.two, at):
                     different.add(pair.name)
@@ -67,25 +75,21 @@ def _differing_bytes(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) 
 
 
 def _errors(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) -> dict[str, Errors]:
-    """How far the pairs of one shape are apart."""
+    """The numeric errors of the pairs of one shape."""
     jobs = [(pair, start) for pair in pairs if pair.one.shape == pair.two.shape for start in _starts(pair)]
     parts: list[tuple[str, int, Errors]] = []
-    if jobs:
-        import numpy  # noqa: F401  # by one thread, before there are two
 
-    def work(share: Iterator[tuple[Pair, int]]) -> None:
-        for pair, start in share:
+    def work(jobs: Iterator[tuple[Pair, int]]) -> None:
+        for pair, start in jobs:
             found = Errors()
             for at in _steps(pair, start):
                 first, second = _read(one, pair.one, at), _read(two, pair.two, at)
-                found.add(
-                    decode(pair.one.dtype, memoryview(first)), decode(pair.two.dtype, memoryview(second)), at.start
-                )
+                found.add(decode(pair.one.dtype, first), decode(pair.two.dtype, second), at.start)
             parts.append((pair.name, start, found))
 
     in_threads(work, jobs)
     errors = {pair.name: Errors() for pair in pairs if pair.one.shape == pair.two.shape}
-    for name, _, found in sorted(parts, key=lambda part: part[:2]):  # the same sums in whatever order threads ran
+    for name, _, found in sorted(parts, key=lambda part: part[:2]):  # the same sums, whatever the order of the threads
         errors[name].merge(found)
     return errors
 
@@ -113,14 +117,17 @@ def _read(index: TensorIndex, entry: TensorEntry, elements: range) -> memoryview
 
 
 def _difference(pair: Pair, errors: Errors | None) -> TensorDifference:
+    dtypes, shapes = (pair.one.dtype, pair.two.dtype), (pair.one.shape, pair.two.shape)
+    if errors is None:
+        return TensorDifference(pair.name, dtypes, shapes)
     return TensorDifference(
-        name=pair.name,
-        dtypes=(pair.one.dtype, pair.two.dtype),
-        shapes=(pair.one.shape, pair.two.shape),
-        num_different=errors.num_different if errors else None,
-        num_special=errors.num_special if errors else None,
-        max_absolute=errors.max_absolute if errors else None,
-        max_relative=errors.max_relative if errors else None,
-        cosine=errors.cosine if errors else None,
-        worst=tuple(position(pair.one, errors.worst)) if errors and errors.max_absolute else None,
+        pair.name,
+        dtypes,
+        shapes,
+        errors.num_different,
+        errors.num_special,
+        errors.max_absolute,
+        errors.max_relative,
+        errors.cosine,
+        tuple(position(pair.one, errors.worst)) if errors.max_absolute else None,
     )

@@ -1,18 +1,17 @@
-"""What `diff` found, and how it is told: grouped by layer, the largest first. Reads nothing."""
+"""The result of `diff`, and its text: grouped by layer, the largest differences first."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdp_shard.checkpoint.integrity.summary import TensorSummary, fold
-from fsdp_shard.checkpoint.io.dtypes import TensorSpec, torch_name
-from fsdp_shard.utils import format_size
+from fsdp_shard.checkpoint.integrity.summary import align, fold, shape_text
+from fsdp_shard.checkpoint.io import TensorSpec, torch_name
+from fsdp_shard.utils import format_count, format_size
 
 _LAYERS_SHOWN, _TENSORS_SHOWN, _LINES_SHOWN = 10, 3, 20
 
@@ -29,25 +28,25 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that both have, but with another dtype, shape, or bytes. Pairs are (in A, in B).
+    """A tensor that both have, with another dtype, shape, or bytes. Pairs are (in A, in B).
 
-    The other fields are those of `numerics.Errors`, and None where the shapes differ; `worst` is the index of the
-    largest absolute error, and None too where there is none.
+    The other fields are those of `numeric_errors.Errors`, None if the shapes differ; `worst` is the index of the
+    largest absolute error, None if there is none.
     """
 
     name: str
     dtypes: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    num_different: int | None
-    num_special: int | None
-    max_absolute: float | None
-    max_relative: float | None
-    cosine: float | None
-    worst: tuple[int, ...] | None
+    num_different: int | None = None
+    num_special: int | None = None
+    max_absolute: float | None = None
+    max_relative: float | None = None
+    cosine: float | None = None
+    worst: tuple[int, ...] | None = None
 
     @property
     def rank(self) -> tuple[bool, bool, float, float]:
-        """What is larger is worse."""
+        """A sort key: the larger, the worse."""
         is_other_shape = self.shapes[0] != self.shapes[1]
         return is_other_shape, bool(self.num_special), self.max_absolute or 0.0, self.max_relative or 0.0
 
@@ -60,7 +59,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """`missing` are tensors that only A has, `extra` those that only B has; `differences` are in falling order."""
+    """`missing` are the tensors of A only, `extra` those of B only; `differences` are sorted, the largest first."""
 
     a: Side
     b: Side
@@ -72,18 +71,20 @@ class DiffReport:
 
     @property
     def is_equal(self) -> bool:
+        """Whether all tensors are equal, byte for byte."""
         return not (self.missing or self.extra or self.differences)
 
     @property
     def num_differences(self) -> int:
+        """The number of tensors that are not equal, or in one checkpoint only."""
         return len(self.missing) + len(self.extra) + len(self.differences)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the fields above, and `is_equal`."""
-        return {"is_equal": self.is_equal, **dataclasses.asdict(self)}
+        """The fields above and `is_equal`, for JSON."""
+        return {"is_equal": self.is_equal, **asdict(self)}
 
     def to_text(self, everything: bool = False) -> str:
-        """For a terminal; of many tensors only the worst of the worst layers, unless `everything` is wanted."""
+        """Text for a terminal; of many tensors only the worst ones of the worst layers, unless `everything` is set."""
         if self.is_equal:
             size = f"{self.num_equal:,} tensors, {format_size(self.a.num_bytes)}"
             return f"{self.a.path} and {self.b.path} are equal, byte for byte ({size}; {self.seconds:.1f} s)."
@@ -92,29 +93,33 @@ class DiffReport:
         lines += _one_sided("only in B", self.extra, everything)
         shapes = [found for found in self.differences if found.max_absolute is None]
         if shapes:
-            lines += ["", f"other shape: {_tensors(len(shapes))}"]
+            lines += ["", f"other shape: {format_count(len(shapes), 'tensor')}"]
             lines += _cut(
-                [f"  {d.name}  {_shape(d.shapes[0])} in A, {_shape(d.shapes[1])} in B" for d in shapes], everything
+                [f"  {d.name}  {shape_text(d.shapes[0])} in A, {shape_text(d.shapes[1])} in B" for d in shapes],
+                everything,
             )
         lines += _dtypes(self.differences)
         lines += _values([found for found in self.differences if found.max_absolute is not None], everything)
         lines += [
             "",
-            f"{self.num_differences:,} of {_tensors(self.num_differences + self.num_equal)} differ "
+            f"{self.num_differences:,} of {format_count(self.num_differences + self.num_equal, 'tensor')} differ "
             f"({self.seconds:.1f} s).",
         ]
         return "\n".join(lines)
 
 
 def _head(label: str, side: Side) -> str:
-    return f"{label}  {side.path} ({side.format}, {_tensors(side.num_tensors)}, {format_size(side.num_bytes)})"
+    size = f"{format_count(side.num_tensors, 'tensor')}, {format_size(side.num_bytes)}"
+    return f"{label}  {side.path} ({side.format}, {size})"
 
 
 def _one_sided(title: str, specs: Sequence[TensorSpec], everything: bool) -> Iterator[str]:
     if specs:
-        yield from ("", f"{title}: {_tensors(len(specs))}, {format_size(sum(spec.num_bytes for spec in specs))}")
-        tree = fold([TensorSummary(spec.name, spec.dtype, spec.shape, spec.num_bytes) for spec in specs])
-        yield from _cut([f"  {line}" for line in tree], everything)
+        yield from (
+            "",
+            f"{title}: {format_count(len(specs), 'tensor')}, {format_size(sum(spec.num_bytes for spec in specs))}",
+        )
+        yield from _cut([f"  {line}" for line in fold(specs)], everything)
 
 
 def _dtypes(differences: Sequence[TensorDifference]) -> Iterator[str]:
@@ -122,31 +127,25 @@ def _dtypes(differences: Sequence[TensorDifference]) -> Iterator[str]:
     if counts:
         yield ""
     for (first, second), count in counts.most_common():
-        yield f"other dtype: {_tensors(count)}, {torch_name(first)} in A and {torch_name(second)} in B"
+        yield f"other dtype: {format_count(count, 'tensor')}, {torch_name(first)} in A and {torch_name(second)} in B"
 
 
 def _values(differences: Sequence[TensorDifference], everything: bool) -> Iterator[str]:
     """A table of the tensors whose values differ, by layer."""
     other = [found for found in differences if found.num_different]
     if same := len(differences) - len(other):
-        yield from ("", f"same values in other bits: {_tensors(same)}")
+        yield from ("", f"same values in other bits: {format_count(same, 'tensor')}")
     if not other:
         return
     layers: dict[str, list[TensorDifference]] = {}
-    for found in other:  # in falling order, so the layers are too
+    for found in other:  # sorted, so the layers are too
         layers.setdefault(found.layer, []).append(found)
     shown = list(layers.items()) if everything else list(layers.items())[:_LAYERS_SHOWN]
     rows: list[tuple[str, ...]] = [("", "max |a-b|", "relative", "cosine", "different")]
     for layer, tensors in shown:
         rows += _layer_rows(layer, tensors, everything)
-    yield from ("", f"other values: {_tensors(len(other))}, those that differ most first")
-    widths = [max(len(row[column]) for row in rows if len(row) > column) for column in range(4)]
-    for row in rows:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(row[1:4], widths[1:], strict=False)),
-        ]
-        yield "  ".join([*cells, *row[4:]]).rstrip()
+    yield from ("", f"other values: {format_count(len(other), 'tensor')}, those that differ most first")
+    yield from align(rows, right=range(1, 4))
     if left := list(layers.values())[len(shown) :]:
         yield f"{len(left):,} more layers and modules, {_at_most(left[0])}; --all shows them"
     yield "relative: to the larger of the two values. cosine: of the angle between A and B as vectors."
@@ -160,14 +159,14 @@ def _layer_rows(layer: str, tensors: Sequence[TensorDifference], everything: boo
         total = math.prod(found.shapes[0])
         assert found.num_different is not None
         is_few = found.num_different < total / 100
-        share = f"{found.num_different:,}" if is_few else f"{100 * found.num_different / total:.1f}%"
+        part = f"{found.num_different:,}" if is_few else f"{100 * found.num_different / total:.1f}%"
         special = f", {found.num_special:,} NaN or infinite in one only" if found.num_special else ""
         yield (
             f"  {name}",
             _number(found.max_absolute),
             _number(found.max_relative),
             _cosine(found.cosine),
-            f"{share} of {total:,}{special}",
+            f"{part} of {total:,}{special}",
         )
     if left := tensors[len(shown) :]:
         yield (f"  {len(left)} more, {_at_most(left)}",)
@@ -185,14 +184,6 @@ def _cosine(value: float | None) -> str:
     if value is None:
         return "-"
     return f"1 - {1 - value:.1e}" if 1e-12 < 1 - value < 1e-5 else f"{value:.6g}"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor{'' if count == 1 else 's'}"
 
 
 def _cut(lines: list[str], everything: bool) -> list[str]:

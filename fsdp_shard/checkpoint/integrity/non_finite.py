@@ -1,6 +1,6 @@
-"""NaN and infinities in tensors, found in the bit patterns of their elements at about the speed of reading them.
+"""Finds NaN and infinities in the bit patterns of tensors, at about the speed of reading them.
 
-Knows dtypes and bytes, no files. numpy is imported when there is something to look at; torch never.
+numpy is imported when there is data to search; torch never.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# dtype -> (numpy's unsigned type of a number's bits, bits that are no sign, the smallest such value that is infinite or
+# dtype -> (numpy's unsigned type of the bits, the bits without the sign, the smallest such value that is infinite or
 # NaN, the pattern of infinity or None). Source: IEEE 754; for F8 the OCP 8-bit floating point and microscaling
 # specifications. Of a C64 number both parts are looked at.
 _PATTERNS: dict[str, tuple[str, int, int, int | None]] = {
@@ -24,12 +24,12 @@ _PATTERNS: dict[str, tuple[str, int, int, int | None]] = {
 _MINUS_ZERO_IS_NAN = frozenset({"F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 
 DTYPES = frozenset(_PATTERNS) | _MINUS_ZERO_IS_NAN
-"""The dtypes that have such numbers at all."""
+"""The dtypes that have NaN or infinities."""
 
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """How many elements are NaN, how many infinite, and the first of either (counted from the start of the data).
+    """The number of NaN and of infinite elements, and the position of the first of either in the data.
 
     A complex number of which one part is NaN and the other infinite counts as NaN.
     """
@@ -40,14 +40,15 @@ class NonFinite:
 
 
 def find_non_finite(dtype: str, data: memoryview) -> NonFinite | None:
-    """What is not finite in `data`, whole elements of one of `DTYPES`; None if all is."""
+    """Search `data`, elements of one of `DTYPES`, for NaN and infinities; None if all elements are finite."""
     import numpy as np
 
     if dtype in _MINUS_ZERO_IS_NAN:
-        return _found(np.frombuffer(data, np.uint8) == 0x80, None)
+        is_nan = np.frombuffer(data, np.uint8) == 0x80
+        return _found(is_nan, np.zeros_like(is_nan))
     kind, magnitude, limit, infinity = _PATTERNS[dtype]
     bits: Any = np.frombuffer(data, f"<{kind}") & np.array(magnitude, f"<{kind}")
-    if not bits.size or bits.max() < limit:  # the road of nearly all data: one pass that makes no array of booleans
+    if not bits.size or bits.max() < limit:  # the usual case takes one pass and no array of booleans
         return None
     is_bad = bits >= limit
     is_inf = np.zeros_like(is_bad) if infinity is None else bits == infinity
@@ -59,7 +60,5 @@ def find_non_finite(dtype: str, data: memoryview) -> NonFinite | None:
 
 
 def _found(is_nan: Any, is_inf: Any) -> NonFinite | None:
-    is_bad = is_nan if is_inf is None else is_nan | is_inf
-    if not is_bad.any():
-        return None
-    return NonFinite(int(is_nan.sum()), 0 if is_inf is None else int(is_inf.sum()), int(is_bad.argmax()))
+    is_bad = is_nan | is_inf
+    return NonFinite(int(is_nan.sum()), int(is_inf.sum()), int(is_bad.argmax())) if is_bad.any() else None

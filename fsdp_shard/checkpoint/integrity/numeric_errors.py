@@ -1,6 +1,6 @@
-"""How far two runs of numbers are apart, from their bytes: largest absolute and relative error, and the cosine.
+"""Numeric errors between two tensors, from their bytes: largest absolute and relative error, and cosine similarity.
 
-Knows dtypes and bytes, no files and no names. Computes in float64 with numpy; imports no torch.
+Computes in float64 with numpy; imports no torch.
 """
 
 from __future__ import annotations
@@ -11,21 +11,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-_BLOCK = 1 << 14  # elements at a time: what a block needs stays in the cache
-_NATIVE = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "C64": "<c8",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "i1",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-    "U8": "u1",
-    "BOOL": "u1",
+import numpy as np
+
+_BLOCK = 1 << 14  # elements at a time, so that the temporaries of a block stay in the cache
+_NATIVE = {"C64": "<c8", "BOOL": "u1"} | {
+    f"{letter}{8 * size}": f"<{kind}{size}"
+    for letter, kind, sizes in (("F", "f", (2, 4, 8)), ("I", "i", (1, 2, 4, 8)), ("U", "u", (1, 2, 4, 8)))
+    for size in sizes
 }
 # dtype -> (bits of the exponent, of the mantissa, bias, patterns that are NaN). Source: see `non_finite`.
 _SMALL = {
@@ -36,9 +28,7 @@ _SMALL = {
 
 
 def decode(dtype: str, data: memoryview) -> Any:
-    """The numbers in `data` as a numpy array: of their own type where numpy has it, else exactly, as floats."""
-    import numpy as np
-
+    """The numbers in `data` as a numpy array: of their own dtype if numpy has it, else as floats, without rounding."""
     if dtype in _NATIVE:
         return np.frombuffer(data, _NATIVE[dtype])
     if dtype == "BF16":
@@ -53,8 +43,6 @@ def decode(dtype: str, data: memoryview) -> Any:
 
 @cache
 def _table(dtype: str) -> Any:
-    import numpy as np
-
     exponent_bits, mantissa_bits, bias, nans = _SMALL[dtype]
     values = []
     for pattern in range(256):
@@ -68,12 +56,12 @@ def _table(dtype: str) -> Any:
 
 @dataclass
 class Errors:
-    """How far tensors `a` and `b` are apart, added up over their parts.
+    """The errors between tensors `a` and `b`, accumulated over their parts.
 
-    `num_different`: elements of another value (-0.0 is 0.0, and NaN is NaN). `num_special`: those of them where one is
-    NaN or infinite and the other is not, or is another of these; they count in nothing else. `max_relative` is |a - b|
-    over the larger of |a| and |b|, so at most 2, and 0 where both are 0. Complex numbers have their absolute values.
-    Integers of one type are subtracted exactly.
+    `num_different`: elements of different value (-0.0 equals 0.0, and NaN equals NaN). `num_special`: those of them
+    where one is NaN or infinite and the other is not, or is another of these; all other figures leave them out.
+    `max_relative` is |a - b| over the larger of |a| and |b|, so at most 2, and 0 if both are 0. Complex numbers count
+    with their absolute values. Integers of one type are subtracted exactly.
     """
 
     num_different: int = 0
@@ -88,33 +76,29 @@ class Errors:
 
     @property
     def cosine(self) -> float | None:
-        """Of the angle between the two as vectors; 1 if both are zero, 0 if one is, None beyond what float64 holds."""
+        """The cosine similarity; 1 if both are zero, 0 if one is, None if float64 overflows."""
         if not (self._norm_a and self._norm_b):
             return 1.0 if self._norm_a == self._norm_b else 0.0
         scale = math.sqrt(self._norm_a) * math.sqrt(self._norm_b)
         return max(-1.0, min(1.0, self._dot / scale)) if math.isfinite(scale) and math.isfinite(self._dot) else None
 
     def add(self, a: Any, b: Any, start: int) -> None:
-        """Take in the elements from flat position `start` on, as `decode` gives them."""
+        """Add the elements from flat position `start` on, as `decode` returns them."""
         for at in range(0, len(a), _BLOCK):
             self._add_block(a[at : at + _BLOCK], b[at : at + _BLOCK], start + at)
 
     def merge(self, other: Errors) -> None:
-        """Take in what was found of another part of the same tensors."""
+        """Add the errors of another part of the same tensors."""
         if other.max_absolute > self.max_absolute:
             self.max_absolute, self.worst = other.max_absolute, other.worst
         self.max_relative = max(self.max_relative, other.max_relative)
         self.num_different += other.num_different
         self.num_special += other.num_special
-        self._dot, self._norm_a, self._norm_b = (
-            self._dot + other._dot,
-            self._norm_a + other._norm_a,
-            self._norm_b + other._norm_b,
-        )
+        self._dot += other._dot
+        self._norm_a += other._norm_a
+        self._norm_b += other._norm_b
 
     def _add_block(self, a: Any, b: Any, start: int) -> None:
-        import numpy as np
-
         with np.errstate(all="ignore"):
             distance = _integer_distance(a, b) if a.dtype.kind in "iu" and a.dtype == b.dtype else None
             wide = "c16" if "c" in (a.dtype.kind, b.dtype.kind) else "f8"
@@ -136,8 +120,6 @@ class Errors:
 
     def _without_special(self, a: Any, b: Any) -> tuple[Any, Any, Any]:
         """The block with 0 where either is not finite, after counting where they differ in that."""
-        import numpy as np
-
         finite = np.isfinite(a) & np.isfinite(b)
         count = int(np.count_nonzero(~finite & ~((a == b) | (np.isnan(a) & np.isnan(b)))))
         self.num_special += count
@@ -149,17 +131,13 @@ class Errors:
 def _dot(a: Any, b: Any) -> float:
     """The dot product of two arrays of float64, or of complex numbers as pairs of them.
 
-    Not `np.dot`: BLAS would share out each block over all cores, and two threads that do so wait for each other (40
-    times slower on two cores).
+    Not `np.dot`: BLAS would split each block over all cores, and two threads that do so wait for each other (40 times
+    slower on two cores).
     """
-    import numpy as np
-
     return float(np.einsum("i,i->", a.view("f8"), b.view("f8")))
 
 
 def _integer_distance(a: Any, b: Any) -> Any:
     """|a - b| of two arrays of one integer type, which need not fit that type."""
-    import numpy as np
-
     unsigned = a.dtype.str.replace("i", "u")
     return (np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)).astype("f8")

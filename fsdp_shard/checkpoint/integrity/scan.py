@@ -1,6 +1,6 @@
-"""Reading all of a checkpoint once, by several threads: the digests of its chunks, and what in it is not finite.
+"""Reads all of a checkpoint once, by several threads: digests of its chunks, and NaN or infinite values.
 
-Also what that says in words, with file, tensor and bytes. Imports no torch.
+Also turns the results into problems with file, tensor and bytes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,26 +10,32 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, jobs_of, num_chunks, read_chunks
-from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.non_finite import NonFinite, find_non_finite
-from fsdp_shard.checkpoint.integrity.verify_report import Place, Problem
-from fsdp_shard.checkpoint.io.dtypes import itemsize
-from fsdp_shard.checkpoint.io.thread_pool import in_threads
-from fsdp_shard.checkpoint.steps.manifest import Manifest
+from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
+from fsdp_shard.checkpoint.io import in_threads, itemsize
+from fsdp_shard.checkpoint.steps import Manifest
+from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 
-_NAMED = 3  # files in a message; `places` has all
+_NAMED = 3  # files in a message; `Problem.places` has all
 
 
 @dataclass
 class Scan:
-    """Digests of all chunks of the tensors that were asked for; what is not finite, per tensor."""
+    """Digests of all chunks of the tensors `digested`, and the non-finite values of those `searched`, by name."""
 
     digests: dict[str, list[bytes]] = field(default_factory=dict)
     non_finite: dict[str, NonFinite] = field(default_factory=dict)
 
 
 def scan(index: TensorIndex, digested: Collection[str], searched: Collection[str]) -> Scan:
-    """Read the tensors `digested` and `searched` (for NaN and infinities; of dtypes that have them) of `index`."""
+    """Read tensors of `index`.
+
+    Args:
+        index: The checkpoint.
+        digested: Names of the tensors to compute digests of.
+        searched: Names of the tensors to search for NaN and infinities; their dtypes must have such values.
+    """
     found = Scan({name: [b""] * num_chunks(index.tensors[name].num_bytes) for name in digested})
     parts: dict[str, dict[int, NonFinite]] = {}
 
@@ -56,7 +62,7 @@ def _sum(entry: TensorEntry, parts: dict[int, NonFinite]) -> NonFinite:
 
 
 def damage(index: TensorIndex, manifest: Manifest, found: Scan) -> list[Problem]:
-    """Where the content is not what `manifest` says. Neighboring damaged chunks are one problem."""
+    """The chunks whose digests are not those in `manifest`. Neighboring damaged chunks are one problem."""
     problems: list[Problem] = []
     for name, digests in found.digests.items():
         expected = manifest.tensors[name].chunks
@@ -66,35 +72,35 @@ def damage(index: TensorIndex, manifest: Manifest, found: Scan) -> list[Problem]
 
 
 def _damaged(index: TensorIndex, name: str, chunks: Sequence[int]) -> Iterator[Problem]:
-    # A run of chunks lies in the same files, and has no sound chunk in it.
-    files = {number: [place.file for place in chunk_places(index, name, number, number + 1)] for number in chunks}
+    # A run of chunks is in the same files, and contains no sound chunk.
+    files = {number: [item.file for item in chunk_ranges(index, name, number, number + 1)] for number in chunks}
     runs = itertools.groupby(enumerate(chunks), lambda item: (item[1] - item[0], files[item[1]]))
     for _, run in runs:
         numbers = [number for _, number in run]
-        places = chunk_places(index, name, numbers[0], numbers[-1] + 1)
-        where = [f"{index.root / place.file}, bytes {place.start}-{(place.stop or 0) - 1}" for place in places]
-        if len(places) == 1:
+        ranges = chunk_ranges(index, name, numbers[0], numbers[-1] + 1)
+        where = [item.text(index.root) for item in ranges]
+        if len(ranges) == 1:
             text = f"{where[0]}: tensor {name} is not what was written."
         else:
             more = f" or {len(where) - _NAMED} more files" if len(where) > _NAMED else ""
             text = (
                 f"{' or '.join(where[:_NAMED])}{more}: tensor {name} is not what was written; "
-                f"one digest covers them together, so it does not tell which of them is damaged."
+                f"one digest covers them together, so any of them may be damaged."
             )
-        yield Problem(text, tuple(places), name)
+        yield Problem(text, tuple(ranges), name)
 
 
-def chunk_places(index: TensorIndex, name: str, first: int, stop: int) -> list[Place]:
-    """Where the chunks [first, stop) of a tensor lie: in each file from the first such byte to the last."""
+def chunk_ranges(index: TensorIndex, name: str, first: int, stop: int) -> list[ByteRange]:
+    """The bytes of the chunks [first, stop) of a tensor: in each file from the first such byte to the last."""
     entry = index.entry(name)
     size = itemsize(entry.dtype)
     found: dict[str, tuple[int, int]] = {}
-    for file, low, high in index.places(
+    for file, low, high in index.spans(
         name, first * CHUNK_BYTES // size, min(stop * CHUNK_BYTES, entry.num_bytes) // size
     ):
         before = found.get(file, (low, high))
         found[file] = min(low, before[0]), max(high, before[1])
-    return [Place(file, low, high) for file, (low, high) in found.items()]
+    return [ByteRange(file, low, high) for file, (low, high) in found.items()]
 
 
 def non_finite(index: TensorIndex, found: Scan) -> Iterator[Problem]:
@@ -103,12 +109,13 @@ def non_finite(index: TensorIndex, found: Scan) -> Iterator[Problem]:
         if (what := found.non_finite.get(name)) is None:
             continue
         entry = index.tensors[name]
-        ((file, low, high),) = index.places(name, what.first, what.first + 1)
+        (span,) = index.spans(name, what.first, what.first + 1)
+        first = ByteRange(*span)
         counts = [f"{count:,} {word}" for count, word in ((what.num_nan, "NaN"), (what.num_inf, "infinite")) if count]
         yield Problem(
-            f"{index.root / file}, bytes {low}-{high - 1}: tensor {name} is not finite from "
-            f"{position(entry, what.first)} on: {' and '.join(counts)} of {entry.num_elements:,} elements.",
-            (Place(file, low, high),),
+            f"{first.text(index.root)}: tensor {name} is not finite from {position(entry, what.first)} on: "
+            f"{' and '.join(counts)} of {entry.num_elements:,} elements.",
+            (first,),
             name,
         )
 

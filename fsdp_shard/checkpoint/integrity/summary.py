@@ -1,25 +1,26 @@
-"""What is in a checkpoint, as text or as JSON: for `inspect`. Reads headers only, imports no torch."""
+"""Summarizes the contents of a checkpoint as text or JSON, for `inspect`. Reads headers only; imports no torch."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import fnmatch
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_shard.checkpoint.formats import native_sharded
-from fsdp_shard.checkpoint.index import Extra, TensorIndex
-from fsdp_shard.checkpoint.io import dtypes
-from fsdp_shard.checkpoint.io.files import member
-from fsdp_shard.checkpoint.open import open_checkpoint
-from fsdp_shard.checkpoint.steps.manifest import Manifest
+from fsdp_shard.checkpoint.formats.several_files import sum_extras
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.integrity.verify_report import size_problem
+from fsdp_shard.checkpoint.io import TensorSpec, member, torch_name
+from fsdp_shard.checkpoint.location import open_checkpoint
+from fsdp_shard.checkpoint.steps import Manifest
+from fsdp_shard.checkpoint.tensor_entry import Extra
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import format_size
+from fsdp_shard.utils import format_count, format_size
 
 OPTIMIZER = "optimizer"  # the kind of extras, and the directory in a step of ours
 _SHOWN, _FILES_SHOWN = 3, 16
@@ -27,7 +28,7 @@ _SHOWN, _FILES_SHOWN = 3, 16
 
 @dataclass(frozen=True)
 class FileSummary:
-    """One weight file: its size on the disk, and how many tensors it holds at least a part of."""
+    """A weight file: its size on disk, and the number of tensors of which it holds any part."""
 
     name: str
     num_bytes: int
@@ -35,12 +36,26 @@ class FileSummary:
 
 
 @dataclass(frozen=True)
-class Description:
-    """`balance` is the largest file over the mean (1.0 is even); `bytes_by_dtype` has torch's names as keys.
+class CheckpointSummary:
+    """The contents of a checkpoint.
 
-    `integrity` says what can be checked: `digests` (a manifest has them) or `structure`. `manifest_problems` are files
-    of the manifest that are not there or have another size; nothing was read for it. `extras` counts what lies beside
-    the weights, by kind (`optimizer`, `adapter`, `other`), the run's own optimizer/ among it.
+    Attributes:
+        path: The file or directory.
+        format: The name of its format.
+        layout: `gathered` or `sharded`.
+        step: The training step, if it is stored.
+        world_size: The number of ranks that wrote it, if it is stored.
+        num_tensors: The number of tensors.
+        num_parameters: The number of their elements.
+        num_bytes: Their logical bytes.
+        bytes_by_dtype: The same by torch's name of the dtype.
+        files: The weight files.
+        balance: The size of the largest file divided by the mean (1.0 is even).
+        tied: Each tied name with the name under which the tensor is stored.
+        extras: Other tensors by kind (`optimizer`, `adapter`, `other`), those of optimizer/ in a step included.
+        integrity: What `verify` can check: `digests` (there is a manifest) or `structure`.
+        manifest_problems: Files of the manifest that are missing or have another size.
+        tensors: The tensors that were selected.
     """
 
     path: str
@@ -61,59 +76,60 @@ class Description:
     tensors: tuple[TensorSummary, ...]
 
     def to_json(self) -> str:
-        """For programs: one JSON object with the fields above."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        """One JSON object with the attributes above, for programs."""
+        return json.dumps(asdict(self), indent=2)
 
     def to_text(self) -> str:
-        """For a terminal: a head, the files, then the tensors as a tree folded by layer."""
+        """A head, the files, then the tensors as a tree folded by layer, for a terminal."""
         return "\n".join([*_head(self), *_file_lines(self), "", *fold(self.tensors)])
 
     def to_list(self) -> str:
-        """For a terminal: the tensors, one a line, with dtype, shape, bytes and files."""
+        """The tensors, one per line, with dtype, shape, bytes and files, for a terminal."""
         rows = [
-            (
-                printable(t.name),
-                t.dtype,
-                " x ".join(map(str, t.shape)) or "scalar",
-                format_size(t.num_bytes),
-                _some(t.files),
-            )
+            (printable(t.name), t.dtype, shape_text(t.shape), format_size(t.num_bytes), _some(t.files))
             for t in self.tensors
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
-            f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {size:>{widths[3]}}  {files}"
-            for name, dtype, shape, size, files in rows
-        )
+        return "\n".join(align(rows, right=(3,)))
 
 
-def _shape(tensor: TensorSummary) -> str:
-    return " x ".join(map(str, tensor.shape)) or "scalar"
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as `4 x 8`, or `scalar`."""
+    return " x ".join(map(str, shape)) or "scalar"
 
 
-def describe(checkpoint: TensorIndex | str | Path, pattern: str = "*") -> Description:
-    """Describe an open checkpoint, or the one at a path.
+def align(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[str]:
+    """Rows as lines of columns, those in `right` right-aligned. The last of all columns is not padded."""
+    columns = range(max(map(len, rows)) - 1)
+    widths = [max(len(row[column]) for row in rows if len(row) > column) for column in columns]
+    for row in rows:
+        cells = [row[c].rjust(widths[c]) if c in right else row[c].ljust(widths[c]) for c in columns if c < len(row)]
+        yield "  ".join([*cells, *row[len(columns) :]]).rstrip()
 
-    `pattern` (as of a shell, or any part of a name) chooses the tensors that are listed; all are counted. Raises what
-    `open_checkpoint` does, and CheckpointError for a pattern that no tensor fits.
+
+def summarize_checkpoint(checkpoint: TensorIndex | str | Path, pattern: str = "*") -> CheckpointSummary:
+    """Summarize the contents of a checkpoint from its headers.
+
+    Args:
+        checkpoint: An open checkpoint, or the path of one.
+        pattern: A shell pattern or a part of a name. It selects the tensors that are listed; all are counted.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be opened, or no tensor matches the pattern.
     """
-    if isinstance(checkpoint, TensorIndex):
-        return _describe(checkpoint, pattern)
-    with open_checkpoint(checkpoint) as index:
-        return _describe(index, pattern)
-
-
-def _describe(index: TensorIndex, pattern: str) -> Description:
+    if not isinstance(checkpoint, TensorIndex):
+        with open_checkpoint(checkpoint) as index:
+            return summarize_checkpoint(index, pattern)
+    index = checkpoint
     entries = list(index.tensors.values())
     by_dtype: Counter[str] = Counter()
     for entry in entries:
-        by_dtype[dtypes.torch_name(entry.dtype)] += entry.num_bytes
+        by_dtype[torch_name(entry.dtype)] += entry.num_bytes
     files = _files(index)
     mean = sum(file.num_bytes for file in files) / len(files) if files else 0
     manifest = index.manifest()
     layout = manifest.layout if manifest else "gathered"
-    return Description(
-        path=str(index.place),
+    return CheckpointSummary(
+        path=str(index.path),
         format=index.format,
         layout="sharded" if any(len(entry.pieces) > 1 for entry in entries) else layout,
         step=index.step,
@@ -127,17 +143,17 @@ def _describe(index: TensorIndex, pattern: str) -> Description:
         tied=dict(index.aliases),
         extras=_extras(index),
         integrity="digests" if manifest is not None else "structure",
-        manifest_problems=tuple(_manifest_problems(index.root, manifest)) if manifest else (),
+        manifest_problems=_manifest_problems(index.root, manifest) if manifest else (),
         tensors=tuple(_chosen(index, pattern)),
     )
 
 
 def _chosen(index: TensorIndex, pattern: str) -> Iterator[TensorSummary]:
-    """The tensors whose name, or a name that is tied to it, fits `pattern`."""
+    """The tensors whose name, or a name that is tied to it, matches `pattern`."""
     glob = pattern if any(character in pattern for character in "*?[") else f"*{pattern}*"
     names = [name for name in [*index.tensors, *index.aliases] if fnmatch.fnmatchcase(name, glob)]
     if not names and index.tensors:
-        raise CheckpointError(f"{index.place} has no tensor that {pattern} fits{_near(pattern, index)}.")
+        raise CheckpointError(f"{index.path} has no tensor that {pattern} fits{_near(pattern, index)}.")
     for name in dict.fromkeys(index.aliases.get(name, name) for name in names):
         entry = index.tensors[name]
         held = tuple(dict.fromkeys(piece.file for piece in entry.pieces))
@@ -145,7 +161,7 @@ def _chosen(index: TensorIndex, pattern: str) -> Iterator[TensorSummary]:
 
 
 def _near(pattern: str, index: TensorIndex) -> str:
-    """Names that the pattern may have meant: whole ones, or parts of them."""
+    """Suggestions for a pattern that matches nothing: full names, or parts of them."""
     parts = dict.fromkeys(part for name in [*index.tensors, *index.aliases] for part in name.split("."))
     wanted = pattern.strip("*.").split(".")[-1]
     found = difflib.get_close_matches(pattern, [*index.tensors, *index.aliases], n=2) + difflib.get_close_matches(
@@ -155,25 +171,17 @@ def _near(pattern: str, index: TensorIndex) -> str:
 
 
 def _extras(index: TensorIndex) -> dict[str, Extra]:
-    """What the index counts, and the optimizer state that a run of ours keeps in a directory of its own."""
-    place = index.root / OPTIMIZER
-    if not native_sharded.recognize(place):
+    """The extras of the index, and the optimizer state in the directory of a step of ours."""
+    directory = index.root / OPTIMIZER
+    if not native_sharded.recognize(directory):
         return dict(index.extras)
-    with native_sharded.read(place) as states:
-        before = index.extras.get(OPTIMIZER, Extra(0, 0))
-        both = Extra(before.num_tensors + len(states.tensors), before.num_bytes + states.num_bytes)
-        return {**index.extras, OPTIMIZER: both}
+    with native_sharded.read(directory) as states:
+        return sum_extras(index.extras, {OPTIMIZER: Extra(len(states.tensors), states.num_bytes)})
 
 
-def _manifest_problems(root: Path, manifest: Manifest) -> Iterator[str]:
-    for name, record in manifest.files.items():
-        try:
-            size = member(root, name).stat().st_size
-        except CheckpointError as error:
-            yield str(error)
-        else:
-            if size != record.size:
-                yield f"{root / name} has {size:,} bytes, but {record.size:,} were written."
+def _manifest_problems(root: Path, manifest: Manifest) -> tuple[str, ...]:
+    problems = (size_problem(root, name, record) for name, record in manifest.files.items())
+    return tuple(problem.message for problem in problems if problem is not None)
 
 
 def _files(index: TensorIndex) -> list[FileSummary]:
@@ -183,7 +191,7 @@ def _files(index: TensorIndex) -> list[FileSummary]:
     return [FileSummary(name, member(index.root, name).stat().st_size, counts[name]) for name in sorted(counts)]
 
 
-def _head(d: Description) -> list[str]:
+def _head(d: CheckpointSummary) -> list[str]:
     dtype_sizes = ", ".join(f"{name} {format_size(size)}" for name, size in d.bytes_by_dtype.items())
     head = {
         "path": d.path,
@@ -195,14 +203,17 @@ def _head(d: Description) -> list[str]:
         "parameters": f"{d.num_parameters:,}",
         "bytes": f"{format_size(d.num_bytes)} ({dtype_sizes})",
         "tied": ", ".join(f"{alias} = {kept}" for alias, kept in d.tied.items()) or None,
-        **{kind: f"{_tensors(extra.num_tensors)}, {format_size(extra.num_bytes)}" for kind, extra in d.extras.items()},
+        **{
+            kind: f"{format_count(extra.num_tensors, 'tensor')}, {format_size(extra.num_bytes)}"
+            for kind, extra in d.extras.items()
+        },
         "integrity": _integrity(d),
         "files": f"{len(d.files)}, the largest {d.balance:.2f}x the mean",
     }
     return [f"{key + ':':<12} {value}" for key, value in head.items() if value is not None]
 
 
-def _integrity(d: Description) -> str:
+def _integrity(d: CheckpointSummary) -> str:
     if d.integrity != "digests":
         return "no manifest with digests: `fsdp-shard verify` can check structure and NaN only"
     if d.manifest_problems:
@@ -210,15 +221,13 @@ def _integrity(d: Description) -> str:
     return "all files are there, of the size that was written; `fsdp-shard verify` compares every byte"
 
 
-def _file_lines(d: Description) -> list[str]:
+def _file_lines(d: CheckpointSummary) -> list[str]:
     width = max((len(file.name) for file in d.files), default=0)
-    lines = [f"  {f.name:<{width}}  {format_size(f.num_bytes):>8}  {_tensors(f.num_tensors)}" for f in d.files]
+    lines = [
+        f"  {f.name:<{width}}  {format_size(f.num_bytes):>8}  {format_count(f.num_tensors, 'tensor')}" for f in d.files
+    ]
     more = [f"  ... and {len(lines) - _FILES_SHOWN:,} more (--json lists all)"] if len(lines) > _FILES_SHOWN else []
     return lines[:_FILES_SHOWN] + more
-
-
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor{'' if count == 1 else 's'}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -229,29 +238,29 @@ def _some(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """A tensor: safetensors dtype name, full shape, logical bytes, and the files that hold it (where they matter)."""
+    """A tensor: name, safetensors dtype, full shape, logical bytes, and the files that hold it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...]
 
 
 def printable(name: str) -> str:
-    """A name as a terminal may show it: what is no printable character, such as an escape sequence, is spelled out."""
+    """A name that is safe to print: other characters than printable ones, such as escape sequences, are escaped."""
     return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
 
 
-def fold(tensors: Sequence[TensorSummary]) -> list[str]:
-    """The tensors as an indented tree, where neighboring layers (numbered parts) that look alike share one line."""
+def fold(tensors: Sequence[TensorSummary | TensorSpec]) -> list[str]:
+    """The tensors as an indented tree, where neighboring layers (numbered parts) that are alike share one line."""
     root: dict[str, Any] = {}
     for entry in tensors:
         name = printable(entry.name)
         node, parts = root, name.split(".")
         for part in parts[:-1]:
             below = node.setdefault(part, {})
-            # A name may be both a tensor and a prefix of others; then the longer name stays whole.
+            # A name may be both a tensor and a prefix of others; then the longer name is not split further.
             node = below if isinstance(below, dict) else node.setdefault(part + ".", {})
         node[parts[-1] if parts[-1] not in node else name] = entry
     return list(_render(root, 0, 1))
@@ -260,21 +269,20 @@ def fold(tensors: Sequence[TensorSummary]) -> list[str]:
 def _render(node: Mapping[str, Any], depth: int, copies: int) -> Iterator[str]:
     indent = "  " * depth
     for label, count, below in _groups(node):
-        while count == 1 and not isinstance(below, TensorSummary) and len(below) == 1:  # a chain takes one line
+        while count == 1 and isinstance(below, dict) and len(below) == 1:  # a chain takes one line
             ((name, below),) = below.items()
             label = f"{label}.{name}"
-        if isinstance(below, TensorSummary):
-            shape = " x ".join(map(str, below.shape)) or "scalar"
-            times = copies * count
-            total = format_size(below.num_bytes * times)
-            yield f"{indent}{label}  {below.dtype}  {shape}  {total}{f' in {times}' if times > 1 else ''}"
-        else:
+        times = copies * count
+        if isinstance(below, dict):
             yield f"{indent}{label}{f' ({count} alike)' if count > 1 else ''}"
-            yield from _render(below, depth + 1, copies * count)
+            yield from _render(below, depth + 1, times)
+        else:
+            total = format_size(below.num_bytes * times) + (f" in {times}" if times > 1 else "")
+            yield f"{indent}{label}  {below.dtype}  {shape_text(below.shape)}  {total}"
 
 
 def _groups(node: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
-    """(label, number of members, one member) of each run of like-looking numbered children, and each other child."""
+    """(label, number of members, one member) of each run of numbered children that are alike, and each other child."""
     run: list[str] = []
     if all(name.isdecimal() for name in node):  # files may hold layer 10 before layer 2
         node = {name: node[name] for name in sorted(node, key=int)}
@@ -292,7 +300,5 @@ def _label(run: Sequence[str]) -> str:
 
 
 def _look(node: Any) -> Any:
-    """What two subtrees have in common when they look alike."""
-    if isinstance(node, TensorSummary):
-        return (node.dtype, node.shape)
-    return {name: _look(below) for name, below in node.items()}
+    """A value that is equal for subtrees that are alike."""
+    return {name: _look(below) for name, below in node.items()} if isinstance(node, dict) else (node.dtype, node.shape)

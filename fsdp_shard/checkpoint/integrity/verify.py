@@ -1,7 +1,7 @@
 """`verify`: every byte of a checkpoint against the digests in its manifest, or against another checkpoint.
 
-Where there is neither, what can be checked without: structure, config.json against the shapes, NaN and infinities.
-Imports no torch, unless two checkpoints hold a tensor in different dtypes.
+Without either, what can be checked: structure, shapes against config.json, NaN and infinities. Imports no torch, unless
+two checkpoints hold a tensor in different dtypes.
 """
 
 from __future__ import annotations
@@ -13,36 +13,41 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fsdp_shard.checkpoint.digests import file_digest, frame_digest, header_digest
-from fsdp_shard.checkpoint.formats import trainer_layouts
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import compare
 from fsdp_shard.checkpoint.integrity.config_shapes import config_problems
 from fsdp_shard.checkpoint.integrity.non_finite import DTYPES
 from fsdp_shard.checkpoint.integrity.scan import Scan, damage, non_finite, scan
-from fsdp_shard.checkpoint.integrity.verify_report import Place, Problem, VerifyReport
-from fsdp_shard.checkpoint.io.dtypes import itemsize
-from fsdp_shard.checkpoint.io.files import has_file, member, read_json
-from fsdp_shard.checkpoint.open import here, open_checkpoint
-from fsdp_shard.checkpoint.steps.manifest import FileRecord, Manifest, read_manifest
+from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, VerifyReport, size_problem
+from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
+from fsdp_shard.checkpoint.location import local_path, locate
+from fsdp_shard.checkpoint.steps import FileRecord, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
 
 _CONFIG = "config.json"
 
 
 def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
-    """Check a checkpoint: its structure, and every byte against the digests of its manifest where it has one.
+    """Check a checkpoint, alone or against another one.
 
-    Without a manifest: NaN and infinities, and config.json against the shapes. With `against`, the contents of the two
-    checkpoints are compared instead, in whatever format, layout and floating-point dtype each is; a manifest that
-    either has is checked too.
+    Every byte is compared with the digests of the manifest, if there is one. Without a manifest, the structure, NaN and
+    infinities, and the shapes against config.json are checked. With `against`, the contents of the two checkpoints are
+    compared, whatever their formats, layouts and floating-point dtypes are; a manifest of either is checked too.
 
-    Raises nothing for a damaged checkpoint: all that is wrong is in `problems`, each with file, tensor and bytes. Only
-    a path where there is nothing at all is a CheckpointError.
+    Args:
+        path: A checkpoint file, directory, run directory or remote address.
+        against: Another checkpoint.
+
+    Returns:
+        The report. Its `problems` are all that is wrong, each with file, tensor and bytes.
+
+    Raises:
+        CheckpointError: Nothing exists at one of the paths. A damaged checkpoint raises nothing.
     """
     start = time.perf_counter()
     with ExitStack() as stack:
-        one = _Checkpoint(here(path), stack)
-        two = None if against is None else _Checkpoint(here(against), stack)
+        one = _Checkpoint(local_path(path), stack)
+        two = None if against is None else _Checkpoint(local_path(against), stack)
         one.open()
         num_cast = 0
         if two is None:
@@ -68,7 +73,7 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
 
 
 class _Checkpoint:
-    """One checkpoint while it is checked. What goes wrong with it is added to `problems`, never raised."""
+    """One checkpoint while it is checked. Errors in it are added to `problems`, never raised."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         if not path.exists():
@@ -80,12 +85,11 @@ class _Checkpoint:
         self.index: TensorIndex | None = None
 
     def open(self) -> None:
-        """Structure: the files of the manifest, the headers, and what lies in weight files around the tensors."""
+        """Check the structure: files of the manifest, headers, and the bytes around the tensors in weight files."""
         try:
-            self._read_manifest(trainer_layouts.resolve(self.path))
-            self.index = self._stack.enter_context(open_checkpoint(self.path))
-            if self.manifest is None:
-                self._read_manifest(self.index.root)  # what `path` leads to may lie deeper
+            location = locate(self.path)
+            self._read_manifest(location.weights)
+            self.index = self._stack.enter_context(location.index)
             self.checked.append("structure")
             if self.manifest is not None:
                 known = {problem.file for problem in self.problems}
@@ -94,23 +98,23 @@ class _Checkpoint:
             self._fail(error)
 
     def _read_manifest(self, root: Path) -> None:
-        """Take the manifest of `root`, if it has one, and look at the files that it lists."""
+        """Read the manifest of `root`, if it has one, and check the files that it lists."""
         self.manifest = read_manifest(root) if self.path.is_dir() else None
         if self.manifest is not None:
             self.problems += _file_problems(root, self.manifest)
 
     def check_alone(self) -> None:
-        """The content, as far as it can be known."""
+        """Check the content without another checkpoint."""
         if self.index is not None and not self.index.tensors:
-            self.problems.append(Problem(f"{self.index.place} has no tensors.", ()))
+            self.problems.append(Problem(f"{self.index.path} has no tensors.", ()))
         if self.index is not None and self.manifest is None:
             self._check_config(self.index)
         self.read((), searches=self.manifest is None)
 
     def read(self, digested: Collection[str], *, searches: bool) -> Scan:
-        """Read what has to be read, once: all that the manifest has digests of, and the tensors `digested`.
+        """Read the tensors once: those with digests in the manifest, and those `digested`.
 
-        `searches` says whether to look for NaN and infinities.
+        `searches` is whether to search for NaN and infinities.
         """
         if self.index is None:
             return Scan()
@@ -131,31 +135,31 @@ class _Checkpoint:
         return found
 
     def _check_config(self, index: TensorIndex) -> None:
-        side = index.side or index.root
+        side = index.model_directory
         if not self.path.is_dir() or not has_file(side, _CONFIG):
-            return  # of one file among several nothing is known of the others
+            return  # one file of several: the shapes of the others are not known
         try:
             path = member(side, _CONFIG)
             config = read_json(path)
             if not isinstance(config, dict):
-                raise CheckpointError(f"{path} is not a JSON object, so it is no model's config.")
+                raise CheckpointError(f"{path} is not a JSON object, so it is not the config of a model.")
         except CheckpointError as error:
-            self.problems.append(Problem(str(error), (Place(_CONFIG),)))
+            self.problems.append(Problem(str(error), (ByteRange(_CONFIG),)))
             return
         self.checked.append(_CONFIG)
         tied = {name: index.entry(name).shape for name in index.aliases}
         self.problems += [
-            Problem(f"{path} does not fit the weights: {text}", (Place(_CONFIG),))
+            Problem(f"{path} does not fit the weights: {text}", (ByteRange(_CONFIG),))
             for text in config_problems(config, index.shapes | tied)
         ]
 
     def _fail(self, error: Exception) -> None:
-        if not self.problems:  # else the file that is behind it is named already
+        if not self.problems:  # otherwise the damaged file is named already
             self.problems.append(Problem(str(error)))
 
 
 def _compare(one: _Checkpoint, two: _Checkpoint) -> int:
-    """Compare the contents of two checkpoints; what differs is a problem of the first. How many tensors were cast."""
+    """Compare the contents of two checkpoints; differences are problems of the first. Returns the number of casts."""
     if one.index is None or two.index is None:
         return 0
     pairs, problems = compare.described_differences(one.index, two.index, compare.match(one.index, two.index))
@@ -177,29 +181,26 @@ def _compare(one: _Checkpoint, two: _Checkpoint) -> int:
 
 
 def _file_problems(root: Path, manifest: Manifest) -> Iterator[Problem]:
-    """What is wrong with files as a whole."""
+    """Files of the manifest that are missing or not as they were written."""
     for name, record in manifest.files.items():
-        try:
-            path = member(root, name)
-            size = path.stat().st_size
-            if size != record.size:
-                yield Problem(f"{path} has {size} bytes, but {record.size} were written.", (Place(name),))
-            elif record.digest is not None and file_digest(path) != record.digest:
-                yield Problem(f"{path} does not have the content that was written.", (Place(name, 0, size),))
-            elif _has_other_header(path, record):
-                yield Problem(f"the header of {path} is not the one that was written.", (Place(name),))
-        except CheckpointError as error:
-            yield Problem(str(error), (Place(name),))
+        path, problem = root / name, size_problem(root, name, record)
+        if problem is not None:
+            yield problem
+        elif record.digest is not None and file_digest(path) != record.digest:
+            text = f"{path} does not have the content that was written."
+            yield Problem(text, (ByteRange(name, 0, record.size),))
+        elif _has_other_header(path, record):
+            yield Problem(f"the header of {path} is not the one that was written.", (ByteRange(name),))
 
 
 def _has_other_header(path: Path, record: FileRecord) -> bool:
-    """Of a safetensors file, which says itself where its tensors begin: so this is known even if it opens no more."""
+    """Whether a safetensors file has another header than was written, which is known even if it cannot be parsed."""
     is_safetensors = path.suffix == ".safetensors"
     return is_safetensors and record.header_digest is not None and header_digest(path) != record.header_digest
 
 
 def _frame_problems(index: TensorIndex, manifest: Manifest, known: Collection[str | None]) -> Iterator[Problem]:
-    """Weight files of other formats whose bytes around the tensors are not those that were written."""
+    """Weight files of other formats whose bytes outside of tensors are not those that were written."""
     owned: dict[str, list[tuple[int, int]]] = {}
     for entry in index.tensors.values():
         for piece in entry.pieces:
@@ -211,6 +212,6 @@ def _frame_problems(index: TensorIndex, manifest: Manifest, known: Collection[st
         path = member(index.root, name)
         if frame_digest(path, owned.get(name, ())) != record.header_digest:
             yield Problem(
-                f"{path}: the bytes around its tensors, which say what they are, are not those that were written.",
-                (Place(name),),
+                f"{path}: the bytes around its tensors, which describe them, are not those that were written.",
+                (ByteRange(name),),
             )

@@ -1,35 +1,43 @@
-"""What `verify` found: problems with the files, tensors and bytes they concern, and the report. Reads nothing."""
+"""The result of `verify`: the report, and its problems with the files, tensors and bytes that they concern."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from fsdp_shard.utils import format_size
+from fsdp_shard.checkpoint.io import member
+from fsdp_shard.checkpoint.steps import FileRecord
+from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import format_count, format_size
 
 _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Bytes [start, stop) of a file of the checkpoint; None where it is the file as a whole."""
+class ByteRange:
+    """Bytes [start, stop) of a file of the checkpoint; None for the file as a whole."""
 
     file: str
     start: int | None = None
     stop: int | None = None
 
+    def text(self, root: Path) -> str:
+        """`PATH, bytes FIRST-LAST`, for messages."""
+        return f"{root / self.file}" + (f", bytes {self.start}-{self.stop - 1}" if self.stop is not None else "")
+
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `places` are where; of several, nothing tells which it is (or they all are)."""
+    """One error in a checkpoint. Of several ranges in `places`, any one or all may be damaged."""
 
     message: str
-    places: tuple[Place, ...] = ()
+    places: tuple[ByteRange, ...] = ()
     tensor: str | None = None
 
     @property
     def file(self) -> str | None:
+        """The file of the first range."""
         return self.places[0].file if self.places else None
 
     @property
@@ -39,15 +47,38 @@ class Problem:
 
     @property
     def stop(self) -> int | None:
+        """The end of these bytes."""
         return self.places[0].stop if self.places else None
+
+
+def size_problem(root: Path, name: str, record: FileRecord) -> Problem | None:
+    """The problem of a file of a manifest that is missing or has another size than was written, if it is."""
+    try:
+        path = member(root, name)
+        size = path.stat().st_size
+    except CheckpointError as error:
+        return Problem(str(error), (ByteRange(name),))
+    if size == record.size:
+        return None
+    return Problem(f"{path} has {size:,} bytes, but {record.size:,} were written.", (ByteRange(name),))
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """`content_checked` is False where there was no manifest to compare with; `checked` lists what was looked at then.
+    """The result of `verify`.
 
-    `against` is the other checkpoint, where one was given, and `num_cast` how many tensors have another dtype in it.
-    `not_read` are the kinds of tensors beside the weights, which nothing was looked for in.
+    Attributes:
+        path: The checkpoint.
+        format: The name of its format; None if it could not be opened.
+        num_tensors: The number of its tensors.
+        num_bytes: Their logical bytes.
+        content_checked: Whether there was a manifest with digests to compare every byte with.
+        seconds: The duration of the check.
+        problems: All errors that were found.
+        checked: What was checked, of a checkpoint without a manifest.
+        against: The other checkpoint, if one was given.
+        num_cast: The number of tensors whose dtype differs in the other checkpoint.
+        not_read: The kinds of tensors that are no weights, which were not checked.
     """
 
     path: str
@@ -64,14 +95,15 @@ class VerifyReport:
 
     @property
     def is_sound(self) -> bool:
+        """Whether there are no problems."""
         return not self.problems
 
     def to_json(self) -> str:
-        """For programs: one JSON object with the fields above, and `is_sound`."""
-        return json.dumps({"is_sound": self.is_sound, **dataclasses.asdict(self)}, indent=2)
+        """One JSON object with the attributes above and `is_sound`, for programs."""
+        return json.dumps({"is_sound": self.is_sound, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:
-        """For a terminal: a line a problem (of many the first), then what was checked."""
+        """One line per problem (the first ones of many), then what was checked, for a terminal."""
         lines = [problem.message for problem in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"... and {len(self.problems) - _SHOWN:,} more problems; --json lists all.")
@@ -79,9 +111,11 @@ class VerifyReport:
             lines.append(self._against() if self.against is not None else self._alone())
         return "\n".join(lines)
 
+    def _size(self) -> str:
+        return f"{format_count(self.num_tensors, 'tensor')}, {format_size(self.num_bytes)}"
+
     def _alone(self) -> str:
         verdict = "DAMAGED" if self.content_checked else "WRONG"
-        size = f"{self.num_tensors:,} tensors, {format_size(self.num_bytes)}"
         if self.content_checked:
             checked = f"every byte was compared with its digest in {self.seconds:.1f} s"
         else:
@@ -91,10 +125,9 @@ class VerifyReport:
             )
         if self.not_read:
             checked += f"; not read: {', '.join(self.not_read)} tensors"
-        return f"{self.path}: {verdict if self.problems else 'sound'} ({size}; {checked})."
+        return f"{self.path}: {verdict if self.problems else 'sound'} ({self._size()}; {checked})."
 
     def _against(self) -> str:
-        size = f"{self.num_tensors:,} tensors, {format_size(self.num_bytes)}"
         cast = f"; {self.num_cast:,} of them in another dtype, compared after the cast" if self.num_cast else ""
         verdict = "differ" if self.problems else "have the same content"
-        return f"{self.path} and {self.against} {verdict} ({size}{cast}; {self.seconds:.1f} s)."
+        return f"{self.path} and {self.against} {verdict} ({self._size()}{cast}; {self.seconds:.1f} s)."

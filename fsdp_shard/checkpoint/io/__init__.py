@@ -1,1 +1,5 @@
-"""Bytes on disk: files opened safely, atomic writes, safetensors headers, dtypes."""
+"""Files and bytes: reading, writing, syncing, safetensors headers, element types. Door of this folder for its room."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

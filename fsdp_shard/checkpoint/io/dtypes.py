@@ -1,4 +1,4 @@
-"""Element types under their safetensors names. Knows sizes and torch's names for them, and imports no torch."""
+"""Element types by their safetensors names: sizes, and torch's names. Imports torch only in `to_torch`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def is_known(dtype: str) -> bool:
+    """Whether this is the safetensors name of a type with whole bytes."""
     return dtype in _DTYPES
 
 
@@ -67,7 +68,7 @@ def from_torch_name(name: str) -> str:
 
 
 def find_torch_name(name: str) -> str | None:
-    """The same, or None where safetensors has no such type."""
+    """As `from_torch_name`, but None if safetensors has no such type."""
     return _FROM_TORCH.get(name.removeprefix("torch."))
 
 
@@ -81,7 +82,7 @@ def to_torch(dtype: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a tensor is, apart from where it lies: name, safetensors dtype, full logical shape."""
+    """Name, safetensors dtype and full logical shape of a tensor."""
 
     name: str
     dtype: str
@@ -97,5 +98,5 @@ class TensorSpec:
 
 
 def row_elements(shape: Sequence[int]) -> int:
-    """Elements of one row, that is of one index along dim 0; 1 for a scalar."""
+    """Number of elements in a row, that is for one index along dim 0; 1 for a scalar."""
     return math.prod(shape[1:])

@@ -1,9 +1,9 @@
-"""The named points of the protocol by which a step is saved, so that tests can kill, freeze or fail a rank at each.
+"""The named points of the save protocol, at which tests kill, freeze or fail a rank.
 
-A save comes to `POINTS` in this order, to `MAIN_POINTS` on rank 0 only. `FAULTS.hook` is None in production, and then
-`fault_point` does nothing. A test sets it in the process that forks the ranks; it is called with the point's name in
-the thread that saves: the main one with `checkpoint.asynchronous=false`, else one of its own. The rank is in the
-environment (RANK). An OSError that the hook raises is what a failing disk would have raised.
+A save passes `POINTS` in this order, `MAIN_POINTS` on rank 0 only. `FAULTS.hook` is None in production, and then
+`fault_point` does nothing. A test sets it in the process that forks the ranks; it is called with the name of the point
+in the thread that saves: the main thread with `checkpoint.asynchronous=false`, else a thread of its own. The rank is in
+the environment (RANK). An OSError that the hook raises stands for one of a failing disk.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Callable
 
 POINTS = (
     "staged",  # the state is in host memory (asynchronous only)
-    "begun",  # rank 0: the temporary directory is there
+    "begun",  # rank 0: the temporary directory exists
     "created",  # this rank's files have their headers and sizes
     "weights-written",  # this rank's weights are in the files, not yet synced
     "optimizer-written",  # and its optimizer state, and the small files
     "synced",  # all files that this rank wrote are on the disk
-    "hashed",  # the chunks that two ranks share are read back and hashed
-    "manifest-written",  # rank 0: the manifest is there and on the disk
+    "hashed",  # the chunks that ranks share are read back and hashed
+    "manifest-written",  # rank 0: the manifest is written and on the disk
     "directory-synced",  # rank 0: all names in the temporary directory are on the disk
     "renamed",  # rank 0: the step has its name
     "committed",  # rank 0: and its name is on the disk
     "pointed",  # rank 0: `latest` points to it
     "verified",  # read back (checkpoint.verify=true only)
-    "hidden",  # rank 0: what retention deletes has lost its name
+    "hidden",  # rank 0: what retention deletes is renamed
     "deleted",  # rank 0: and is gone
     "slimmed",  # rank 0: an older step's manifest lists no optimizer state any more (checkpoint.keep_optimizer_last)
 )
@@ -42,7 +42,7 @@ MAIN_POINTS = frozenset(
 
 
 class FaultInjection:
-    """What tests change: `hook` is called with the name of each fault point that this process comes to."""
+    """Set by tests: `hook` is called with the name of each fault point that this process passes."""
 
     hook: Callable[[str], None] | None = None
 
@@ -51,7 +51,7 @@ FAULTS = FaultInjection()
 
 
 def fault_point(point: str) -> None:
-    """Say that the save of this rank has come to `point`."""
+    """Mark that the save of this rank passes `point`."""
     assert point in POINTS or point in REMOTE_POINTS, point
     if FAULTS.hook is not None:
         FAULTS.hook(point)

@@ -1,6 +1,6 @@
-"""Opening the files of a checkpoint without being led out of it, and reading byte ranges of them.
+"""Opening the files of a checkpoint without leaving its directory, and reading and writing byte ranges of them.
 
-Every name that comes out of an index, a manifest or a header passes through `member`. Knows nothing of formats.
+Every name that comes from an index, a manifest or a header passes through `member`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,19 @@ _FICLONERANGE = 0x4020940D  # of <linux/fs.h>; architectures with another number
 
 
 def member(root: Path, name: object) -> Path:
-    """The path of file `name` of the checkpoint in `root`, if it stays inside.
+    """The path of a file of a checkpoint, if it is inside the directory.
 
-    Refused: absolute names, `..`, symbolic links that leave `root`, and whatever is no regular file. Links of a
-    Hugging Face hub cache (`models--*/snapshots/REVISION/FILE -> ../../blobs/HASH`) may go as far as `models--*`.
+    Args:
+        root: The directory.
+        name: The name, as an index, a manifest or a header gives it.
+
+    Returns:
+        The path. Links of a Hugging Face hub cache (`models--*/snapshots/REVISION/FILE -> ../../blobs/HASH`) may lead
+        out of `root` as far as `models--*`.
+
+    Raises:
+        CheckpointError: The name is absolute or has `..`, a symbolic link leads out of `root`, or there is no regular
+            file of this name.
     """
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name or not _is_text(name):
         raise CheckpointError(f"{root} names {name!r} as a file, which is no file name.")
@@ -62,7 +71,7 @@ def _hub_base(root: Path) -> Path | None:
 
 
 def has_file(root: Path, name: str) -> bool:
-    """Whether `root` has an entry `name` that is a regular file, or a link to one (`member` judges where it leads)."""
+    """Whether `root` has a regular file `name`, or a link to one (`member` checks where it leads)."""
     try:
         return stat.S_ISREG((root / name).stat().st_mode)
     except OSError:
@@ -70,7 +79,7 @@ def has_file(root: Path, name: str) -> bool:
 
 
 def open_regular(path: Path) -> int:
-    """A read-only descriptor of a regular file; never blocks, also where the path turns out to be a FIFO."""
+    """Open a regular file for reading and return its descriptor; never blocks, even if the path is a FIFO."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -82,16 +91,16 @@ def open_regular(path: Path) -> int:
 
 
 def page_aligned(num_bytes: int) -> memoryview:
-    """Memory to read a file into; what is large begins at a page.
+    """Zeroed memory to read a file into, aligned to a page if it is large.
 
-    A large bytearray or numpy array begins 16 bytes after a page, and there the kernel's copy out of whole pages takes
-    seven times as long on AMD's processors (docs/decisions.md).
+    A large bytearray or numpy array begins 16 bytes after a page boundary, and the kernel's copy of whole pages to such
+    an address takes seven times as long on AMD's processors (docs/decisions.md).
     """
     return memoryview(mmap.mmap(-1, num_bytes) if num_bytes >= _LARGE_BYTES else bytearray(num_bytes))
 
 
 def pread_into(descriptor: int, offset: int, out: memoryview) -> int:
-    """Fill `out` from `offset` on; returns the bytes read, fewer than asked only at the end of the file."""
+    """Fill `out` from `offset` on; returns the number of bytes read, which is less only at the end of the file."""
     done, total = 0, len(out)
     while done < total:
         count = os.preadv(descriptor, [out[done : done + _MAX_READ]], offset + done)
@@ -109,9 +118,9 @@ def pwrite_all(descriptor: int, offset: int, data: memoryview) -> None:
 
 
 def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) in parts that end at multiples of `size`.
+    """Split [start, stop) at the multiples of `size`.
 
-    Pages of a file are made as large as what is written to them begins and ends: written so, they are few and large.
+    Linux makes the pages of a file as large as the alignment of the writes to them allows: few and large ones are fast.
     """
     while start < stop:
         end = min(start - start % size + size, stop)
@@ -120,9 +129,10 @@ def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def clone_range(source: int, offset: int, target: int, at: int, num_bytes: int) -> bool:
-    """Have a range of one file share the blocks of another's (ioctl_ficlonerange(2); XFS, btrfs), if that can be.
+    """Let two files share the blocks of a range until one of them is written to (ioctl_ficlonerange(2); XFS, btrfs).
 
-    Whichever file is written to later gets blocks of its own then.
+    Returns:
+        Whether the file system can do that.
     """
     try:
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, offset, num_bytes, at))
@@ -132,7 +142,7 @@ def clone_range(source: int, offset: int, target: int, at: int, num_bytes: int) 
 
 
 def read_json(path: Path, max_bytes: int = 1 << 30) -> Any:
-    """The JSON document in a regular file; duplicate keys are refused, since readers disagree on which one counts."""
+    """Parse the JSON in a regular file; duplicate keys are an error, since readers disagree on which one counts."""
     descriptor = open_regular(path)
     with os.fdopen(descriptor, "rb") as file:
         if os.fstat(descriptor).st_size > max_bytes:
@@ -141,7 +151,7 @@ def read_json(path: Path, max_bytes: int = 1 << 30) -> Any:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """`json.loads` with one error for all that can be wrong; `where` names the file."""
+    """`json.loads` that raises a CheckpointError for anything that is wrong; `where` names the file."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:
@@ -154,22 +164,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} stands there twice")
-    "".join(found).encode()  # half a surrogate pair is no text: a UnicodeEncodeError is a ValueError
+        raise ValueError(f"duplicate key {twice!r}")
+    "".join(found).encode()  # a lone surrogate is not valid text: UnicodeEncodeError is a ValueError
     return found
 
 
 class Handles:
-    """Open files by name, at most `MAX_HANDLES` of them: those that nobody uses and that were used longest ago close.
+    """Open files by name, at most `MAX_HANDLES`; the least recently used of those not in use are closed first.
 
-    A checkpoint of thousands of ranks has more files than a process may have open. Safe to use from several threads.
+    A checkpoint of thousands of ranks has more files than a process may have open. Thread-safe.
     """
 
     MAX_HANDLES = 256
 
     def __init__(self, open_file: Callable[[str], int]) -> None:
         self._open = open_file
-        self._handles: dict[str, int] = {}  # the one used last is the last
+        self._handles: dict[str, int] = {}  # the most recently used one is the last
         self._users: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -204,14 +214,14 @@ class Handles:
 
 
 class Files:
-    """The files of one checkpoint, to read ranges of. Safe to use from several threads."""
+    """The files of one checkpoint, for reading ranges of them. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._handles = Handles(lambda name: open_regular(member(root, name)))
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of file `name` from `offset` on; a short file is a CheckpointError."""
+        """Fill `out` with the bytes of file `name` from `offset` on; raises CheckpointError if it is too short."""
         try:
             with self._handles.use(name) as handle:
                 count = pread_into(handle, offset, out)
@@ -219,14 +229,15 @@ class Files:
             raise CheckpointError(f"{self._root / name} cannot be read: {error.strerror}.") from None
         if count != len(out):
             raise CheckpointError(
-                f"{self._root / name} ends at byte {offset + count}, but a tensor of it reaches to byte "
-                f"{offset + len(out)}: the file was cut short."
+                f"{self._root / name} ends at byte {offset + count}, but a tensor in it ends at byte "
+                f"{offset + len(out)}: the file is truncated."
             )
 
     def clone(self, name: str, offset: int, num_bytes: int, target: int, at: int) -> bool:
-        """Have a range of the descriptor `target`, from byte `at` on, share the blocks of one of file `name`.
+        """Let the descriptor `target`, from byte `at` on, share the blocks of a range of file `name`.
 
-        Whether that was done: not where the file system has no such thing, or the two files are on different ones.
+        Returns:
+            Whether the file system can do that for these two files.
         """
         with self._handles.use(name) as handle:
             return clone_range(handle, offset, target, at, num_bytes)

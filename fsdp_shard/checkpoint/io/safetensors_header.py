@@ -1,7 +1,7 @@
-"""The header of a safetensors file: read it strictly, write it. https://github.com/huggingface/safetensors#format
+"""Reads headers of safetensors files strictly, and writes them. https://github.com/huggingface/safetensors#format
 
-By hand rather than through the safetensors package: that one parses a header again on every open, says neither file nor
-tensor in its errors, and gives no byte offsets. Imports no torch.
+The safetensors package parses a header again on every open, names neither file nor tensor in its errors, and gives no
+byte offsets.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of `path`; every way it can be wrong is a CheckpointError that names the file."""
+    """Read and check the header of a file.
+
+    Raises:
+        CheckpointError: The header is wrong in any way; the message names the file, and the tensor if there is one.
+    """
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -54,7 +58,7 @@ def read_header(path: Path) -> Header:
         os.close(descriptor)
     document = parse_json(data, f"the header of {path}")
     if not isinstance(document, dict):
-        raise CheckpointError(f"the header of {path} is not a JSON object, so this is no safetensors file.")
+        raise CheckpointError(f"the header of {path} is not a JSON object, so this is not a safetensors file.")
     metadata = _metadata(document.pop("__metadata__", {}), path)
     entries = {name: _entry(name, value, path) for name, value in document.items()}
     _check_layout(entries, size - 8 - length, path)
@@ -65,12 +69,12 @@ def read_header(path: Path) -> Header:
 
 def _header_length(data: bytes, size: int, path: Path) -> int:
     if len(data) < 8:
-        raise CheckpointError(f"{path} has {size} bytes, too few for a safetensors file: it is empty or cut short.")
+        raise CheckpointError(f"{path} has {size} bytes, too few for a safetensors file: it is empty or truncated.")
     length: int = struct.unpack("<Q", data)[0]
     if length > size - 8:
         raise CheckpointError(
             f"{path} says that its header takes {length} bytes, but the file has only {size}: "
-            "it was cut short or is no safetensors file."
+            "it is truncated or not a safetensors file."
         )
     if length > _MAX_HEADER:
         raise CheckpointError(f"{path} has a header of {length} bytes; safetensors allows {_MAX_HEADER}.")
@@ -96,7 +100,7 @@ def _entry(name: str, value: Any, path: Path) -> tuple[str, tuple[int, ...], int
         raise _wrong(path, name, "must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or not dtypes.is_known(dtype):
-        raise _wrong(path, name, f"has the dtype {dtype!r}, which is not known")
+        raise _wrong(path, name, f"has the dtype {dtype!r}, which is unknown")
     if not isinstance(shape, list) or not _are_counts(shape):
         raise _wrong(path, name, f"has the shape {shape!r}; it must be a list of counts")
     if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
@@ -121,7 +125,7 @@ def _check_layout(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], 
             raise CheckpointError(f"the header of {path}: no tensor owns the {begin - position} bytes before {name!r}.")
         position, before = end, name
     if position != data_bytes:
-        problem = "it was cut short" if position > data_bytes else "something was appended"
+        problem = "it is truncated" if position > data_bytes else "something was appended"
         raise CheckpointError(
             f"{path} has {data_bytes} bytes of tensor data, but its header describes {position}: {problem}."
         )
@@ -130,10 +134,16 @@ def _check_layout(entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], 
 def build_header(
     specs: Sequence[TensorSpec], metadata: Mapping[str, str], phase: int = 0
 ) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a file that stores `specs` in this order, and each tensor's absolute offset.
+    """The header of a file.
 
-    Tensors of PAGED_BYTES or more begin at a byte that is `phase` more than a multiple of PAGE_BYTES: what lies in its
-    file as in another one, page for page, is copied in two thirds of the time. Others, and any, at a multiple of 8.
+    Args:
+        specs: Its tensors, in file order.
+        metadata: The `__metadata__` of the file.
+        phase: In a file of PAGED_BYTES or more, the first tensor begins this many bytes after a multiple of PAGE_BYTES.
+            If it is aligned with pages as in the file that it is copied from, the copy takes two thirds of the time.
+
+    Returns:
+        The first bytes of the file, and the absolute offset of each tensor, a multiple of 8.
     """
     position, document, relative = 0, {"__metadata__": dict(metadata)} if metadata else {}, {}
     for spec in specs:

@@ -1,10 +1,11 @@
-"""Work shared by a few threads; system calls release the interpreter's lock."""
+"""Work divided among a few threads; system calls release the interpreter's lock."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import TypeVar
 
 NUM_THREADS = 2
@@ -12,28 +13,27 @@ T = TypeVar("T")
 
 
 def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> None:
-    """Divide `items` among NUM_THREADS calls of `work`; the first exception stops all of them and is raised."""
+    """Divide `items` among NUM_THREADS calls of `work`, each in a thread of its own.
+
+    Args:
+        work: Takes an iterator of items; each item goes to the first call that asks for one.
+        items: The items.
+
+    Raises:
+        Exception: The first error of `work`; the other calls then get no more items.
+    """
     left = deque(items)
 
-    def taken() -> Iterator[T]:
-        while left:
-            try:
-                item = left.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            yield item
-
-    def guarded() -> None:
-        try:
-            work(taken())
-        except BaseException:
-            left.clear()  # so that the other threads stop
-            raise
+    def take() -> Iterator[T]:
+        with suppress(IndexError):
+            while True:
+                yield left.popleft()
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        futures = [pool.submit(guarded) for _ in range(min(NUM_THREADS, len(items)))]
+        futures = [pool.submit(work, take()) for _ in range(min(NUM_THREADS, len(items)))]
         try:
-            for future in futures:
-                future.result()
+            wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             left.clear()
+    for future in futures:
+        future.result()

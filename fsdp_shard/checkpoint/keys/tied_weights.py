@@ -1,7 +1,7 @@
-"""Tied weights of a checkpoint that does not say which of its tensors are tied.
+"""Tied weights of a checkpoint that does not record which of its tensors are tied.
 
-A Hugging Face directory leaves tied tensors out and its model puts them back; a DCP directory holds each of them twice.
-Only the model's config and class know, so they are asked, and only where it matters.
+A Hugging Face directory leaves tied tensors out and its model adds them again; a DCP directory holds each of them
+twice. Only the model's config and class tell, so these are read, and only if it matters.
 """
 
 from __future__ import annotations
@@ -9,99 +9,106 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from fsdp_shard.checkpoint.io.files import has_file, member, read_json
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
+from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.errors import CheckpointError, ModelError
 
-if TYPE_CHECKING:
-    from fsdp_shard.checkpoint.index import TensorIndex
-
-CONFIG = "config.json"
+_HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
-_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "proj_out.weight")
+_HEADS = (_HEAD, "output.weight", "embed_out.weight", "proj_out.weight")
+_COMPARE_BYTES = 1 << 20
 
 
 def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
-    """Names that the model of `side`/config.json ties to stored tensors, and that are not stored: {alias: kept}.
+    """Find the names that a model ties to stored tensors, and that are not stored themselves.
 
-    Where config.json alone does not tell, the model is built on the meta device, which imports transformers. Empty
-    without a config, or where its class is none of transformers' own.
+    If config.json alone does not tell, the model is built on the meta device, which imports transformers.
+
+    Args:
+        index: The checkpoint.
+        side: The directory of config.json.
+
+    Returns:
+        {alias: kept name}; empty without a config, or if its class is not one of transformers.
     """
     if index.aliases or not has_file(side, CONFIG):
         return {}
-    told = _told_by_config(index, side)
-    if told is not None:
-        return told
-    from fsdp_shard.models import ModelSource, build_on_meta, load_config, tied_names
+    ties = _ties_in_config(index, _read_config(side))
+    if ties is not None:
+        return ties
+    from fsdp_shard.models import build_on_meta, load_config, tied_names
 
     try:
-        model = build_on_meta(load_config(ModelSource(side, None)), "float32")
-    except (
-        ModelError,
-        ArithmeticError,
-        AttributeError,
-        TypeError,
-        ValueError,
-    ):  # what odd configs raise in transformers
+        model = build_on_meta(load_config(side), "float32")
+    except (ModelError, ArithmeticError, AttributeError, TypeError, ValueError):  # what odd configs raise
         return {}
     names = tied_names(model)
     return {alias: kept for alias, kept in names.items() if kept in index.tensors and alias not in index.tensors}
 
 
 def with_own_head(index: TensorIndex, side: Path) -> TensorIndex:
-    """`index`, with an output head of its own where that shares its storage with an embedding and config.json does not
-    tie the two: transformers looks for both then.
+    """`index` with the output head stored as well, if it shares storage with an embedding that config.json does not tie
+    it to: transformers then requires both.
     """
-    head = "lm_head.weight"
-    if head not in index.aliases or not has_file(side, CONFIG):
+    if _HEAD not in index.aliases:
         return index
-    config = read_json(member(side, CONFIG))
-    if not isinstance(config, Mapping) or config.get("tie_word_embeddings") is not False:
+    config = _read_config(side)
+    if config.get("tie_word_embeddings") is not False or _ties_in_config(index, config) is None:
         return index
-    if _told_by_config(index, side) is None:
-        return index
-    tensors = {**index.tensors, head: index.entry(head)._replace(name=head)}
-    return replace(index, tensors=tensors, aliases={a: kept for a, kept in index.aliases.items() if a != head})
+    tensors = {**index.tensors, _HEAD: index.entry(_HEAD)._replace(name=_HEAD)}
+    return replace(index, tensors=tensors, aliases={a: kept for a, kept in index.aliases.items() if a != _HEAD})
 
 
 def usual_ties(index: TensorIndex, side: Path) -> dict[str, str]:
-    """The output head that a decoder's config ties to its embedding, where it is not stored: {alias: kept}."""
+    """The output head that a decoder's config ties to its embedding, if it is not stored: {alias: kept name}."""
     try:
-        return (_told_by_config(index, side) or {}) if has_file(side, CONFIG) else {}
-    except CheckpointError:  # who needs the config will say what is wrong with it; the weights can be read without
+        return _ties_in_config(index, _read_config(side)) or {}
+    except CheckpointError:  # whoever needs the config reports what is wrong with it; the weights can be read without
         return {}
-
-
-def _told_by_config(index: TensorIndex, side: Path) -> dict[str, str] | None:
-    """The ties of a decoder with the usual names, None where more has to be known."""
-    config = read_json(member(side, CONFIG))
-    if not isinstance(config, Mapping) or config.get("is_encoder_decoder"):
-        return None
-    is_tied, classes = config.get("tie_word_embeddings"), config.get("architectures")
-    if not isinstance(classes, list) or not str(next(iter(classes), "")).endswith(("ForCausalLM", "LMHeadModel")):
-        return None
-    if is_tied is False or "lm_head.weight" in index.tensors:
-        return {}
-    embeddings = [name for name in index.names if name in ("model.embed_tokens.weight", "transformer.wte.weight")]
-    return {"lm_head.weight": embeddings[0]} if is_tied is True and len(embeddings) == 1 else None
 
 
 def stored_twice(index: TensorIndex, side: Path) -> dict[str, str]:
-    """Output heads that are stored beside the embedding that config.json ties them to, byte for byte the same."""
-    if not _ties_embeddings(side):
-        return {}
-    embeddings = [name for name in index.names if name.endswith(_EMBEDDINGS)]
+    """Output heads that are stored, byte for byte the same as the embedding that config.json ties them to."""
     heads = [name for name in index.names if name.endswith(_HEADS)]
-    if len(heads) != 1:
+    if len(heads) != 1 or _read_config(side).get("tie_word_embeddings") is not True:
         return {}
-    same = (name for name in embeddings if index.same_bytes(name, heads[0]))
-    kept = next(same, None)
+    embeddings = (name for name in index.names if name.endswith(_EMBEDDINGS))
+    kept = next((name for name in embeddings if has_same_bytes(index, name, heads[0])), None)
     return {} if kept is None else {heads[0]: kept}
 
 
-def _ties_embeddings(side: Path) -> bool:
-    if not has_file(side, CONFIG):
+def has_same_bytes(index: TensorIndex, first: str, second: str) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes; reads them only if the first two agree."""
+    one, two = index.entry(first), index.entry(second)
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    config = read_json(member(side, CONFIG))
-    return isinstance(config, Mapping) and config.get("tie_word_embeddings") is True
+    size = itemsize(one.dtype)
+    step = _COMPARE_BYTES // size
+    for start in range(0, one.num_elements, step):
+        buffers = [bytearray(min(step, one.num_elements - start) * size) for _ in range(2)]
+        index.read_into(first, start, buffers[0])
+        index.read_into(second, start, buffers[1])
+        if buffers[0] != buffers[1]:
+            return False
+    return True
+
+
+def _read_config(side: Path) -> Mapping[str, Any]:
+    """The parsed config.json; empty if there is none, or it is not an object."""
+    config = read_json(member(side, CONFIG)) if has_file(side, CONFIG) else {}
+    return config if isinstance(config, Mapping) else {}
+
+
+def _ties_in_config(index: TensorIndex, config: Mapping[str, Any]) -> dict[str, str] | None:
+    """The ties of a decoder with the usual names; None if the config alone does not tell."""
+    is_tied, classes = config.get("tie_word_embeddings"), config.get("architectures")
+    is_decoder = isinstance(classes, list) and str(next(iter(classes), "")).endswith(("ForCausalLM", "LMHeadModel"))
+    if not is_decoder or config.get("is_encoder_decoder"):
+        return None
+    if is_tied is False or _HEAD in index.tensors:
+        return {}
+    embeddings = [name for name in index.names if name in ("model.embed_tokens.weight", "transformer.wte.weight")]
+    return {_HEAD: embeddings[0]} if is_tied is True and len(embeddings) == 1 else None

@@ -1,7 +1,7 @@
-"""Steps of a remote store on this machine: downloaded, compared with their digests, and only then given their name.
+"""Downloads steps from a remote store, compares them with their digests, and only then gives them their name.
 
-A run that goes on from the remote store gets its step into the run directory; commands that read a checkpoint get it
-into a cache (`XDG_CACHE_HOME`, else ~/.cache), where it stays for the next one.
+A run that resumes from the remote store gets the step in its run directory; commands that read a checkpoint get it in a
+cache (`XDG_CACHE_HOME`, else ~/.cache), where it stays for the next one.
 """
 
 from __future__ import annotations
@@ -14,47 +14,69 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from fsdp_shard.checkpoint.io import atomicity
-from fsdp_shard.checkpoint.io.files import has_file
+from fsdp_shard.checkpoint.io import atomicity, has_file
 from fsdp_shard.checkpoint.remote.store import RemoteStore
-from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, parse_manifest
-from fsdp_shard.checkpoint.steps.step_integrity import check_content
-from fsdp_shard.checkpoint.steps.step_store import Store, parse_step, step_name
+from fsdp_shard.checkpoint.steps import MANIFEST, Manifest, Store, check_content, parse_manifest, parse_step, step_name
 from fsdp_shard.errors import CheckpointError, SaveError
-from fsdp_shard.utils import format_size, user_cache
+from fsdp_shard.utils import format_size, fsync_file, user_cache, write_file
 
 
 def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
-    """Bring the latest step of the remote store into `store`, where that has none as late; returns the remote's."""
-    latest, here = remote.latest(), store.latest()
-    if latest is not None and (here is None or here < latest):
+    """Download the latest step of a remote store, unless `store` has it or a later one; returns the remote's step."""
+    latest, local = remote.latest(), store.latest()
+    if latest is not None and (local is None or local < latest):
         fetch_step(remote, latest, store.path(latest), replace=False)
         store.set_latest(latest)
     return latest
 
 
 def local_copy(url: str) -> Path:
-    """The step directory of a remote run (its latest step) or step, in the cache; downloaded where it is not there."""
+    """Download a remote run (its latest step) or step to the cache, unless it is there.
+
+    Args:
+        url: Address of the run or the step.
+
+    Returns:
+        The step directory in the cache.
+
+    Raises:
+        CheckpointError: There is no committed step, or it is not what was uploaded.
+        RemoteError: The store cannot be read.
+        SaveError: The cache cannot be written.
+    """
     parent, _, name = url.rstrip("/").rpartition("/")
     step = parse_step(name)
     remote = RemoteStore(url if step is None else parent, "the address")
     found = remote.latest() if step is None else step if remote.has(step) else None
     if found is None:
         raise CheckpointError(
-            f"{url} has no finished checkpoint of fsdp-shard: there is no {MANIFEST} of a step. Copy what another "
-            "program has written there to this machine, and give that directory."
+            f"{url} has no finished checkpoint of fsdp-shard: no step there has a {MANIFEST}. Copy checkpoints of "
+            "other programs to this machine, and give that directory."
         )
     key = hashlib.blake2b(remote.url.encode(), digest_size=12).hexdigest()
     return fetch_step(remote, found, user_cache("remote") / key / step_name(found), replace=True)
 
 
 def fetch_step(remote: RemoteStore, step: int, target: Path, *, replace: bool) -> Path:
-    """Download a committed step to `target`, unless it lies there already; every byte is compared with its digest.
+    """Download a committed step, unless it is there, and compare every byte with its digest.
 
-    Several processes may call this at once: one downloads, the others wait for it. `replace` another step there.
-    Raises RemoteError, CheckpointError when it is not what its manifest says, SaveError when it cannot be written.
+    Several processes may call this at the same time: one downloads, the others wait for it.
+
+    Args:
+        remote: The store.
+        step: The step.
+        target: The directory to create.
+        replace: Replace another step at `target`.
+
+    Returns:
+        `target`.
+
+    Raises:
+        RemoteError: The store cannot be read.
+        CheckpointError: The step is not what its manifest says.
+        SaveError: `target` cannot be written.
     """
-    with _alone(target.parent):
+    with _exclusive(target.parent):
         content = remote.manifest(step)
         if has_file(target, MANIFEST) and (target / MANIFEST).read_bytes() == content:
             return target
@@ -66,32 +88,32 @@ def fetch_step(remote: RemoteStore, step: int, target: Path, *, replace: bool) -
             for name in manifest.files:
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 remote.fetch(step, name, temporary / name)
-                atomicity.fsync_file(temporary / name)
-            atomicity.write_file(temporary / MANIFEST, content)
+                fsync_file(temporary / name)
+            write_file(temporary / MANIFEST, content)
             try:
                 check_content(temporary)
             except CheckpointError as error:
                 raise CheckpointError(
                     f"{remote.address(step)} is not what was uploaded, and nothing of it was kept: {error}"
                 ) from error
-            atomicity.fsync_tree(temporary)
+            atomicity.sync_directories(temporary)
     return target
 
 
 def _check_names(manifest: Manifest, where: str) -> None:
-    """Refuse names that would lie outside of the directory: they come from elsewhere."""
+    """Refuse names that lead out of the directory: a manifest from a remote store is not trusted."""
     for name in manifest.files:
         pure = PurePosixPath(name)
         is_plain = bool(name) and str(pure) == name and not pure.is_absolute() and ".." not in pure.parts
         if not is_plain or name == MANIFEST or "\0" in name or "\\" in name:
             raise CheckpointError(
-                f"{where} names {name!r} as a file of it, which it cannot be; nothing was downloaded."
+                f"{where} lists a file {name!r}, which is not a valid name in a checkpoint; nothing was downloaded."
             )
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Keep other processes that download into `directory` waiting; the system lets go of the lock of a dead one."""
+def _exclusive(directory: Path) -> Iterator[None]:
+    """Lock `directory` against other downloads; the system releases the lock when its process ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,17 +1,18 @@
-"""Ranges of stored tensors into the memory of a rank's shards. Reads nothing else of the files; knows no other rank."""
+"""Reads ranges of stored tensors into the memory of a rank's shards, and nothing else of the files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from fsdp_shard.checkpoint.index import TensorIndex, tensor_bytes
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import dtypes
+from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from fsdp_shard.models import Code
+    from fsdp_shard.models import QuantizationCode
 
 _STAGE_BYTES = 16 << 20  # read at a time where the dtype or the device differs
 _ENCODED_AT_ONCE = 1 << 20  # weights; encoding them takes up to 20 bytes each
@@ -28,7 +29,9 @@ def load_shards(index: TensorIndex, shards: Mapping[str, LocalShard], names: Map
         _load_range(index, stored, shard)
 
 
-def encode_shards(index: TensorIndex, shards: Mapping[str, LocalShard], names: Mapping[str, str], code: Code) -> None:
+def encode_shards(
+    index: TensorIndex, shards: Mapping[str, LocalShard], names: Mapping[str, str], code: QuantizationCode
+) -> None:
     """Fill each shard of the rows of a quantized weight with its range, from the weights of those rows alone.
 
     `names` maps a shard's name to the tensor in `index` whose weights it stands for. Raises CheckpointError where they
@@ -38,11 +41,11 @@ def encode_shards(index: TensorIndex, shards: Mapping[str, LocalShard], names: M
         _encode_range(index, names[name], shard, code)
 
 
-def _encode_range(index: TensorIndex, stored: str, shard: LocalShard, code: Code) -> None:
+def _encode_range(index: TensorIndex, stored: str, shard: LocalShard, code: QuantizationCode) -> None:
     """A shard may begin and end inside a row: what it lacks of the row is encoded too, and left out."""
     import torch
 
-    from fsdp_shard.models import BLOCK
+    from fsdp_shard.models import QUANTIZATION_BLOCK
 
     assert shard.box is None, "only whole rows of elements were divided"
     entry, dtype = index.entry(stored), dtypes.to_torch(index.entry(stored).dtype)
@@ -57,10 +60,10 @@ def _encode_range(index: TensorIndex, stored: str, shard: LocalShard, code: Code
     low = shard.start * shard.data.element_size()
     high = low + len(data)
     last = -(-high // code.row_bytes)
-    step = _ENCODED_AT_ONCE // BLOCK
+    step = _ENCODED_AT_ONCE // QUANTIZATION_BLOCK
     for row in range(low // code.row_bytes, last, step):
-        first = row * BLOCK
-        weights = torch.empty(min(min(row + step, last) * BLOCK, entry.num_elements) - first, dtype=dtype)
+        first = row * QUANTIZATION_BLOCK
+        weights = torch.empty(min(min(row + step, last) * QUANTIZATION_BLOCK, entry.num_elements) - first, dtype=dtype)
         index.read_into(stored, first, tensor_bytes(weights))
         numbers = weights.float()
         if not bool(numbers.isfinite().all()):

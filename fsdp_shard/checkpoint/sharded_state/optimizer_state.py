@@ -1,8 +1,7 @@
-"""The state of any torch optimizer as named tensors, each rank's part of it as flat ranges.
+"""The state of any torch optimizer as named tensors, with each rank's part as flat ranges.
 
-A state that has its parameter's shape is sharded as the parameter is; a scalar (a step count) is written by the rank
+A state with the shape of its parameter is sharded as the parameter is; a scalar (a step count) is written by the rank
 that holds the parameter's first element, since under FSDP1 a rank may hold nothing of it, and then has no state of it.
-Knows no wrapper and no file.
 """
 
 from __future__ import annotations
@@ -21,9 +20,14 @@ if TYPE_CHECKING:
 
 
 def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
-    """This rank's part of each state, as `PARAMETER.SLOT`; every rank lists every slot that any rank may hold.
+    """This rank's part of the optimizer state.
 
-    An optimizer whose state lies elsewhere than its parameters says so itself, by a method `state_shards`.
+    Args:
+        optimizer: The optimizer. If its state is not sharded as its parameters are, it has a method `state_shards`.
+        shards: This rank's parameters, by name.
+
+    Returns:
+        The states by `PARAMETER.SLOT`, on every rank all that any rank may hold.
     """
     import torch
 
@@ -39,19 +43,22 @@ def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
 
 
 def used_parameters(index: TensorIndex, names: Iterable[str]) -> set[str]:
-    """Those of the parameters `names` of which `index` holds any state: others never had a gradient.
+    """Those of the parameters `names` for which `index` holds any state: the others never had a gradient.
 
-    All of them where it holds none at all: then it is not this optimizer's.
+    All of them if it holds none at all: then it is the state of another optimizer.
     """
     known = {stored.rsplit(".", parts)[0] for stored in index.names for parts in range(1, stored.count(".") + 1)}
     return known.intersection(names) or set(names)
 
 
 def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = None) -> None:
-    """Make the optimizer allocate its state of `params`, or of all, without changing a parameter: one step with zero
-    gradients and no rate.
+    """Make an optimizer allocate its state without changing a parameter, by a step with zero gradients and zero rate.
 
-    torch's own `set_optimizer_state_dict` does the same; there is no public way to ask an optimizer for empty state.
+    torch's `set_optimizer_state_dict` does the same: there is no public way to ask an optimizer for empty state.
+
+    Args:
+        optimizer: The optimizer, which has no state yet.
+        params: The parameters to allocate state for; None for all.
     """
     import torch
 
@@ -70,7 +77,7 @@ def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = N
 
 
 def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], names: set[str]) -> None:
-    """Raise CheckpointError unless `index` holds exactly the states `names` (of all ranks), with the right shapes."""
+    """Raise CheckpointError unless `index` holds exactly the states `names` (of all ranks) in the expected shapes."""
     missing, extra = sorted(names - set(index.names)), sorted(set(index.names) - names)
     if missing or extra:
         what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this optimizer does not keep"

@@ -1,9 +1,8 @@
-"""A run's state into a step directory, over all ranks: each writes its own ranges only (`ranges`).
+"""The state of a run written to a step directory, by all ranks: each writes its own ranges only (`write_shards`).
 
-Saving: plan, create the files, write and hash, sync, finish the hash chunks that two ranks share, commit. No
-rank ever holds more than its part plus a small buffer. Collectives are the calls on `context`, all at the top level of
-`save_step`; every phase between them is local, and `points` names the moments in between. Knows no wrapper, no data and
-no loop, nor whether it runs behind one (`staging`).
+Saving: plan, create the files, write and hash, sync, hash the chunks that ranks share, commit. No rank ever holds more
+than its part plus a small buffer. All collectives are in `save_step` itself; every phase between them is local, and
+fault points name the moments in between.
 """
 
 from __future__ import annotations
@@ -11,51 +10,32 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fsdp_shard.checkpoint.digests import num_chunks, tensor_digest
-from fsdp_shard.checkpoint.io.fault_points import fault_point
-from fsdp_shard.checkpoint.io.files import member, read_json
-from fsdp_shard.checkpoint.sharded_state.write_plan import LAYOUTS, Target, WritePlan, plan_sharded_writes, spec_of
-from fsdp_shard.checkpoint.sharded_state.write_shards import (
-    Digests,
-    RankPlans,
-    Reading,
-    Records,
-    create_files,
-    hash_shared_chunks,
-    read_shard,
-    unaligned_ranges,
-    write_ranges,
-)
-from fsdp_shard.checkpoint.steps.file_plan import SINGLE_FILE
-from fsdp_shard.checkpoint.steps.manifest import Manifest, TensorRecord
-from fsdp_shard.checkpoint.steps.step_store import Store
-from fsdp_shard.distributed import LocalShard
+from fsdp_shard.checkpoint.digests import record_tensor
+from fsdp_shard.checkpoint.io import fault_point
+from fsdp_shard.checkpoint.sharded_state import write_plan, write_shards
+from fsdp_shard.checkpoint.steps import SINGLE_FILE, TRAINER, Manifest, Store, TensorRecord
+from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import FsdpShardError
-
-if TYPE_CHECKING:
-    from fsdp_shard.distributed import DistributedContext
-
-TRAINER = "trainer.json"
 
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a step directory holds. `side_files` (config, tokenizer) are needed on rank 0 only.
+    """All that a step directory holds. `model_files` (config, tokenizer) are needed on rank 0 only.
 
-    `single_file` is the name of the weights' file where the layout makes one. Shards are read through `reading`.
+    `single_file` is the name of the weights' file if the layout has only one. Shards are read through `reading`.
     """
 
     weights: Mapping[str, LocalShard]
     aliases: Mapping[str, str]
     optimizer: Mapping[str, LocalShard] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    side_files: Mapping[str, bytes] = field(default_factory=dict)
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
     single_file: str = SINGLE_FILE
-    reading: Reading = read_shard
+    reading: write_shards.Reading = write_shards.read_shard
 
 
 def save_step(
@@ -67,26 +47,51 @@ def save_step(
     layout: str,
     max_shard_bytes: int | None = None,
 ) -> Path:
-    """Write `state` as step `step` of `store` and commit it; every rank returns the same directory or raises the same.
+    """Write `state` as step `step` of `store` and commit it; a collective.
 
-    A SaveError leaves the earlier steps as they were, and nothing of this one; a StorageError is the disk's fault.
+    Args:
+        context: The ranks that save.
+        store: The checkpoints of the run; that of rank 0 counts.
+        step: The step, which must not be there yet.
+        state: This rank's part of the state.
+        layout: `gathered` or `sharded`, of the weights; optimizer state is always sharded.
+        max_shard_bytes: Largest file of gathered weights; None for one file.
+
+    Returns:
+        The step directory, the same on every rank.
+
+    Raises:
+        StorageError: A disk is full or fails, on any rank.
+        SaveError: The step exists already. Either way earlier steps are kept and nothing of this one is.
     """
     root, save = context.broadcast_object((str(store.root), uuid.uuid4().hex))
     store = Store(Path(root))
-    target = Target(context.rank, context.world_size, step, save, max_shard_bytes, state.aliases, state.single_file)
-    keeps_states = any(context.all_gather_object(bool(state.optimizer)))  # one rank may have nothing of it
-    states = _plan_optimizer(state, target) if keeps_states else WritePlan([], {})
-    plans = RankPlans(LAYOUTS[layout](state.weights, target), states, _small_files(state, target))
-    planned = context.all_gather_object((plans.num_bytes, unaligned_ranges(plans.weights, state.weights)))
-    num_bytes, ranges = sum(size for size, _ in planned), [theirs for _, theirs in planned]
-    directory = Path(context.broadcast_object(context.together(lambda: _begin(context, store, step, num_bytes))))
+    target = write_plan.Target(
+        context.rank, context.world_size, step, save, max_shard_bytes, state.aliases, state.single_file
+    )
+    has_optimizer = any(context.all_gather_object(bool(state.optimizer)))  # one rank may have nothing of it
+    plans = _plan(state, target, layout, has_optimizer=has_optimizer)
+    planned = context.all_gather_object((plans.num_bytes, write_shards.shared_pieces(plans.weights, state.weights)))
+    num_bytes, pieces = sum(size for size, _ in planned), [theirs for _, theirs in planned]
+    directory = Path(run_on_main(context, lambda: _begin(store, step, num_bytes)))
     parts = (state.weights, state.optimizer, state.reading)
     try:
-        context.together(lambda: create_files(directory, plans))
-        hashers, records = context.together(lambda: write_ranges(directory, plans, *parts))
-        digests = context.together(lambda: hash_shared_chunks(directory, state.weights, hashers, ranges))
+        run_on_all(context, lambda: write_shards.create_files(directory, plans))
+        digests, records = run_on_all(context, lambda: write_shards.write_ranges(directory, plans, *parts))
+        shared = (plans.weights, state.weights, digests, pieces)
+        run_on_all(context, lambda: write_shards.hash_shared_chunks(directory, *shared))
         everyone = context.gather_object((digests, records))
-        context.together(lambda: _commit(context, store, directory, step, state, layout, everyone))
+        dims = context.mesh.mesh_dim_names or ()
+        manifest = Manifest(
+            layout=layout,
+            step=step,
+            world_size=context.world_size if layout == "sharded" else 1,
+            mesh={str(name): context.mesh.size(dim) for dim, name in enumerate(dims)},
+            files={name: record for _, records in everyone for name, record in sorted(records.items())},
+            tensors=_tensor_records(state.weights, [digests for digests, _ in everyone]) if context.is_main else {},
+            aliases=dict(state.aliases),
+        )
+        run_on_main(context, lambda: _commit(store, directory, step, manifest))
     except FsdpShardError:  # on all ranks: none writes any more
         if context.is_main:
             store.discard(step)
@@ -94,63 +99,29 @@ def save_step(
     return store.path(step)
 
 
-def step_trainer(directory: Path) -> Any:
-    """The parsed trainer.json of a step directory."""
-    return read_json(member(directory, TRAINER))
+def _plan(state: RunState, target: write_plan.Target, layout: str, *, has_optimizer: bool) -> write_shards.RankPlans:
+    nothing = write_plan.WritePlan([], {})
+    optimizer = write_plan.plan_optimizer_writes(state.optimizer, target) if has_optimizer else nothing
+    files = {**state.model_files, TRAINER: (json.dumps(dict(state.trainer), indent=2) + "\n").encode()}
+    weights = write_plan.LAYOUTS[layout](state.weights, target)
+    return write_shards.RankPlans(weights, optimizer, files if target.rank == 0 else {})
 
 
-def _plan_optimizer(state: RunState, target: Target) -> WritePlan:
-    return plan_sharded_writes(state.optimizer, replace(target, aliases={}))
-
-
-def _small_files(state: RunState, target: Target) -> dict[str, bytes]:
-    if target.rank != 0:
-        return {}
-    return {**state.side_files, TRAINER: (json.dumps(dict(state.trainer), indent=2) + "\n").encode()}
-
-
-def _begin(context: DistributedContext, store: Store, step: int, num_bytes: int) -> str:
-    if not context.is_main:
-        return ""
+def _begin(store: Store, step: int, num_bytes: int) -> str:
     directory = store.begin(step, num_bytes)
     fault_point("begun")
     return str(directory)
 
 
-def _commit(
-    context: DistributedContext,
-    store: Store,
-    directory: Path,
-    step: int,
-    state: RunState,
-    layout: str,
-    everyone: list[tuple[Digests, Records]],
-) -> None:
-    if not context.is_main:
-        return
-    manifest = Manifest(
-        layout=layout,
-        step=step,
-        world_size=context.world_size if layout == "sharded" else 1,
-        mesh={str(name): context.mesh.size(dim) for dim, name in enumerate(context.mesh.mesh_dim_names or ())},
-        files={name: record for _, records in everyone for name, record in sorted(records.items())},
-        tensors=_tensor_records(state.weights, [digests for digests, _ in everyone]),
-        aliases=dict(state.aliases),
-    )
+def _commit(store: Store, directory: Path, step: int, manifest: Manifest) -> None:
     store.commit(directory, step, manifest)
     store.set_latest(step)
     fault_point("pointed")
 
 
-def _tensor_records(shards: Mapping[str, LocalShard], everyone: list[Digests]) -> dict[str, TensorRecord]:
+def _tensor_records(shards: Mapping[str, LocalShard], everyone: list[write_shards.Digests]) -> dict[str, TensorRecord]:
     records = {}
     for name, shard in shards.items():
-        spec = spec_of(name, shard)
-        chunks: dict[int, bytes] = {}
-        for digests in everyone:
-            chunks.update(digests.get(name, {}))
-        assert sorted(chunks) == list(range(num_chunks(spec.num_bytes))), f"chunks of {name} are missing"
-        ordered = [chunks[number] for number in sorted(chunks)]
-        digest = tensor_digest(spec.dtype, spec.shape, ordered)
-        records[name] = TensorRecord(spec.dtype, spec.shape, digest, tuple(chunk.hex() for chunk in ordered))
+        chunks = {number: digest for rank in everyone for number, digest in rank.get(name, {}).items()}
+        records[name] = record_tensor(write_plan.spec_of(name, shard), chunks)
     return records

@@ -1,9 +1,9 @@
-"""A snapshot of this rank's state, for a save that runs while training goes on.
+"""A snapshot of this rank's state, for a save that runs while training continues.
 
-Parameters and optimizer state do not change before the next `optimizer.step()`. So what lies in host memory is written
-from where it lies during the next forward and backward pass, and only what is not written by then is copied, when the
-copy is `settled` before the weights change. The memory of the copies is allocated once and reused by every save: fresh
-pages cost several times the copy. Buffers, which a forward pass may change, are copied immediately. Tensors on a GPU
+Parameters and optimizer state do not change before the next `optimizer.step()`. So state in host memory is written
+directly during the next forward and backward pass, and only what is not written by then is copied, when the copy is
+settled before the weights change. The memory of the copies is allocated once and reused by every save: new pages cost
+several times as much as the copy. Buffers, which a forward pass may change, are copied immediately. Tensors on a GPU
 are copied to pinned memory on a stream of their own.
 """
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.index import tensor_bytes
+from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState
 from fsdp_shard.distributed import LocalShard
 
@@ -27,8 +27,8 @@ _ALIGNMENT = 64  # a multiple of every element's size, and a cache line
 Job = tuple["torch.Tensor", "torch.Tensor"]  # (host memory, source), flat and alike
 
 
-class Copy:
-    """What a save reads. `settle` is called before the weights change, from another thread than those that read."""
+class StagedCopy:
+    """What a save reads. `settle` is called before the weights change, in another thread than those that read."""
 
     def __init__(self, jobs: list[Job]) -> None:
         self._parts = {id(source): _Part(host, source) for host, source in jobs if source.device.type == "cpu"}
@@ -36,13 +36,13 @@ class Copy:
         self._is_over = False
 
     def wait(self) -> None:
-        """Wait until the transfer from a GPU has ended."""
+        """Wait for the transfer from the GPU."""
         if self._transfer is not None:
             self._transfer.synchronize()
 
     @contextmanager
     def reading(self, shard: LocalShard, part: slice) -> Iterator[memoryview]:
-        """Some bytes of a staged shard, each of which a save reads once; they cannot change in the block."""
+        """A range of the bytes of a staged shard, which cannot change in the block; a save reads each byte once."""
         staged = self._parts.get(id(shard.data))
         if staged is None:
             yield tensor_bytes(shard.data)[part]
@@ -53,7 +53,7 @@ class Copy:
             staged.num_unread -= part.stop - part.start
 
     def settle(self) -> None:
-        """Copy what is not read yet, so that it may change; on a GPU the stream waits for that, not this thread."""
+        """Copy what is not read yet, so that it may change; on a GPU the stream waits for it, not this thread."""
         for part in self._parts.values():
             with part.lock:
                 if part.num_unread and not (part.is_copied or self._is_over):
@@ -64,12 +64,12 @@ class Copy:
             torch.cuda.current_stream().wait_event(self._transfer)
 
     def end(self) -> None:
-        """The save has ended: nothing is left to be read."""
+        """Mark that the save has ended, so that nothing needs to be copied any more."""
         self._is_over = True
 
 
 class _Part:
-    """A shard in host memory: `source`, the memory `host` to copy it to, and how many of its bytes are not read yet."""
+    """A shard in host memory: `source`, the memory `host` to copy it to, and the number of bytes not read yet."""
 
     def __init__(self, host: torch.Tensor, source: torch.Tensor) -> None:
         self.host, self.source = host, source
@@ -84,10 +84,15 @@ class Staging:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
-    def stage(self, state: RunState) -> tuple[RunState, Copy]:
-        """`state` for a save in the background, and the copy that it reads through; the previous save must have ended.
+    def stage(self, state: RunState) -> tuple[RunState, StagedCopy]:
+        """Prepare a save in the background; the previous one must have ended.
 
-        Shards that another rank writes have no `data`.
+        Args:
+            state: This rank's state.
+
+        Returns:
+            The state for the save, in which shards that another rank writes have no `data`, and the copy that it is
+            read through.
         """
         from torch import nn
 
@@ -115,14 +120,14 @@ class Staging:
             for name, shard in state.weights.items()
         }
         optimizer = {name: staged(shard, is_buffer=False) for name, shard in state.optimizer.items()}
-        copy = Copy(jobs)
+        copy = StagedCopy(jobs)
         return replace(state, weights=weights, optimizer=optimizer, reading=copy.reading), copy
 
     def _get_memory(self, num_bytes: int, pinned: bool) -> torch.Tensor:
         import torch
 
         if self._memory is None or len(self._memory) < num_bytes:
-            self._memory = None  # before the new memory is taken
+            self._memory = None  # frees it before the new memory is allocated
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         return self._memory
 
@@ -137,7 +142,7 @@ def _copy(part: _Part) -> None:
 
 
 def _start_transfer(jobs: list[Job]) -> Any:
-    """Have a side stream copy from the GPU, after all that is queued there; the event of its end, if there is a job."""
+    """Copy from the GPU on a side stream, after all work queued there; returns the event of its end, if any."""
     import torch
 
     if not jobs:

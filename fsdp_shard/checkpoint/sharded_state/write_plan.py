@@ -1,19 +1,19 @@
-"""Which bytes this rank writes where, for each layout: a plan, made before the first byte moves. Pure.
+"""Which bytes this rank writes to which file, for each layout: a plan that is made before the first byte is written.
 
-Every rank comes to the same headers and offsets from the same tensor list, so a gathered file needs no gather: each
-rank puts its own elements at their final place. A layout is one function here and one line in `LAYOUTS`.
+Every rank computes the same headers and offsets from the same list of tensors, so a gathered file needs no gather: each
+rank writes its own elements at their final offset. A layout is one function here and one line in `LAYOUTS`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.io import dtypes
-from fsdp_shard.checkpoint.io.dtypes import TensorSpec
-from fsdp_shard.checkpoint.steps.file_plan import INDEX_FILE, SINGLE_FILE, FilePlan, plan_gathered, plan_sharded
+from fsdp_shard.checkpoint.io import TensorSpec, from_torch_name
+from fsdp_shard.checkpoint.steps import INDEX_FILE, OPTIMIZER, SINGLE_FILE, FilePlan, plan_gathered, plan_sharded
+from fsdp_shard.checkpoint.tensor_entry import Piece
 from fsdp_shard.distributed import LocalShard
 
 
@@ -34,14 +34,19 @@ class Target:
 class WritePlan:
     """What one rank does: files it creates at full size with their headers, small files, and its own elements.
 
-    `offsets` maps a tensor to (file, absolute byte offset of this rank's first element); only tensors of which this
-    rank writes something are in it. With `scatters`, the rows of a box are written where the whole tensor has them.
+    `offsets` maps each tensor of which this rank writes something to (file, absolute byte offset of its first element).
+    With `scatters`, the rows of a box are written at their offsets in the full tensor.
     """
 
     creates: list[FilePlan]
     offsets: dict[str, tuple[str, int]]
     small_files: dict[str, bytes] = field(default_factory=dict)
     scatters: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files that this rank creates: summed over the ranks, that of the checkpoint."""
+        return sum(file.num_bytes for file in self.creates) + sum(map(len, self.small_files.values()))
 
     def runs(self, name: str, shard: LocalShard) -> Iterator[tuple[int, slice]]:
         """(absolute byte offset, bytes of `shard.data` that go there), in order."""
@@ -53,9 +58,22 @@ class WritePlan:
         for at, inside, count in tensor_slices.runs(shard.shape, *shard.box, 0, math.prod(shard.shape)):
             yield offset + (at - shard.start) * size, slice(inside * size, (inside + count) * size)
 
+    def pieces(self, name: str, shard: LocalShard) -> list[Piece]:
+        """Where the elements of this rank are after the save (of a gathered file: where all elements are)."""
+        (file, offset), size = self.offsets[name], shard.data.element_size()
+        if self.scatters:
+            return [Piece(file, offset - shard.start * size, (0,) * len(shard.shape), shard.shape)]
+        pieces = []
+        flat_range = tensor_slices.flat_boxes(shard.shape, shard.start, shard.data.numel())
+        for offsets, shape in flat_range if shard.box is None else [shard.box]:
+            pieces.append(Piece(file, offset, offsets, shape))
+            offset += math.prod(shape) * size
+        return pieces
+
 
 def spec_of(name: str, shard: LocalShard) -> TensorSpec:
-    return TensorSpec(name, dtypes.from_torch_name(str(shard.data.dtype)), shard.shape)
+    """Name, dtype and full shape of the tensor that `shard` is a part of."""
+    return TensorSpec(name, from_torch_name(str(shard.data.dtype)), shard.shape)
 
 
 def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
@@ -68,7 +86,7 @@ def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> Wr
         file, offset = starts[spec.name]
         shard = shards[spec.name]
         if shard.writes and shard.data.numel():
-            offsets[spec.name] = file, offset + shard.start * dtypes.itemsize(spec.dtype)
+            offsets[spec.name] = file, offset + shard.start * shard.data.element_size()
     if target.rank != 0:
         return WritePlan([], offsets, scatters=True)
     return WritePlan(files, offsets, {INDEX_FILE: index} if index is not None else {}, scatters=True)
@@ -89,6 +107,14 @@ def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> Wri
         boxes={name: shard.box for name, shard in shards.items() if shard.box is not None},
     )
     return WritePlan([file], {name: (file.name, offset) for name, offset in file.tensors.items()})
+
+
+def plan_optimizer_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
+    """One file per rank in the folder of the optimizer state, whatever the layout of the weights."""
+    plan = plan_sharded_writes(shards, replace(target, aliases={}))
+    files = [replace(file, name=f"{OPTIMIZER}/{file.name}") for file in plan.creates]
+    offsets = {name: (f"{OPTIMIZER}/{file}", offset) for name, (file, offset) in plan.offsets.items()}
+    return WritePlan(files, offsets)
 
 
 LAYOUTS: dict[str, Callable[[Mapping[str, LocalShard], Target], WritePlan]] = {

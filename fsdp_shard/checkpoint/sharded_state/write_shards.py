@@ -1,13 +1,12 @@
 """What one rank writes of a step: its ranges of files that several ranks fill, hashed as they are written.
 
-All of it is local: `state` coordinates the ranks.
+All of it is local: `save_step` coordinates the ranks.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,32 +14,36 @@ from pathlib import Path
 import xxhash
 
 from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.digests import CHUNK_BYTES, RangeHasher, chunk_digest, digest_chunks, num_chunks
-from fsdp_shard.checkpoint.index import tensor_bytes
-from fsdp_shard.checkpoint.io import atomicity
-from fsdp_shard.checkpoint.io.atomicity import allocate, naming
-from fsdp_shard.checkpoint.io.fault_points import fault_point
-from fsdp_shard.checkpoint.io.files import Handles, page_aligned, pread_into, pwrite_all
-from fsdp_shard.checkpoint.open_local import open_local
+from fsdp_shard.checkpoint.digests import (
+    CHUNK_BYTES,
+    chunk_digest,
+    chunk_digests,
+    digest_chunks,
+    num_chunks,
+    record_plan,
+)
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import Handles, aligned, allocate, fault_point, pwrite_all, start_writeback
+from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.write_plan import WritePlan, spec_of
-from fsdp_shard.checkpoint.steps.file_plan import Extent, FilePlan
-from fsdp_shard.checkpoint.steps.manifest import FileRecord
-from fsdp_shard.checkpoint.steps.step_store import OPTIMIZER
+from fsdp_shard.checkpoint.steps import FilePlan, FileRecord
+from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.distributed import LocalShard
+from fsdp_shard.errors import CheckpointError, StorageError
+from fsdp_shard.utils import name_in_errors, write_file
 
-_PIECE_BYTES = 4 << 20  # hashed and written at a time: small enough for the last-level cache
+_STEP_BYTES = 4 << 20  # hashed and written at a time: whole chunks, and small enough for the last-level cache
 
 Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
-Hashers = dict[str, RangeHasher | None]  # tensor -> the hasher of this rank's range; None for a box
 Records = dict[str, FileRecord]  # file -> size and digest
-UnalignedRanges = dict[str, Extent]  # tensor -> a rank's range of it, if that starts inside a chunk
+SharedPieces = dict[str, list[Piece]]  # tensor -> the pieces of a rank that other ranks need for their chunks
 # A shard and a range of its bytes -> a context that gives those bytes and keeps them from changing.
 Reading = Callable[[LocalShard, slice], AbstractContextManager[memoryview]]
 
 
 @dataclass(frozen=True)
 class RankPlans:
-    """What one rank writes: weights, optimizer state (its file lies in `OPTIMIZER`), and small files, by name."""
+    """What one rank writes: weights, optimizer state, and small files by name."""
 
     weights: WritePlan
     optimizer: WritePlan
@@ -48,32 +51,49 @@ class RankPlans:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files that this rank creates: over all ranks, those of the whole step."""
-        files = [*self.weights.creates, *self.optimizer.creates]
-        return sum(file.num_bytes for file in files) + sum(map(len, self.small_files.values()))
+        """Size of the files that this rank creates: summed over the ranks, that of the whole step."""
+        return self.weights.num_bytes + self.optimizer.num_bytes + sum(map(len, self.small_files.values()))
 
 
-def unaligned_ranges(plan: WritePlan, shards: Mapping[str, LocalShard]) -> UnalignedRanges:
-    """This rank's ranges that start inside a chunk: the rank where that chunk starts needs their first bytes."""
-    found: UnalignedRanges = {}
-    for name, (file, offset) in plan.offsets.items():
-        shard = shards[name]
-        start = shard.start * shard.data.element_size()
-        if shard.box is None and start % CHUNK_BYTES:
-            found[name] = Extent(start, start + shard.data.nbytes, file, offset)
-    return found
+def shared_pieces(plan: WritePlan, shards: Mapping[str, LocalShard]) -> SharedPieces:
+    """This rank's pieces that hold a part of a chunk that starts on another rank.
+
+    These are boxes and ranges that start inside a chunk. Of a gathered file every rank knows all offsets.
+    """
+    if plan.scatters:
+        return {}
+    parts = {name: shards[name] for name in plan.offsets}
+    return {
+        name: plan.pieces(name, shard)
+        for name, shard in parts.items()
+        if shard.box is not None or shard.start * shard.data.element_size() % CHUNK_BYTES
+    }
 
 
 def create_files(directory: Path, plans: RankPlans) -> None:
-    for file in plans.weights.creates:
+    """Create this rank's files of weights and optimizer state at full size."""
+    for file in [*plans.weights.creates, *plans.optimizer.creates]:
+        _make_folder(directory / file.name)
         create_file(directory, file)
-    if plans.optimizer.creates:
-        (directory / OPTIMIZER).mkdir(exist_ok=True)
-    for folder in sorted({Path(name).parent for name in plans.small_files} - {Path()}):
-        (directory / folder).mkdir()
-    for file in plans.optimizer.creates:
-        create_file(directory / OPTIMIZER, file)
     fault_point("created")
+
+
+def create_file(root: Path, plan: FilePlan) -> None:
+    """Create a planned file in `root` at its full size, with all bytes that belong to no tensor."""
+    path = root / plan.name
+    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    try:
+        with name_in_errors(path):
+            allocate(handle, plan.num_bytes)
+            for position, frame in plan.frames:
+                pwrite_all(handle, position, memoryview(frame))
+    finally:
+        os.close(handle)
+
+
+def _make_folder(path: Path) -> None:
+    if not path.parent.exists():
+        path.parent.mkdir(exist_ok=True)  # another rank may have created it just now
 
 
 def read_shard(shard: LocalShard, part: slice) -> AbstractContextManager[memoryview]:
@@ -88,139 +108,136 @@ def write_ranges(
     weights: Mapping[str, LocalShard],
     optimizer: Mapping[str, LocalShard],
     reading: Reading,
-) -> tuple[Hashers, Records]:
+) -> tuple[Digests, Records]:
     """Write and fsync everything that this rank writes; each byte is read once, through `reading`.
 
+    Args:
+        directory: The step directory, in which `create_files` has run on all ranks.
+        plans: What to write.
+        weights: This rank's weights.
+        optimizer: This rank's optimizer state.
+        reading: Gives the bytes of a shard.
+
     Returns:
-        The hashers of the weights, by name, and the records of the files that this rank made.
+        The digests of the chunks of weights that this rank holds completely, and the records of the files that it made.
     """
-    hashers = {name: _hasher(name, weights[name]) for name in plans.weights.offsets}
-    records = {
-        file.name: FileRecord(file.num_bytes, header_digest=chunk_digest(file.header).hex())
-        for file in plans.weights.creates
-    }
+    digests: Digests = {name: {} for name in plans.weights.offsets}
+    records = {file.name: record_plan(file) for file in plans.weights.creates}
     with closing(_Writer(directory, reading)) as writer:
-        for name, (file, _) in plans.weights.offsets.items():
-            for offset, part in plans.weights.runs(name, weights[name]):
-                writer.write(file, offset, weights[name], part, hashers[name])
+        for name in plans.weights.offsets:
+            writer.write(plans.weights, name, weights[name], _chunk_hasher(name, weights[name], digests[name]))
         fault_point("weights-written")
-        for plan in plans.optimizer.creates:  # at most one: this rank's
-            hasher = xxhash.xxh3_128(plan.header)  # of the whole file, so it is written front to back
-            for name, (_, offset) in plans.optimizer.offsets.items():
-                shard = optimizer[name]
-                writer.write(f"{OPTIMIZER}/{plan.name}", offset, shard, slice(0, shard.data.nbytes), hasher)
-            records[f"{OPTIMIZER}/{plan.name}"] = FileRecord(plan.num_bytes, digest=hasher.hexdigest())
-        small_files = {**plans.weights.small_files, **plans.small_files}
-        for name, content in small_files.items():
-            atomicity.write_file(directory / name, content)
+        hasher = xxhash.xxh3_128(b"".join(file.header for file in plans.optimizer.creates))  # at most one: this rank's
+        for name in plans.optimizer.offsets:  # in file order, since the digest is of the file as a whole
+            writer.write(plans.optimizer, name, optimizer[name], lambda start, content: hasher.update(content))
+        for file in plans.optimizer.creates:
+            records[file.name] = FileRecord(file.num_bytes, digest=hasher.hexdigest())
+        for name, content in {**plans.weights.small_files, **plans.small_files}.items():
+            _make_folder(directory / name)
+            write_file(directory / name, content)
             records[name] = FileRecord(len(content), digest=chunk_digest(content).hex())
         fault_point("optimizer-written")
-        created = {plan.name for plan in plans.weights.creates}
-        writer.sync(sorted(created | {file for file, _ in plans.weights.offsets.values()}))
-        writer.sync(f"{OPTIMIZER}/{plan.name}" for plan in plans.optimizer.creates)
+        for plan in (plans.weights, plans.optimizer):
+            writer.sync({file.name for file in plan.creates} | {file for file, _ in plan.offsets.values()})
     fault_point("synced")
-    return hashers, records
+    return digests, records
 
 
 def hash_shared_chunks(
-    directory: Path, shards: Mapping[str, LocalShard], hashers: Hashers, ranges: Sequence[UnalignedRanges]
-) -> Digests:
-    """The digests of all chunks that start in this rank's part; bytes that other ranks wrote are read from the disk.
+    directory: Path,
+    plan: WritePlan,
+    shards: Mapping[str, LocalShard],
+    digests: Digests,
+    pieces: Sequence[SharedPieces],
+) -> None:
+    """Add to `digests` the chunks that start in this rank's part and that it does not hold completely.
+
+    They are read back from the files, all ranks having written theirs: those that hold a part of them, and no other.
 
     Args:
-        directory: The step directory, in which all ranks have written their ranges.
+        directory: The step directory.
+        plan: The plan of the weights.
         shards: This rank's weights.
-        hashers: What `write_ranges` returned.
-        ranges: The unaligned ranges of every rank.
+        digests: What `write_ranges` returned.
+        pieces: The shared pieces of every rank.
     """
-    digests: Digests = {}
-    buffer = page_aligned(CHUNK_BYTES)
-    with closing(Handles(lambda name: os.open(directory / name, os.O_RDONLY | os.O_CLOEXEC))) as handles:
-        for name, hasher in hashers.items():
-            if hasher is None:
-                continue
-            for piece in _pieces(hasher.rest, [theirs[name] for theirs in ranges if name in theirs]):
-                content = buffer[: piece.stop - piece.start]
-                with handles.use(piece.file) as handle, atomicity.naming(directory / piece.file):
-                    if pread_into(handle, piece.offset, content) < len(content):
-                        raise OSError(errno.EIO, "the file is shorter than what was written to it")
-                hasher.finish(content)
-            digests[name] = hasher.digests
-    if boxed := [name for name, hasher in hashers.items() if hasher is None]:
-        with open_local(directory) as index:
-            for name in boxed:
-                chunks = _starts_in_box(name, shards[name])
-                digests[name] = dict(zip(chunks, digest_chunks(index, name, chunks), strict=True))
+    missing = {
+        name: [number for number in _started_chunks(name, shards[name]) if number not in found]
+        for name, found in digests.items()
+    }
+    entries = {}
+    for name, shard in shards.items():
+        if missing.get(name):
+            held = {*plan.pieces(name, shard), *(piece for rank in pieces for piece in rank.get(name, ()))}
+            spec = spec_of(name, shard)
+            ordered = sorted(held, key=lambda piece: tensor_slices.flat_start(spec.shape, piece.offsets))
+            entries[name] = TensorEntry(name, spec.dtype, spec.shape, tuple(ordered))
+    try:
+        with TensorIndex(directory, "step", entries) as index:
+            for name in entries:
+                assert shards[name].box is not None or _is_complete(index, name, missing[name][-1])
+                digests[name].update(zip(missing[name], digest_chunks(index, name, missing[name]), strict=True))
+    except CheckpointError as error:
+        raise StorageError(f"What was just written cannot be read back. {error}") from error
     fault_point("hashed")
-    return digests
 
 
-def _pieces(rest: range, ranges: Iterable[Extent]) -> Iterator[Extent]:
-    """The parts of `ranges` that make up `rest`, in order."""
-    position = rest.start
-    for extent in sorted(ranges, key=lambda extent: extent.start):
-        if extent.start <= position < min(extent.stop, rest.stop):
-            stop = min(extent.stop, rest.stop)
-            yield Extent(position, stop, extent.file, extent.offset + position - extent.start)
-            position = stop
-    assert position == rest.stop, "a rank writes what follows"
+def _is_complete(index: TensorIndex, name: str, number: int) -> bool:
+    """Whether the pieces of the index hold all bytes of a chunk."""
+    entry = index.entry(name)
+    stop = min((number + 1) * CHUNK_BYTES, entry.num_bytes)
+    size = entry.num_bytes // entry.num_elements
+    spans = index.spans(name, number * CHUNK_BYTES // size, stop // size)
+    return sum(span.num_bytes for span in spans) == stop - number * CHUNK_BYTES
 
 
-def _starts_in_box(name: str, shard: LocalShard) -> list[int]:
-    """The chunks of a tensor that start in this rank's box of it."""
-    assert shard.box is not None
-    firsts = (
-        number * CHUNK_BYTES // shard.data.element_size()
-        for number in range(num_chunks(spec_of(name, shard).num_bytes))
-    )
+def _started_chunks(name: str, shard: LocalShard) -> list[int]:
+    """The numbers of the chunks of a tensor whose first byte is in this rank's part."""
+    size, total = shard.data.element_size(), num_chunks(spec_of(name, shard).num_bytes)
+    if shard.box is None:
+        start = shard.start * size
+        return list(range(num_chunks(start), num_chunks(start + shard.data.nbytes)))
+    firsts = (number * CHUNK_BYTES // size for number in range(total))
     return [number for number, first in enumerate(firsts) if tensor_slices.contains(shard.shape, *shard.box, first)]
 
 
-def _hasher(name: str, shard: LocalShard) -> RangeHasher | None:
-    if shard.box is not None:
-        return None
-    size = shard.data.element_size()
+def _chunk_hasher(name: str, shard: LocalShard, digests: dict[int, bytes]) -> Callable[[int, memoryview], None]:
+    """What hashes the bytes of a shard as they are written; those of a box are no complete chunks."""
     total = spec_of(name, shard).num_bytes
-    return RangeHasher(total, shard.start * size, shard.start * size + shard.data.nbytes)
+
+    def hash_chunks(start: int, content: memoryview) -> None:
+        if shard.box is None:
+            digests.update(chunk_digests(content, start, total))
+
+    return hash_chunks
 
 
 class _Writer:
-    """Writes ranges of files of `directory`, which are created already."""
+    """Writes ranges of existing files of `directory`."""
 
     def __init__(self, directory: Path, reading: Reading) -> None:
         self._directory, self._reading = directory, reading
         self._handles = Handles(lambda name: os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC))
 
     def write(
-        self, name: str, offset: int, shard: LocalShard, part: slice, hasher: RangeHasher | xxhash.xxh3_128 | None
+        self, plan: WritePlan, name: str, shard: LocalShard, hash_bytes: Callable[[int, memoryview], object]
     ) -> None:
-        """Write bytes `part` of a shard from byte `offset` of a file on, and hash them on the way."""
-        with self._handles.use(name) as handle, atomicity.naming(self._directory / name):
-            for start in range(part.start, part.stop, _PIECE_BYTES):
-                position = offset + start - part.start
-                with self._reading(shard, slice(start, min(start + _PIECE_BYTES, part.stop))) as content:
-                    if hasher is not None:
-                        hasher.update(content)
-                    pwrite_all(handle, position, content)
-                    atomicity.start_writeback(handle, position, len(content))
+        """Write a shard, and have its bytes hashed on the way: (first byte in the tensor, bytes)."""
+        file, first = plan.offsets[name][0], shard.start * shard.data.element_size()
+        with self._handles.use(file) as handle, name_in_errors(self._directory / file):
+            for offset, part in plan.runs(name, shard):
+                for start, stop in aligned(first + part.start, first + part.stop, _STEP_BYTES):
+                    position = offset + start - first - part.start
+                    with self._reading(shard, slice(start - first, stop - first)) as content:
+                        hash_bytes(start, content)
+                        pwrite_all(handle, position, content)
+                        start_writeback(handle, position, len(content))
 
-    def sync(self, names: Iterable[str]) -> None:
-        """Force the files `names` to the disk."""
-        for name in names:
-            with self._handles.use(name) as handle, atomicity.naming(self._directory / name):
+    def sync(self, names: set[str]) -> None:
+        """Flush the files `names` to the disk."""
+        for name in sorted(names):
+            with self._handles.use(name) as handle, name_in_errors(self._directory / name):
                 os.fsync(handle)
 
     def close(self) -> None:
         self._handles.close()
-
-
-def create_file(root: Path, plan: FilePlan) -> None:
-    """Make a planned file in `root`, at its full size and with all that is no tensor in it."""
-    handle = os.open(root / plan.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    try:
-        with naming(root / plan.name):
-            allocate(handle, plan.num_bytes)
-            for position, frame in plan.frames:
-                pwrite_all(handle, position, memoryview(frame))
-    finally:
-        os.close(handle)

@@ -1,7 +1,7 @@
-"""Plans the files of a checkpoint: every header and every byte offset, before the first byte moves. Pure.
+"""Plans the files of a checkpoint: every header and every byte offset, before the first byte is written.
 
 *Gathered* is a plain Hugging Face directory; *sharded* is one file per rank. Writers (a saving rank, `convert`) only
-put bytes where a plan says.
+write bytes to the offsets of a plan.
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.io.dtypes import TensorSpec, itemsize, row_elements
-from fsdp_shard.checkpoint.io.files import parse_json
-from fsdp_shard.checkpoint.io.safetensors_header import PAGE_BYTES, PAGED_BYTES, build_header
+from fsdp_shard.checkpoint.io import (
+    PAGE_BYTES,
+    PAGED_BYTES,
+    TensorSpec,
+    build_header,
+    itemsize,
+    parse_json,
+    row_elements,
+)
 from fsdp_shard.checkpoint.tensor_slices import Box
 from fsdp_shard.errors import CheckpointError
 
@@ -29,9 +35,9 @@ DCP_METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file: its name, where each tensor's bytes begin (absolute), its final size, and all that is no tensor.
+    """One file: its name, the absolute offset of each tensor, its final size, and all bytes that belong to no tensor.
 
-    `frames` are (byte position, bytes) in file order: of a safetensors file the header alone.
+    `frames` are (byte position, bytes) in file order: for a safetensors file the header alone.
     """
 
     name: str
@@ -41,13 +47,13 @@ class FilePlan:
 
     @property
     def header(self) -> bytes:
-        """All bytes that no tensor owns, in file order: what the manifest's `header_digest` is of."""
+        """All bytes that belong to no tensor, in file order: the manifest's `header_digest` is that of these."""
         return b"".join(data for _, data in self.frames)
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where the flat bytes [start, stop) of a written tensor go: `file` is a file's name, `offset` absolute in it."""
+    """The destination of the flat bytes [start, stop) of a tensor: name of the file, absolute offset in it."""
 
     start: int
     stop: int
@@ -57,10 +63,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """What a format is asked to write. Each takes what it knows of; `ConvertConfig.check` refuses the rest.
+    """What to write, for any format; each uses what applies to it, and `ConvertConfig.check` refuses the rest.
 
-    `ranks` None means that the user named no number; `nest` is a key to put the tensors under (`model`).
-    `phases` says at which byte a tensor begins that will be copied from a file as it is (see `build_header`).
+    `ranks` is None if the user gave no number; `nest` is a key to put the tensors under (`model`). `phases` has the
+    offset in its source file of each tensor that is copied unchanged (see `build_header`).
     """
 
     max_shard_bytes: int | None
@@ -73,7 +79,7 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class TargetPlan:
-    """Everything that a format writes: files, the extents that partition each tensor in flat order, small files."""
+    """All that a format writes: files, the extents that partition each tensor in flat order, small files by name."""
 
     files: tuple[FilePlan, ...]
     extents: Mapping[str, tuple[Extent, ...]]
@@ -83,6 +89,7 @@ class TargetPlan:
 
     @property
     def num_bytes(self) -> int:
+        """Size of all files together."""
         return sum(plan.num_bytes for plan in self.files) + sum(map(len, self.small_files.values()))
 
 
@@ -93,11 +100,17 @@ def plan_gathered(
     single_file: str = SINGLE_FILE,
     phases: Mapping[str, int] | None = None,
 ) -> tuple[list[FilePlan], bytes | None]:
-    """Files of a Hugging Face directory, and the content of `model.safetensors.index.json` if there are several.
+    """Plan the files of a Hugging Face directory.
 
-    Tensors keep their order and are never split, so a file exceeds `max_shard_bytes` (header included) only where a
-    single tensor does. `aliases` {tied name: kept name} are noted in the metadata as safetensors' `save_model` does.
-    `single_file` is the name where there is only one.
+    Args:
+        specs: The tensors; they keep their order and are never split.
+        max_shard_bytes: Largest file, header included; only a file of a single tensor may be larger. None for one file.
+        aliases: {tied name: kept name}, for the metadata, as safetensors' `save_model` writes them.
+        single_file: Name of the file if there is only one.
+        phases: See `WriteRequest`.
+
+    Returns:
+        The files, and the content of `model.safetensors.index.json` if there are several.
     """
     groups = _split(specs, max_shard_bytes)
     plans = []
@@ -129,14 +142,14 @@ def _split(specs: Sequence[TensorSpec], max_shard_bytes: int | None) -> list[lis
 
 
 def _entry_bytes(spec: TensorSpec) -> int:
-    """At least the bytes that a tensor takes in a header."""
+    """An upper bound of the bytes that a tensor takes in a header."""
     return len(json.dumps(spec.name, ensure_ascii=False).encode()) + 22 * len(spec.shape) + 96
 
 
 def _plan_file(
     name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str], phases: Mapping[str, int]
 ) -> FilePlan:
-    # Wide types first keeps every tensor aligned to its own element, whatever is mixed; else the order stays.
+    # Wide types first keeps every tensor aligned to its element size; otherwise the order is kept.
     ordered = sorted(specs, key=lambda spec: -itemsize(spec.dtype))
     phase = phases.get(ordered[0].name, 0) if ordered else 0
     header, offsets = build_header(ordered, metadata, phase)
@@ -154,12 +167,19 @@ def plan_sharded(
     aliases: Mapping[str, str] | None = None,
     boxes: Mapping[str, Box] | None = None,
 ) -> FilePlan:
-    """The file of one rank: `pieces` are (tensor, flat element start, number of elements), one per tensor.
-    `boxes` has those that are no flat range.
+    """Plan the file of one rank.
 
-    A range of whole rows is stored with shape [rows, ...], any other as one dimension, an empty one not at all (rank 0
-    keeps tensors that have no elements). `save` is the same text in all files of one save and different in the next:
-    readers refuse a mix.
+    A range of complete rows is stored with shape [rows, ...], any other with one dimension, an empty one not at all
+    (rank 0 stores tensors that have no elements).
+
+    Args:
+        pieces: (tensor, first flat element, number of elements), one for each tensor.
+        rank: The rank.
+        world_size: Number of ranks.
+        step: The training step.
+        save: The same text in all files of one save and another in the next: readers refuse a mix.
+        aliases: {tied name: kept name}.
+        boxes: The pieces that are a box instead of a flat range, by tensor.
     """
     specs: list[TensorSpec] = []
     ranges: dict[str, dict[str, Any]] = {}
@@ -182,7 +202,7 @@ def plan_sharded(
         "tensors": ranges,
     }
     metadata = {"format": "pt", SHARD_KEY: json.dumps(document, separators=(",", ":"), ensure_ascii=False)}
-    # What is whole pages comes first, and so begins with one: then the parts of all ranks can be mapped in a row.
+    # Tensors of complete pages come first, so that they begin with a page and the parts of all ranks can be mapped.
     specs.sort(key=lambda spec: spec.num_bytes % PAGE_BYTES != 0)
     return _plan_file(shard_name(rank, world_size), specs, metadata, {})
 
@@ -198,7 +218,7 @@ def stored_shape(shape: tuple[int, ...], start: int, count: int) -> tuple[int, .
 
 
 def chunk_rows(spec: TensorSpec, ranks: int) -> list[tuple[int, int]]:
-    """(flat start, number of elements) for each of `ranks` ranks, cutting dim 0 as `torch.chunk` (and FSDP2) does.
+    """(first flat element, number of elements) for each rank, splitting dim 0 as `torch.chunk` (and FSDP2) does.
 
     The last ranks may get less or nothing. A scalar goes to rank 0.
     """
@@ -209,6 +229,7 @@ def chunk_rows(spec: TensorSpec, ranks: int) -> list[tuple[int, int]]:
 
 
 def shard_name(rank: int, world_size: int) -> str:
+    """The name of a rank file."""
     return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
@@ -220,9 +241,9 @@ def parse_shard_name(name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """Our entry in a rank file's metadata; `ranges` maps a tensor to (full shape, flat element start).
+    """Our entry in the metadata of a rank file; `ranges` maps a tensor to (full shape, first flat element).
 
-    `offsets` has where those begin that are a box, of the shape that they are stored with, instead of a flat range.
+    `offsets` has the offsets of tensors that are a box, with the shape that they are stored with.
     """
 
     rank: int
@@ -235,7 +256,7 @@ class ShardInfo:
 
 
 def parse_shard_info(metadata: Mapping[str, str], path: Path) -> ShardInfo:
-    """Check and take over what `plan_sharded` wrote into the header of `path`."""
+    """Parse what `plan_sharded` wrote into the header of `path`; raises CheckpointError if it is wrong in any way."""
     if SHARD_KEY not in metadata:
         raise CheckpointError(f"{path} has no {SHARD_KEY} entry in its metadata: it was not written by fsdp-shard.")
     where = f"the {SHARD_KEY} metadata of {path}"

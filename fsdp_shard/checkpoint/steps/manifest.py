@@ -1,4 +1,4 @@
-"""manifest.json: what a finished checkpoint consists of, with sizes and digests. Knows JSON only; reads no weights.
+"""manifest.json: the files and tensors of a finished checkpoint, with sizes and digests. Reads no weights.
 
 Its last entry is the digest of all bytes of the file before it, so that damage to the manifest itself is found too.
 """
@@ -11,25 +11,22 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
-from fsdp_shard.checkpoint.io import dtypes
-from fsdp_shard.checkpoint.io.files import has_file, member, open_regular, parse_json
+from fsdp_shard.checkpoint.io import has_file, is_known, member, open_regular, parse_json
 from fsdp_shard.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-KIND = "fsdp-shard checkpoint"  # tells our manifest.json from anybody else's
+KIND = "fsdp-shard checkpoint"  # distinguishes our manifest.json from that of other software
 _DIGEST = "digest"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: size in bytes; digest of the whole file, or of the header alone where tensors carry the rest."""
+    """A file: size in bytes; digest of the whole file, or of the header alone if tensors have digests of their own."""
 
     size: int
     digest: str | None = None
@@ -38,7 +35,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor: safetensors dtype, full shape, its digest, and the digest of each chunk (hex) for finding damage."""
+    """A tensor: safetensors dtype, full shape, its digest, and the digest of each chunk (hex) for locating damage."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +45,7 @@ class TensorRecord:
 
 @dataclass
 class Manifest:
-    """What was saved. `layout` is gathered or sharded; `mesh` names the device mesh's dimensions and sizes.
+    """What was saved. `layout` is gathered or sharded; `mesh` has the sizes of the device mesh's dimensions by name.
 
     `step` is None in a checkpoint that `convert` made, `world_size` the number of rank files (1 when gathered).
     """
@@ -63,6 +60,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
+        """The content of manifest.json, with its digest."""
         flat = {name: _plain(value) for name, value in vars(self).items()}
         document = {"kind": KIND, "format_version": self.format_version, **flat}
         # One record a line: a manifest of thousands of tensors stays readable and greppable.
@@ -71,7 +69,15 @@ class Manifest:
 
     @classmethod
     def from_json(cls, document: Any, where: str) -> Manifest:
-        """Check and take over a parsed manifest.json; `where` names the file in the CheckpointError."""
+        """Check a parsed manifest.json.
+
+        Args:
+            document: The parsed file.
+            where: Name of the file, for errors.
+
+        Raises:
+            CheckpointError: A value is not what it must be; the message names it.
+        """
         if not is_ours(document):
             raise CheckpointError(f"{where} is not a manifest of fsdp-shard: its kind is not {KIND!r}.")
         version = document.get("format_version")
@@ -80,19 +86,26 @@ class Manifest:
                 f"{where} has format version {version!r}, but this fsdp-shard reads {FORMAT_VERSION}: "
                 "use the version that wrote it, or a newer one."
             )
-        known = {"kind", _DIGEST, *_keys()}
+        known = {"kind", _DIGEST, *_keys(cls)}
         if set(document) != known:
             raise CheckpointError(f"{where}: keys {sorted(set(document) ^ known)} are missing or unknown.")
         values = {key: value for key, value in document.items() if key not in ("kind", _DIGEST)}
-        reader = _Reader(where)
-        reader.expect(values["layout"] in ("gathered", "sharded"), "layout", "gathered or sharded")
-        reader.expect(values["step"] is None or _is_count(values["step"]), "step", "a count or null")
-        reader.expect(_is_count(values["world_size"]) and values["world_size"] > 0, "world_size", "a positive count")
-        values["mesh"] = reader.map("mesh", values["mesh"], reader.count)
-        values["files"] = reader.map("files", values["files"], reader.file)
-        values["tensors"] = reader.map("tensors", values["tensors"], reader.tensor)
-        values["aliases"] = reader.map("aliases", values["aliases"], reader.text)
-        reader.expect(set(values["aliases"].values()) <= set(values["tensors"]), "aliases", "names of its tensors")
+        _check_fields(values, _MANIFEST_FIELDS, where, "")
+        for key, record, fields in (("files", FileRecord, _FILE_FIELDS), ("tensors", TensorRecord, _TENSOR_FIELDS)):
+            for name, item in values[key].items():
+                path = f"{key}[{name!r}]"
+                is_record = isinstance(item, dict) and set(item) == _keys(record)
+                _expect(is_record, where, path, f"a map with {', '.join(sorted(_keys(record)))}")
+                _check_fields(item, fields, where, f"{path}.")
+        for key, (is_right, expected) in (("mesh", _COUNT), ("aliases", _TEXT)):
+            for name, item in values[key].items():
+                _expect(is_right(item), where, f"{key}[{name!r}]", expected)
+        is_tied = set(values["aliases"].values()) <= set(values["tensors"])
+        _expect(is_tied, where, "aliases", "names of its tensors")
+        values["files"] = {name: FileRecord(**item) for name, item in values["files"].items()}
+        for item in values["tensors"].values():
+            item.update(shape=tuple(item["shape"]), chunks=tuple(item["chunks"]))
+        values["tensors"] = {name: TensorRecord(**item) for name, item in values["tensors"].items()}
         return cls(**values)
 
 
@@ -102,22 +115,29 @@ def is_ours(document: Any) -> bool:
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """The manifest of the checkpoint directory `root`; None if it has none, or one that other software wrote."""
+    """Read the manifest of a checkpoint directory.
+
+    Returns:
+        The manifest; None if there is none, or one that other software wrote.
+
+    Raises:
+        CheckpointError: The manifest is damaged.
+    """
     if not has_file(root, MANIFEST):
         return None
     path = member(root, MANIFEST)
     with os.fdopen(open_regular(path), "rb") as file:
         content = file.read()
     document = parse_json(content, str(path))
-    # Of damage to what tells ours from others', the other entries tell.
-    is_like_ours = isinstance(document, dict) and len(document.keys() & _keys()) > len(_keys()) // 2
-    if not is_ours(document) and not is_like_ours:
+    # If `kind` itself is damaged, the other keys show whose it is.
+    keys = _keys(Manifest)
+    if not is_ours(document) and not (isinstance(document, dict) and len(document.keys() & keys) > len(keys) // 2):
         return None
     return parse_manifest(content, str(path))
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
-    """The manifest that a file has as its content; `where` names the file in the CheckpointError."""
+    """Parse the content of a manifest.json and compare it with its digest; `where` names the file in errors."""
     manifest = Manifest.from_json(parse_json(content, where), where)
     start = content.rfind(f'"{_DIGEST}"'.encode())
     if content != _sealed(content[:start].decode()).encode():
@@ -128,8 +148,8 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     return manifest
 
 
-def _keys() -> set[str]:
-    return {field.name for field in dataclasses.fields(Manifest)}
+def _keys(record: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(record)}
 
 
 def _sealed(text: str) -> str:
@@ -138,7 +158,7 @@ def _sealed(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it. `dataclasses.asdict` copies all there is below too, and takes ten times as long."""
+    """Records as dictionaries. `dataclasses.asdict` also copies everything below them, and takes ten times as long."""
     is_records = isinstance(value, Mapping) and value and dataclasses.is_dataclass(next(iter(value.values())))
     return {name: vars(record) for name, record in value.items()} if is_records else value
 
@@ -153,43 +173,39 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-class _Reader:
-    """Takes values of a parsed manifest, naming the place of the first one that is not what it must be."""
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
-    def __init__(self, where: str) -> None:
-        self._where = where
 
-    def expect(self, is_right: bool, place: str, expected: str) -> None:
-        if not is_right:
-            raise CheckpointError(f"{self._where}: {place} must be {expected}.")
+def _is_list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_item, value))
 
-    def map(self, place: str, value: Any, read: Callable[[str, Any], T]) -> dict[str, T]:
-        self.expect(isinstance(value, dict), place, "a map")
-        return {name: read(f"{place}[{name!r}]", item) for name, item in value.items()}
 
-    def count(self, place: str, value: Any) -> int:
-        self.expect(_is_count(value), place, "a count")
-        return int(value)
+_Check = tuple[Callable[[Any], bool], str]  # (whether a value is right, what it must be)
+_COUNT: _Check = (_is_count, "a count")
+_TEXT: _Check = (_is_text, "a string")
+_MAP: _Check = (lambda value: isinstance(value, dict), "a map")
+_OPTIONAL_DIGEST: _Check = (lambda value: value is None or _is_text(value), "a digest or null")
+_MANIFEST_FIELDS: dict[str, _Check] = {
+    "layout": (lambda value: value in ("gathered", "sharded"), "gathered or sharded"),
+    "step": (lambda value: value is None or _is_count(value), "a count or null"),
+    "world_size": (lambda value: _is_count(value) and value > 0, "a positive count"),
+    **dict.fromkeys(("mesh", "files", "tensors", "aliases"), _MAP),
+}
+_FILE_FIELDS = {"size": _COUNT, "digest": _OPTIONAL_DIGEST, "header_digest": _OPTIONAL_DIGEST}
+_TENSOR_FIELDS: dict[str, _Check] = {
+    "dtype": (lambda value: _is_text(value) and is_known(value), "a known dtype"),
+    "shape": (_is_list_of(_is_count), "a list of counts"),
+    "digest": _TEXT,
+    "chunks": (_is_list_of(_is_text), "a list of digests"),
+}
 
-    def text(self, place: str, value: Any) -> str:
-        self.expect(isinstance(value, str), place, "a string")
-        return str(value)
 
-    def file(self, place: str, value: Any) -> FileRecord:
-        self._keys(place, value, FileRecord)
-        for key in ("digest", "header_digest"):
-            self.expect(value[key] is None or isinstance(value[key], str), f"{place}.{key}", "a digest or null")
-        return FileRecord(self.count(f"{place}.size", value["size"]), value["digest"], value["header_digest"])
+def _check_fields(values: Mapping[str, Any], checks: Mapping[str, _Check], where: str, path: str) -> None:
+    for key, (is_right, expected) in checks.items():
+        _expect(is_right(values[key]), where, f"{path}{key}", expected)
 
-    def tensor(self, place: str, value: Any) -> TensorRecord:
-        self._keys(place, value, TensorRecord)
-        dtype, shape, chunks = self.text(f"{place}.dtype", value["dtype"]), value["shape"], value["chunks"]
-        self.expect(dtypes.is_known(dtype), f"{place}.dtype", "a known dtype")
-        self.expect(isinstance(shape, list) and all(map(_is_count, shape)), f"{place}.shape", "a list of counts")
-        is_texts = isinstance(chunks, list) and all(isinstance(chunk, str) for chunk in chunks)
-        self.expect(is_texts, f"{place}.chunks", "a list of digests")
-        return TensorRecord(dtype, tuple(shape), self.text(f"{place}.digest", value["digest"]), tuple(chunks))
 
-    def _keys(self, place: str, value: Any, record: type) -> None:
-        names = {f.name for f in dataclasses.fields(record)}
-        self.expect(isinstance(value, dict) and set(value) == names, place, f"a map with {', '.join(sorted(names))}")
+def _expect(is_right: bool, where: str, path: str, expected: str) -> None:
+    if not is_right:
+        raise CheckpointError(f"{where}: {path} must be {expected}.")

@@ -1,7 +1,7 @@
-"""A step directory against its own manifest, before a run goes on from it or after it was saved: all of it, or refused.
+"""Compares a step directory with its own manifest, before a run resumes from it or after it was saved.
 
-`check_files` is cheap: every file there, of the right size, and the small ones as written. `check_content` reads all
-bytes, a share of them on each rank. Both raise at the first thing that is wrong. Imports no torch.
+`check_files` is cheap: it checks the size of every file and the content of small ones. `check_content` reads all bytes,
+each rank a part. Both raise at the first problem.
 """
 
 from __future__ import annotations
@@ -9,36 +9,39 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
-from fsdp_shard.checkpoint.digests import (
-    CHUNK_BYTES,
-    describe_chunk,
-    digest_chunks,
-    file_digest,
-    header_digest,
-    jobs_of,
-)
+from fsdp_shard.checkpoint import digests
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io.files import member, open_regular
-from fsdp_shard.checkpoint.io.thread_pool import in_threads
-from fsdp_shard.checkpoint.open_local import open_local
+from fsdp_shard.checkpoint.io import in_threads, member, open_regular
+from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps.manifest import FileRecord, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import balanced_partition
 
 _SMALL_BYTES = 16 << 20
 
-Job = tuple[int, Callable[[], None]]  # bytes to read, and what reads them
+Job = tuple[int, Callable[[], None]]  # (bytes to read, check that reads them)
 
 
 def check_files(directory: Path) -> Manifest:
-    """The manifest of a step, when each of its files is there in full; CheckpointError naming the first that is not.
+    """Check that a step has all of its files in full size.
 
-    Small files are compared with their digests at once: config, tokenizer and trainer's state are read before the rest.
+    Small files are compared with their digests too: config, tokenizer and trainer state are read before the rest.
+
+    Args:
+        directory: The step directory.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        CheckpointError: The first file that is missing or damaged, or that there is no manifest.
     """
     manifest = read_manifest(directory)
     if manifest is None:
-        raise CheckpointError(f"{directory} has no manifest of fsdp-shard, so nothing says what it must hold.")
+        raise CheckpointError(f"{directory} has no manifest of fsdp-shard, so it cannot be checked.")
     for name, record in manifest.files.items():
         path = member(directory, name)
         if (size := path.stat().st_size) != record.size:
@@ -50,34 +53,32 @@ def check_files(directory: Path) -> Manifest:
     return manifest
 
 
-def check_content(directory: Path, share: int = 0, num_shares: int = 1) -> None:
-    """Read the part numbered `share` of all bytes of a step; CheckpointError naming file and bytes that are damaged."""
+def check_content(directory: Path, part: int = 0, num_parts: int = 1) -> None:
+    """Compare a part of all bytes of a step with their digests.
+
+    Args:
+        directory: The step directory.
+        part: Number of the part to read, such as the rank.
+        num_parts: Number of parts, which are about equally large.
+
+    Raises:
+        CheckpointError: The first file and range of bytes that are damaged.
+    """
     manifest = check_files(directory)
-    with open_local(directory) as index:
+    with open_weights(directory) as index:
         _check_names(index, manifest)
         jobs = [*_file_jobs(directory, manifest), *_tensor_jobs(index, manifest)]
-        in_threads(_run, shares(jobs, num_shares)[share])
+        in_threads(_run, balanced_partition(jobs, num_parts, itemgetter(0))[part])
 
 
 def drop_cache(directory: Path, manifest: Manifest) -> None:
-    """Have what is read next come from the disk, as far as the system lets go of what is in memory."""
+    """Evict the files of a step from the page cache, as far as the system allows, so that they are read from disk."""
     for name in manifest.files:
         descriptor = open_regular(member(directory, name))
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-
-
-def shares(jobs: Sequence[Job], num_shares: int) -> list[list[Job]]:
-    """The jobs, divided so that all shares read about as much: the same on every rank."""
-    found: list[list[Job]] = [[] for _ in range(num_shares)]
-    sizes = [0] * num_shares
-    for job in sorted(jobs, key=lambda job: -job[0]):  # keeps the order of equal ones
-        least = sizes.index(min(sizes))
-        found[least].append(job)
-        sizes[least] += job[0]
-    return found
 
 
 def _run(jobs: Iterator[Job]) -> None:
@@ -91,8 +92,8 @@ def _check_names(index: TensorIndex, manifest: Manifest) -> None:
     wrong = sorted({name for name, _ in stored.items() ^ written.items()})
     if wrong:
         raise CheckpointError(
-            f"{index.root}: tensor {wrong[0]} in its files is not the one in its manifest ({len(wrong)} differ): the "
-            "checkpoint is damaged."
+            f"{index.root}: dtype or shape of tensor {wrong[0]} in its files and in its manifest differ ({len(wrong)} "
+            f"tensors do): the checkpoint is damaged."
         )
 
 
@@ -103,20 +104,23 @@ def _file_jobs(directory: Path, manifest: Manifest) -> Iterator[Job]:
 
 
 def _check_file(path: Path, record: FileRecord) -> None:
-    found = header_digest(path) if record.digest is None else file_digest(path)
+    found = digests.header_digest(path) if record.digest is None else digests.file_digest(path)
     if found != (record.header_digest if record.digest is None else record.digest):
         what = "the header of " if record.digest is None else ""
         raise CheckpointError(f"{what}{path} is not what was written: the checkpoint is damaged.")
 
 
 def _tensor_jobs(index: TensorIndex, manifest: Manifest) -> Iterator[Job]:
-    for entry, numbers in jobs_of(index, manifest.tensors):
+    for entry, numbers in digests.jobs_of(index, manifest.tensors):
         expected = manifest.tensors[entry.name].chunks
-        yield min(len(numbers) * CHUNK_BYTES, entry.num_bytes), partial(_check, index, entry.name, numbers, expected)
+        yield (
+            min(len(numbers) * digests.CHUNK_BYTES, entry.num_bytes),
+            partial(_check, index, entry.name, numbers, expected),
+        )
 
 
 def _check(index: TensorIndex, name: str, numbers: range, expected: Sequence[str]) -> None:
-    for number, digest in zip(numbers, digest_chunks(index, name, numbers), strict=True):
+    for number, digest in zip(numbers, digests.digest_chunks(index, name, numbers), strict=True):
         if digest.hex() != expected[number]:
-            where = describe_chunk(index, name, number)
+            where = digests.describe_chunk(index, name, number)
             raise CheckpointError(f"{where} is not what was written: the checkpoint is damaged.")

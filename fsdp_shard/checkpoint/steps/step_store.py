@@ -1,7 +1,7 @@
 """The step directories of a run: which are complete, which is the latest, how one more is committed. Imports no torch.
 
-Only rank 0 calls `begin`, `commit` and `prune`; each writer syncs its own files (`atomic.fsync_file`) before `commit`.
-A step directory is complete or absent: it gets its name by one rename, after everything in it is on the disk.
+Only rank 0 calls `begin`, `commit` and `prune`; each writer syncs its own files before `commit`. A step directory is
+complete or absent: it gets its name by one rename, after everything in it is on the disk.
 """
 
 from __future__ import annotations
@@ -13,24 +13,16 @@ import re
 import shutil
 from collections.abc import Sequence, Set
 from pathlib import Path
+from typing import Any
 
-from fsdp_shard.checkpoint.io import atomicity
-from fsdp_shard.checkpoint.io.atomicity import fsync_directory as fsync_directory, fsync_file as fsync_file
-from fsdp_shard.checkpoint.io.fault_points import fault_point
-from fsdp_shard.checkpoint.io.files import has_file, member
-from fsdp_shard.checkpoint.steps.manifest import (
-    MANIFEST,
-    FileRecord as FileRecord,
-    Manifest as Manifest,
-    TensorRecord as TensorRecord,
-    read_manifest as read_manifest,
-)
+from fsdp_shard.checkpoint.io import atomicity, fault_point, has_file, member, read_json
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
-from fsdp_shard.utils import format_size
+from fsdp_shard.utils import fsync_directory, write_atomically
 
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
-OPTIMIZER = "optimizer"  # under a step directory
+OPTIMIZER, TRAINER = "optimizer", "trainer.json"  # under a step directory
 _NO_OPTIMIZER = f".{OPTIMIZER}.deleted"
 
 
@@ -51,6 +43,7 @@ class Store:
         self.root = root
 
     def path(self, step: int) -> Path:
+        """The directory of a step, whether it exists or not."""
         return self.root / step_name(step)
 
     def steps(self) -> list[int]:
@@ -65,60 +58,81 @@ class Store:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step that `best` points to, if it is there."""
+        """The step that `best` points to, if that step exists."""
         pointed = self.pointer(BEST)
         return pointed if pointed in self.steps() else None
 
     def pointer(self, name: str) -> int | None:
+        """The step that the file `name` (`latest` or `best`) names; None if there is no such file."""
         try:
             return parse_step((self.root / name).read_text(encoding="utf-8").strip())
         except (OSError, UnicodeDecodeError):
             return None
 
     def begin(self, step: int, num_bytes: int = 0) -> Path:
-        """A fresh, empty directory to write a step of `num_bytes` into; what an earlier attempt left there is deleted.
+        """Create an empty directory to write a step into; what an earlier attempt left of it is deleted.
 
-        Raises StorageError where the disk has less free, SaveError where the step is there already.
+        Args:
+            step: The step.
+            num_bytes: Disk space that the step will take.
+
+        Returns:
+            The temporary directory.
+
+        Raises:
+            StorageError: The disk has less space, or the directory cannot be created.
+            SaveError: The step exists already.
         """
-        target, temporary = self.path(step), self._partial(step)
-        if os.path.lexists(target):
-            raise SaveError(f"{target} is there already, and a finished checkpoint is never written over.")
+        temporary = self._partial(step)
+        self._require_new(step)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             atomicity.make_directories(temporary)
-            free = shutil.disk_usage(temporary).free
+            advice = "keep fewer checkpoints (checkpoint.keep_last)"
+            atomicity.require_space(self.root, num_bytes, f"step {step}", advice)
+        except StorageError:
+            self.discard(step)
+            raise
         except OSError as error:
             raise StorageError(f"{temporary} cannot be created: {describe(error)}; nothing was saved.") from error
-        if free < num_bytes:
-            self.discard(step)
-            raise StorageError(
-                f"{self.root} has {format_size(free)} free, but step {step} takes {format_size(num_bytes)}; free some "
-                f"space, or keep less (checkpoint.keep_last). Nothing was written (ENOSPC)."
-            )
         return temporary
 
+    def _require_new(self, step: int) -> None:
+        if os.path.lexists(self.path(step)):
+            raise SaveError(f"{self.path(step)} exists already, and a committed checkpoint is never overwritten.")
+
     def discard(self, step: int) -> None:
-        """Remove what was written of a step that cannot be finished; what cannot be removed is left to the next run."""
+        """Delete what was written of a step that cannot be finished; the next run deletes what remains."""
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def _partial(self, step: int) -> Path:
         return self.root / f".{step_name(step)}.partial"
 
     def commit(self, temporary: Path, step: int, manifest: Manifest) -> Path:
-        """Write the manifest, sync the directories, and give them their final name; returns the step's directory.
+        """Write the manifest, sync the directories and rename the temporary one.
 
-        The files themselves are on the disk already (`fsync_file` by whoever wrote them). A committed directory of the
-        same step is never written over: that is a SaveError.
+        The files must be on the disk already, synced by whoever wrote them.
+
+        Args:
+            temporary: The directory that `begin` created.
+            step: The step.
+            manifest: What it consists of.
+
+        Returns:
+            The step directory.
+
+        Raises:
+            StorageError: The disk is full or fails.
+            SaveError: The step exists already.
         """
         target = self.path(step)
-        if step in self.steps():
-            raise SaveError(f"{target} is there already, and a finished checkpoint is never written over.")
+        self._require_new(step)
         try:
-            atomicity.write_text(temporary / MANIFEST, manifest.to_json())
+            write_atomically(temporary / MANIFEST, manifest.to_json(), sync=True)
             fault_point("manifest-written")
-            atomicity.fsync_tree(temporary)
+            atomicity.sync_directories(temporary)
             fault_point("directory-synced")
-            os.rename(temporary, target)  # fails where something has come there only now
+            os.rename(temporary, target)  # fails if a directory with files was created there only now
             fault_point("renamed")
             fsync_directory(target.parent)
             fault_point("committed")
@@ -129,14 +143,16 @@ class Store:
         return target
 
     def set_latest(self, step: int) -> None:
-        self._point(LATEST, step)
+        """Make `latest` point to a step."""
+        self._set_pointer(LATEST, step)
 
     def set_best(self, step: int) -> None:
-        self._point(BEST, step)
+        """Make `best` point to a step."""
+        self._set_pointer(BEST, step)
 
-    def _point(self, name: str, step: int) -> None:
+    def _set_pointer(self, name: str, step: int) -> None:
         try:
-            atomicity.write_text(self.root / name, step_name(step) + "\n")
+            write_atomically(self.root / name, step_name(step) + "\n", sync=True)
         except OSError as error:
             raise StorageError(f"{self.root / name} could not be written: {describe(error)}.") from error
 
@@ -145,18 +161,24 @@ class Store:
         return [step for step in self.steps() if _is_complete(self.path(step))]
 
     def prune(self, keep_last: int, keep_every: int | None = None) -> list[int]:
-        """Delete all but the `keep_last` highest steps, each `keep_every`-th one, and what latest and best point to.
+        """Delete the steps that retention does not keep.
 
-        Returns the deleted steps. A step loses its name first, so that a crash in between leaves no half one. Steps
-        that lack something are neither counted nor deleted: a sound one is never given up for them.
+        Steps that lack a file are neither counted nor deleted, so that no complete one is deleted in favor of them.
+
+        Args:
+            keep_last: Number of latest steps to keep; those that `latest` and `best` point to are kept too.
+            keep_every: Also keep steps that this number divides.
+
+        Returns:
+            The deleted steps.
         """
-        doomed = retired(self.complete_steps(), keep_last, keep_every, {self.pointer(LATEST), self.best()})
-        for step in doomed:
+        deleted = retired(self.complete_steps(), keep_last, keep_every, {self.pointer(LATEST), self.best()})
+        for step in deleted:
             self.delete(step)
-        return doomed
+        return deleted
 
     def delete(self, step: int) -> None:
-        """Delete a committed step, which loses its name first."""
+        """Delete a committed step. It loses its name first, so that a crash leaves no partial step."""
         hidden = self.root / f".{step_name(step)}.deleted"
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(self.path(step), hidden)
@@ -166,24 +188,25 @@ class Store:
         fault_point("deleted")
 
     def drop_optimizer(self, keep_last: int) -> list[int]:
-        """Make all steps but the `keep_last` highest ones weights only; returns those that had more.
+        """Delete the optimizer state of all steps but the `keep_last` highest; returns the steps that had one.
 
-        First a manifest that no longer lists the optimizer state takes the place of the old one, so a crash in between
-        leaves a finished step of weights, with files that `clean_leftovers` knows to be none of it.
+        The manifest is first replaced by one that does not list the optimizer state, so a crash leaves a committed step
+        of weights, and files that `clean_leftovers` recognizes as leftovers.
         """
         steps = self.complete_steps()
         heavy = [step for step in steps[: max(len(steps) - keep_last, 0)] if (self.path(step) / OPTIMIZER).is_dir()]
         for step in heavy:
             manifest = read_manifest(self.path(step))
             assert manifest is not None, "a complete step has one"
-            kept = {name: record for name, record in manifest.files.items() if not is_of_optimizer(name)}
-            atomicity.write_text(self.path(step) / MANIFEST, dataclasses.replace(manifest, files=kept).to_json())
+            kept = {name: record for name, record in manifest.files.items() if not _is_optimizer_file(name)}
+            weights = dataclasses.replace(manifest, files=kept)
+            write_atomically(self.path(step) / MANIFEST, weights.to_json(), sync=True)
             fault_point("slimmed")
             _remove_optimizer(self.path(step))
         return heavy
 
     def clean_leftovers(self) -> list[str]:
-        """Delete what interrupted saves and deletions left; call it before a run writes. Returns the names."""
+        """Delete what interrupted saves and deletions left, and return the names; to be called before a run writes."""
         if not self.root.is_dir():
             return []
         found = []
@@ -202,20 +225,24 @@ class Store:
 
 
 def retired(steps: Sequence[int], keep_last: int, keep_every: int | None, pinned: Set[int | None]) -> list[int]:
-    """Those of `steps`, ascending, that retention deletes."""
+    """Those of `steps`, ascending, that retention deletes; `pinned` ones are always kept."""
     milestones = {step for step in steps if keep_every is not None and step % keep_every == 0}
     kept = {*steps[max(len(steps) - keep_last, 0) :], *milestones, *pinned}
     return [step for step in steps if step not in kept]
 
 
-def is_of_optimizer(name: str) -> bool:
-    """Whether a file of a step holds optimizer state."""
+def _is_optimizer_file(name: str) -> bool:
     return name.startswith(f"{OPTIMIZER}/")
 
 
+def step_trainer(directory: Path) -> Any:
+    """The parsed trainer.json of a step directory."""
+    return read_json(member(directory, TRAINER))
+
+
 def has_optimizer(manifest: Manifest) -> bool:
-    """Whether a step has optimizer state: by what it lists, not by what lies there."""
-    return any(map(is_of_optimizer, manifest.files))
+    """Whether a step has optimizer state, according to its manifest."""
+    return any(map(_is_optimizer_file, manifest.files))
 
 
 def _is_complete(directory: Path) -> bool:
@@ -228,7 +255,7 @@ def _is_complete(directory: Path) -> bool:
 
 
 def _remove_optimizer(directory: Path) -> None:
-    """Remove the optimizer state of a step whose manifest lists none; its name goes first."""
+    """Delete the optimizer state of a step whose manifest does not list it; it is renamed first."""
     hidden = directory / _NO_OPTIMIZER
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(directory / OPTIMIZER, hidden)
@@ -236,7 +263,7 @@ def _remove_optimizer(directory: Path) -> None:
 
 
 def _clean_step(directory: Path) -> list[str]:
-    """Finish what `drop_optimizer` began in a step; the names of what was removed."""
+    """Finish an interrupted `drop_optimizer` of a step; returns the names of what was deleted."""
     found = []
     if (directory / _NO_OPTIMIZER).is_dir():
         shutil.rmtree(directory / _NO_OPTIMIZER)
@@ -250,6 +277,6 @@ def _clean_step(directory: Path) -> list[str]:
 
 
 def describe(error: OSError) -> str:
-    """File, reason and errno of an error of the system."""
+    """File, reason and errno of an error of the operating system."""
     where = f"{error.filename}: " if error.filename else ""
     return f"{where}{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'no errno')})"

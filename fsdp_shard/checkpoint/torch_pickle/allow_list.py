@@ -1,6 +1,6 @@
-"""Pickles that checkpoints hold, read without running anything: the list of what they may name, and what stands for it.
+"""The allow-list of what pickles in checkpoints may name, with the stand-in for each name, and `load` that applies it.
 
-Imports neither torch nor numpy. Whatever is not on the list is a CheckpointError that says what the file asked for.
+Nothing in a pickle runs: whatever is not on the list is a CheckpointError that names it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,47 +8,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_shard.checkpoint.torch_pickle.dtensor import rebuild_from_type, rebuild_parameter
-from fsdp_shard.checkpoint.torch_pickle.metadata_classes import (
-    DCP_CLASSES as DCP_CLASSES,
-    BytesStorageMetadata as BytesStorageMetadata,
-    ChunkStorageMetadata as ChunkStorageMetadata,
-    Constant as Constant,
-    Metadata as Metadata,
-    MetadataIndex as MetadataIndex,
-    OrderedDict,
-    Record as Record,
-    StorageInfo as StorageInfo,
-    StorageMeta as StorageMeta,
-    TensorProperties as TensorProperties,
-    TensorStorageMetadata as TensorStorageMetadata,
-    counts,
-    record,
-    text,
-)
-from fsdp_shard.checkpoint.torch_pickle.tensor import (
-    STORAGE_NAMES,
-    rebuild_tensor_v2,
-    rebuild_tensor_v3,
-    rebuild_unreadable,
-)
+from fsdp_shard.checkpoint.torch_pickle import dtensor, tensor
+from fsdp_shard.checkpoint.torch_pickle.metadata_classes import DCP_CLASSES, Constant, OrderedDict, counts, record, text
 from fsdp_shard.checkpoint.torch_pickle.unpickler import Machine
 from fsdp_shard.errors import CheckpointError
 
 
 def load(data: bytes, where: str, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The object of a pickle that is all of `data`, with stand-ins for whatever is of a library's class.
+    """The object in a pickle that takes up all of `data`, with stand-ins for objects of library classes.
 
-    `where` names the file in errors, all of them CheckpointError. `persistent(id)` answers for storages beside it.
+    Args:
+        data: The pickle.
+        where: The file, for messages.
+        persistent: Resolves the persistent ids of storages; None if the pickle may not have any.
+
+    Raises:
+        CheckpointError: The pickle is malformed, or names something that is not on the allow-list.
     """
     value, end = load_from(data, 0, where, persistent)
     if end != len(data):
-        raise CheckpointError(f"{where} has {len(data) - end} bytes behind the end of its pickle.")
+        raise CheckpointError(f"{where} has {len(data) - end} bytes after the end of its pickle.")
     return value
 
 
 def load_from(data: bytes, start: int, where: str, persistent: Callable[[Any], Any] | None = None) -> tuple[Any, int]:
-    """The object of the pickle that begins at byte `start`, and the position behind it."""
+    """The object in the pickle that begins at byte `start`, and the byte after the pickle; otherwise as `load`."""
     machine = Machine(data, start, _NAMES, persistent)
     try:
         return machine.run(), machine.end
@@ -56,17 +40,13 @@ def load_from(data: bytes, start: int, where: str, persistent: Callable[[Any], A
         raise CheckpointError(f"{where} {error}.") from None
 
 
-# Constructors of plain values. Each takes what Python's own takes in a pickle, and refuses what it would not be given.
+# Constructors of plain values. Each accepts the arguments that Python's own pickles contain, and refuses all others.
 
 
 def _ordered_dict(items: Any = (), /, **keywords: Any) -> OrderedDict:
     if not isinstance(items, (list, tuple, dict)) or (items and not isinstance(items, dict)):
         raise TypeError("items of an OrderedDict that are not set one by one")
     return OrderedDict(items)
-
-
-def _default_dict(factory: Any = None, items: Any = ()) -> OrderedDict:
-    return _ordered_dict(items)
 
 
 def _list(items: Any = ()) -> list[Any]:
@@ -88,7 +68,9 @@ def _encode(value: Any, encoding: Any = "latin1") -> bytes:
     return text(value).encode("latin-1")
 
 
-def _bytes(value: Any = b"") -> bytes:
+def _bytes(value: Any = b"", *encoding: Any) -> bytes:
+    if encoding:
+        return _encode(value, *encoding)
     if not isinstance(value, (bytes, bytearray)):
         raise TypeError("bytes of something else than bytes")
     return bytes(value)
@@ -102,19 +84,9 @@ def _device(kind: Any, index: Any = None) -> Constant:
     return Constant(text(kind) if index is None else f"{text(kind)}:{int(index)}")
 
 
-def _layout(name: Any) -> Constant:
-    return Constant(text(name))
-
-
 def _blank(cls: type[Any]) -> Callable[[], Any]:
-    """Attributes come with the state, where they are checked; never with the call."""
+    """Makes a `cls` without arguments: its attributes are set, and checked, with the state only."""
     return lambda: cls()
-
-
-def _memory_format(value: Any) -> Any:
-    if value not in (0, 1, 2):
-        raise ValueError("an unknown memory format")
-    return DCP_CLASSES["torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"](value)  # type: ignore[call-arg]  # an enumeration, unlike others of the table
 
 
 _TORCH = """
@@ -135,7 +107,7 @@ _UNREADABLE = {
     "_rebuild_meta_tensor_no_storage": "is on the meta device: only its shape was saved, and no values",
     "_rebuild_device_tensor_from_numpy": "was saved from a device by way of numpy, and is not read",
 }
-# Classes whose objects stand in optimizer, trainer and engine states, and matter to no weight.
+# Classes of objects in optimizer, trainer and engine states, which no weight depends on.
 _RECORDS = {
     "torch": "Tensor Generator",
     "torch.nn.parameter": "Parameter Buffer UninitializedParameter",
@@ -154,6 +126,7 @@ _RECORDS = {
     "torch.distributed._shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING",
     "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec DevicePlacementSpec",
     "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "torch.distributed.checkpoint.metadata": "StorageMeta _MEM_FORMAT_ENCODING",
     "torch.distributed.remote_device": "_remote_device",
     "torch.distributed.distributed_c10d": "ReduceOp",
     "numpy": "dtype ndarray",
@@ -173,7 +146,7 @@ _RECORDS = {
 def _names() -> dict[tuple[str, str], Any]:
     names: dict[tuple[str, str], Any] = {
         ("collections", "OrderedDict"): _ordered_dict,
-        ("collections", "defaultdict"): _default_dict,
+        ("collections", "defaultdict"): lambda factory=None, items=(): _ordered_dict(items),
         ("collections", "Counter"): _ordered_dict,
         ("collections", "deque"): lambda items=(), size=None: _list(items),
         ("builtins", "dict"): _ordered_dict,
@@ -182,35 +155,32 @@ def _names() -> dict[tuple[str, str], Any]:
         ("builtins", "set"): _set,
         ("builtins", "frozenset"): _set,
         ("builtins", "bytes"): _bytes,
-        ("builtins", "bytearray"): lambda value=b"", *encoding: (
-            _encode(value, *encoding) if encoding else _bytes(value)
-        ),
+        ("builtins", "bytearray"): _bytes,
         ("builtins", "complex"): lambda real=0.0, imaginary=0.0: (real, imaginary),
         ("builtins", "slice"): record("builtins.slice"),
-        ("builtins", "getattr"): record("builtins.getattr"),  # the machine answers it by a look into this list
+        ("builtins", "getattr"): record("builtins.getattr"),  # answered by the machine, from this list
         ("_codecs", "encode"): _encode,
         ("pathlib", "PosixPath"): _path,
         ("pathlib", "WindowsPath"): _path,
         ("pathlib._local", "PosixPath"): _path,  # Python 3.13
         ("torch", "Size"): lambda sizes=(): counts(sizes),
         ("torch", "device"): _device,
-        ("torch.serialization", "_get_layout"): _layout,
-        ("torch._utils", "_rebuild_tensor"): rebuild_tensor_v2,
-        ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,
-        ("torch._utils", "_rebuild_tensor_v3"): rebuild_tensor_v3,
-        ("torch._utils", "_rebuild_parameter"): rebuild_parameter,
-        ("torch._utils", "_rebuild_parameter_with_state"): rebuild_parameter,
-        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): rebuild_parameter,
+        ("torch.serialization", "_get_layout"): lambda name: Constant(text(name)),
+        ("torch._utils", "_rebuild_tensor"): tensor.rebuild_tensor_v2,
+        ("torch._utils", "_rebuild_tensor_v2"): tensor.rebuild_tensor_v2,
+        ("torch._utils", "_rebuild_tensor_v3"): tensor.rebuild_tensor_v3,
+        ("torch._utils", "_rebuild_parameter"): dtensor.rebuild_parameter,
+        ("torch._utils", "_rebuild_parameter_with_state"): dtensor.rebuild_parameter,
+        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): dtensor.rebuild_parameter,
         ("torch._utils", "_rebuild_wrapper_subclass"): record("torch._utils._rebuild_wrapper_subclass"),
-        ("torch._tensor", "_rebuild_from_type"): rebuild_from_type,
-        ("torch._tensor", "_rebuild_from_type_v2"): rebuild_from_type,
+        ("torch._tensor", "_rebuild_from_type"): dtensor.rebuild_from_type,
+        ("torch._tensor", "_rebuild_from_type_v2"): dtensor.rebuild_from_type,
     }
-    names |= {("torch._utils", name): rebuild_unreadable(problem) for name, problem in _UNREADABLE.items()}
-    names |= {("torch", name): Constant(f"torch.{name}") for name in (*_TORCH.split(), *STORAGE_NAMES)}
-    names |= {("torch.storage", name): Constant(f"torch.{name}") for name in ("UntypedStorage", *STORAGE_NAMES)}
+    names |= {("torch._utils", name): tensor.rebuild_unreadable(problem) for name, problem in _UNREADABLE.items()}
+    names |= {("torch", name): Constant(f"torch.{name}") for name in (*_TORCH.split(), *tensor.STORAGE_NAMES)}
+    names |= {("torch.storage", name): Constant(f"torch.{name}") for name in ("UntypedStorage", *tensor.STORAGE_NAMES)}
     names |= {(module, name): record(f"{module}.{name}") for module, some in _RECORDS.items() for name in some.split()}
     names |= {key: _blank(cls) for key, cls in DCP_CLASSES.items()}
-    names["torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"] = _memory_format
     return names
 
 

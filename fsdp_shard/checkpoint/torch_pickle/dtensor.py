@@ -1,7 +1,7 @@
 """One rank's part of a sharded tensor as torch.save writes it: DTensors with their mesh, FSDP1's ShardedTensors.
 
-Sources: torch/distributed/tensor, torch/distributed/device_mesh.py and torch/distributed/_shard of torch 2.13; where a
-DeviceMesh of an older torch keeps its ranks otherwise, that is said. Imports no torch.
+Sources: torch/distributed/tensor, torch/distributed/device_mesh.py and torch/distributed/_shard of torch 2.13; comments
+name what older versions of torch write differently. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from typing import Any
 
 from fsdp_shard.checkpoint.io import dtypes
 from fsdp_shard.checkpoint.tensor_slices import Box
-from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Record, count, counts, text
+from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Record, count, counts
 from fsdp_shard.checkpoint.torch_pickle.placements import Placement
 from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor, Unreadable
 
 
 @dataclass(frozen=True)
 class StoredDTensor:
-    """One rank's part of a DTensor. `shape` is the whole tensor's; `mesh_ranks` are in row-major order of `mesh_shape`.
+    """One rank's part of a DTensor. `shape` is the full tensor's; `mesh_ranks` are in row-major order of `mesh_shape`.
 
-    `coordinate` is where on that mesh the rank that wrote the file stands.
+    `coordinate` is that of the rank that wrote the file on the mesh.
     """
 
     local: StoredTensor | Unreadable
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     mesh_ranks: tuple[int, ...]
-    mesh_names: tuple[str, ...] | None
-    placements: tuple[Placement, ...]
     coordinate: tuple[int, ...] | None
+    placements: tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
 class StoredShards:
-    """One rank's part of an FSDP1 ShardedTensor: the shards in this file, and all boxes that there are, on any rank."""
+    """One rank's part of an FSDP1 ShardedTensor: the shards in this file, and the boxes of all ranks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,14 +46,14 @@ AnyTensor = StoredTensor | StoredDTensor | StoredShards | Unreadable
 
 
 def rebuild_parameter(data: Any, *rest: Any) -> Any:
-    """`torch._utils._rebuild_parameter` and its kin: the tensor that the parameter wraps."""
+    """`torch._utils._rebuild_parameter` and similar functions: the tensor that the parameter wraps."""
     if not isinstance(data, AnyTensor):
         raise TypeError(f"a parameter that wraps a {type(data).__name__}")
     return data
 
 
 def rebuild_from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """`torch._tensor._rebuild_from_type_v2`: a tensor of a subclass, or one that has attributes."""
+    """`torch._tensor._rebuild_from_type_v2`: a tensor of a subclass, or a tensor with attributes."""
     name = getattr(function, "name", "")
     if not isinstance(arguments, tuple):
         raise TypeError("a tensor's arguments are no tuple")
@@ -84,8 +83,7 @@ def _dtensor(shape: tuple[int, ...], state: Any) -> StoredDTensor:
     placements = spec.get("placements")
     if not isinstance(placements, tuple) or not all(isinstance(item, Record) for item in placements):
         raise TypeError("a DTensor without placements")
-    mesh = _mesh(spec.get("mesh"))
-    return StoredDTensor(local, shape, *mesh[:3], tuple(map(_placement, placements)), mesh[3])
+    return StoredDTensor(local, shape, *_mesh(spec.get("mesh")), tuple(map(_placement, placements)))
 
 
 def _placement(item: Record) -> Placement:
@@ -96,14 +94,11 @@ def _placement(item: Record) -> Placement:
     return Placement("replicate" if kind == "Replicate" else "partial")
 
 
-def _mesh(
-    mesh: Any,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...] | None, tuple[int, ...] | None]:
-    """(shape, ranks, names, coordinate of the writer) of a DeviceMesh."""
+def _mesh(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
+    """(shape, ranks, coordinate of the writer) of a DeviceMesh."""
     if not isinstance(mesh, Record):
         raise TypeError("a DTensor without a mesh")
-    names, coordinate = mesh.get("_mesh_dim_names") or mesh.get("mesh_dim_names"), mesh.get("_coordinate_on_dim")
-    names = tuple(map(text, names)) if names is not None else None
+    coordinate = mesh.get("_coordinate_on_dim")
     coordinate = counts(coordinate) if coordinate is not None else None
     if isinstance(mesh.get("mesh"), StoredTensor):  # before torch 2.9
         shape = mesh.get("mesh").shape
@@ -114,11 +109,11 @@ def _mesh(
         ranks = _ranks_on(axes, counts(mesh.get("_flatten_rank_map"), 1 << 20), mesh.get("_rank"), coordinate)
     if math.prod(shape) != len(ranks) or (coordinate is not None and len(coordinate) != len(shape)):
         raise ValueError(f"a mesh of shape {list(shape)} with {len(ranks)} ranks")
-    return shape, ranks, names, coordinate
+    return shape, ranks, coordinate
 
 
 def _axes(layout: Any) -> list[list[int]]:
-    """For each dimension of a mesh, how far along the root mesh's ranks each index lies (torch's `_MeshLayout`)."""
+    """For each dimension of a mesh, the offset of each index in the ranks of the root mesh (torch's `_MeshLayout`)."""
     if not isinstance(layout, Record):
         raise TypeError("a mesh without a layout")
     axes = layout.get("axes")
@@ -147,7 +142,7 @@ def _along(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
 
 
 def _ranks_on(axes: list[list[int]], rank_map: tuple[int, ...], rank: Any, coordinate: Any) -> tuple[int, ...]:
-    """The ranks of the (sub)mesh that the writer is on; of a mesh that it is not on, those that begin at rank 0."""
+    """The ranks of the (sub)mesh that contains the writer; of a mesh without it, those that begin at rank 0."""
     base = 0
     if coordinate is not None and rank in rank_map:
         base = rank_map.index(rank) - sum(axis[index] for axis, index in zip(axes, coordinate, strict=True))
@@ -155,7 +150,7 @@ def _ranks_on(axes: list[list[int]], rank_map: tuple[int, ...], rank: Any, coord
     for axis in axes:
         positions = [position + step for position in positions for step in axis]
     if min(positions, default=0) < 0:
-        raise ValueError("a mesh that reaches outside its ranks")
+        raise ValueError("a mesh that extends beyond its ranks")
     return tuple(rank_map[position] for position in positions)
 
 
@@ -173,16 +168,12 @@ def _sharded_tensor(shape: tuple[int, ...], state: Any) -> StoredShards | Unread
         if isinstance(tensor, Unreadable):
             return tensor
         if not isinstance(tensor, StoredTensor) or tensor.shape != box[1] or box not in boxes:
-            raise ValueError("a shard whose tensor is not of the shape that its metadata says")
+            raise ValueError("a shard whose tensor does not have the shape in its metadata")
         dtype = tensor.dtype
         found.append((box[0], tensor))
     if dtype is None:
-        dtype = _dtype_of(metadata.get("tensor_properties"))
+        dtype = dtypes.from_torch_name(metadata.get("tensor_properties").state[0])
     return StoredShards(dtype, shape, tuple(found), boxes)
-
-
-def _dtype_of(properties: Any) -> str:
-    return dtypes.from_torch_name(properties.state[0])
 
 
 def _box(item: Any) -> Box:

@@ -1,16 +1,15 @@
 """The stream that torch.save wrote before 1.6, and still writes with `_use_new_zipfile_serialization=False`.
 
-Pickles of a magic number, a version, the machine, the object and the keys of its storages; then, storage by storage,
-the number of its elements and their bytes. Source: `_legacy_save` and `_legacy_load` in torch/serialization.py (2.13).
+Pickles of a magic number, a version, the machine, the object and the keys of its storages; then for each storage the
+number of its elements and their bytes. Source: `_legacy_save` and `_legacy_load` in torch/serialization.py (2.13).
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
-from fsdp_shard.checkpoint.io.dtypes import is_known, itemsize
+from fsdp_shard.checkpoint.io import is_known, itemsize
 from fsdp_shard.checkpoint.torch_pickle.allow_list import load_from
 from fsdp_shard.checkpoint.torch_pickle.tensor import Storage, storage_reference
 from fsdp_shard.errors import CheckpointError
@@ -19,23 +18,18 @@ _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 _FIRST_READ, _MAX_PICKLE = 1 << 20, 1 << 30
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The pickled part: the object, the keys of its storages in file order, and where the first one begins."""
-
-    value: Any
-    keys: list[str]
-    end: int
+_Head = tuple[Any, list[str], int]
+"""The pickled part: the object, the keys of its storages in file order, and the end of the part."""
 
 
 def read_stream(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
-    """What torch.save wrote to bytes [start, start + num_bytes) of an open file; errors begin with `where`."""
+    """The object in bytes [start, start + num_bytes) of an open file; errors begin with `where`."""
     sizes: dict[str, tuple[int, int]] = {}  # key -> (bytes, bytes of an element)
-    head, data = _read_head(descriptor, start, num_bytes, where, sizes)
-    if not head.keys:
-        return head.value
-    positions, at = {}, start + head.end
-    for key in head.keys:
+    (value, keys, end), data = _read_head(descriptor, start, num_bytes, where, sizes)
+    if not keys:
+        return value
+    positions, at = {}, start + end
+    for key in keys:
         length, item = sizes.get(key, (0, 1))
         stored = int.from_bytes(os.pread(descriptor, 8, at), "little", signed=True)
         if stored * item != length or at + 8 + length > start + num_bytes:
@@ -46,15 +40,15 @@ def read_stream(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
         positions[key] = at + 8
         at += 8 + length
     if at != start + num_bytes:
-        raise CheckpointError(f"{where} has {start + num_bytes - at} bytes behind its last storage.")
-    # Where storages lie is known only behind the object that refers to them: now it is read with their positions.
-    return _parse(data, where, positions, sizes).value
+        raise CheckpointError(f"{where} has {start + num_bytes - at} bytes after its last storage.")
+    # The positions of storages are known only after the object that refers to them, so it is read again with them.
+    return _parse(data, where, positions, sizes)[0]
 
 
 def _read_head(
     descriptor: int, start: int, num_bytes: int, where: str, sizes: dict[str, tuple[int, int]]
 ) -> tuple[_Head, bytes]:
-    """Read more and more of the file until the pickles are whole: how long they are, nothing says."""
+    """Read more and more of the file until the pickles are complete, since their length is not stored."""
     limit = _FIRST_READ
     while True:
         data = os.pread(descriptor, min(limit, num_bytes), start)
@@ -85,7 +79,7 @@ def _parse(data: bytes, where: str, positions: dict[str, int], sizes: dict[str, 
     value, end = load_from(data, end, where, find)
     keys, end = load_from(data, end, where)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
-        raise CheckpointError(f"{where} has no list of its storages behind its pickle.")
+        raise CheckpointError(f"{where} has no list of its storages after its pickle.")
     if missing := sizes.keys() - set(keys):
-        raise CheckpointError(f"{where} has no storage {min(missing)[:100]!r}, but a tensor lies in it.")
-    return _Head(value, keys, end)
+        raise CheckpointError(f"{where} has no storage {min(missing)[:100]!r}, but a tensor needs it.")
+    return value, keys, end

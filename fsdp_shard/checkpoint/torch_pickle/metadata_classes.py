@@ -1,248 +1,179 @@
-"""What takes the place of torch's, numpy's and Python's own classes when a pickle is read: inert holders of data.
+"""Stand-ins for the classes of torch, numpy and Python in a pickle: inert holders of data, nothing of them runs.
 
-Imports none of those libraries. The classes of DCP's metadata have the fields that torch gives them, so that they can
-be written again; all others are a `Record` of what the pickle says. Sources: torch.distributed.checkpoint.metadata,
-.filesystem and .planner, torch.distributed.device_mesh, torch.distributed._shard, torch.distributed.tensor (2.13).
+The classes of DCP's metadata have checked fields; all others are a `Record` of the content of the pickle. Sources:
+torch.distributed.checkpoint.metadata, .filesystem and .planner, torch.distributed.device_mesh,
+torch.distributed._shard, torch.distributed.tensor (2.13). None of these libraries is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
+from typing import Any, TypeVar
 
 from fsdp_shard.checkpoint.torch_pickle.unpickler import StandIn
 
+T = TypeVar("T")
+_LIMIT = 1 << 63
+
 
 class Constant(str):
-    """An object of torch that only its name tells: `torch.float32`, `torch.strided`, `torch.FloatStorage`."""
+    """An object of torch that is only a name: `torch.float32`, `torch.strided`, `torch.FloatStorage`."""
 
     __slots__ = ()
 
 
 class OrderedDict(dict[Any, Any], StandIn):
-    """A dictionary of any kind. What is set on it as attributes (a state dict's `_metadata`) is dropped."""
-
-    def set_state(self, state: Any) -> None:
-        pass
+    """A dictionary of any kind. Attributes that are set on it (a state dict's `_metadata`) are dropped."""
 
 
 class Record(StandIn):
-    """An object of some class: `name` of the class or function, `arguments` that it was made with, and its `state`."""
+    """An object of any class: `name` of the class or function, `arguments` of the call, and the `state` set later."""
 
-    __slots__ = ("arguments", "keywords", "name", "state")
+    __slots__ = ("arguments", "name", "state")
 
-    def __init__(self, name: str, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None) -> None:
-        self.name, self.arguments, self.keywords = name, arguments, keywords or {}
+    def __init__(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
+        self.name, self.arguments = name, arguments
         self.state: Any = None
 
     def set_state(self, state: Any) -> None:
-        """A dictionary of attributes, or (that, attributes kept in slots), or whatever the class itself made of it."""
+        """A dictionary of attributes, or (that, attributes kept in slots), or whatever the class itself expects."""
         if isinstance(state, tuple) and len(state) == 2 and all(isinstance(part, (dict, type(None))) for part in state):
             state = {**(state[0] or {}), **(state[1] or {})}
         self.state = state
 
     def get(self, name: str) -> Any:
-        """The attribute `name`, or None if it has none of that name."""
+        """The attribute `name`, or None if there is none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def record(name: str) -> Callable[..., Record]:
-    """A constructor for the table: whatever it is called with is kept."""
-
-    def make(*arguments: Any, **keywords: Any) -> Record:
-        return Record(name, arguments, keywords)
-
-    return make
-
-
-_LIMIT = 1 << 63
+    """A constructor for the allow-list that keeps its positional arguments and drops the keywords."""
+    return lambda *arguments, **keywords: Record(name, arguments)
 
 
 def counts(value: Any, limit: int = 64) -> tuple[int, ...]:
-    """`value` as a shape, offsets or strides: a flat, short sequence of whole numbers from 0 on, else TypeError."""
+    """`value` as a shape, offsets or strides: a flat tuple or list of at most `limit` integers >= 0, else TypeError."""
     if not isinstance(value, (tuple, list)) or len(value) > limit:
         raise TypeError("a shape is not a short tuple")
     for size in value:
         if type(size) is not int or not 0 <= size < _LIMIT:
-            raise TypeError("a shape has something else than counts")
+            raise TypeError("a size, position or shape has something else than counts")
     return tuple(value)
 
 
 def count(value: Any) -> int:
     """`value` as a size or position in bytes or elements, else TypeError."""
-    if type(value) is not int or not 0 <= value < _LIMIT:
-        raise TypeError("a size or position is not a count")
+    return counts((value,))[0]
+
+
+def instance_of(kind: type[T], value: Any) -> T:
+    """`value` if it is a `kind`, else TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
 def text(value: Any) -> str:
     """`value` if it is a string, else TypeError."""
-    if not isinstance(value, str):
-        raise TypeError(f"a {type(value).__name__} stands where there must be a text")
-    return value
+    return instance_of(str, value)
 
 
-def _any(value: Any) -> Any:
-    return value
+@cache
+def _checks(cls: Any) -> Mapping[str, Callable[[Any], Any]]:
+    return {item.name: item.metadata.get("check", lambda value: value) for item in fields(cls)}
 
 
-@dataclass
 class _Fields(StandIn):
-    """Attributes by name, each with its own check; what a newer torch adds is left out."""
-
-    checks: ClassVar[dict[str, Callable[[Any], Any]]]
+    """Attributes by name, checked by `metadata["check"]` of their fields; what only a newer torch has is dropped."""
 
     def set_state(self, state: Any) -> None:
-        if not isinstance(state, dict):
-            raise TypeError(f"a {type(state).__name__} instead of attributes")
-        for name, check in self.checks.items():
-            if name in state:
-                setattr(self, name, check(state[name]))
-
-
-def _optional(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else check(value)
-
-
-def _dictionary(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"a {type(value).__name__} stands where there must be a dictionary")
-    return value
-
-
-def _constant(value: Any) -> Constant:
-    if not isinstance(value, Constant):
-        raise TypeError(f"a {type(value).__name__} stands where there must be a dtype")
-    return value
+        cls: Any = type(self)
+        attributes = instance_of(dict, state)
+        for name, check in _checks(cls).items():
+            if name in attributes:
+                setattr(self, name, check(attributes[name]))
 
 
 @dataclass
 class ChunkStorageMetadata(_Fields):
-    """A box of a tensor."""
+    """A box of a tensor: its offsets in the tensor and its shape."""
 
-    checks: ClassVar = {"offsets": counts, "sizes": counts}
-    offsets: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-
-
-@dataclass
-class MemFormat(StandIn):
-    """`_MEM_FORMAT_ENCODING`: 0 contiguous, 1 channels last, 2 preserve."""
-
-    value: int = 0
+    offsets: tuple[int, ...] = field(default=(), metadata={"check": counts})
+    sizes: tuple[int, ...] = field(default=(), metadata={"check": counts})
 
 
-_FLOAT32, _STRIDED = Constant("torch.float32"), Constant("torch.strided")
+_FLOAT32 = Constant("torch.float32")
 
 
 @dataclass
 class TensorProperties(StandIn):
-    """`dtype` is the constant `torch.bfloat16` or the like; the other fields are deprecated in torch."""
+    """`dtype` is the constant `torch.bfloat16` or the like; the other properties are deprecated in torch."""
 
     dtype: Constant = _FLOAT32
-    layout: Constant = _STRIDED
-    requires_grad: bool = False
-    memory_format: MemFormat = field(default_factory=MemFormat)
-    pin_memory: bool = False
 
     def set_state(self, state: Any) -> None:
-        dtype, layout, requires_grad, memory_format, pin_memory = state
-        self.dtype, self.layout = _constant(dtype), _constant(layout)
-        self.requires_grad, self.pin_memory = bool(requires_grad), bool(pin_memory)
-        if not isinstance(memory_format, MemFormat):
-            raise TypeError("an unknown memory format")
-        self.memory_format = memory_format
-
-
-def _properties(value: Any) -> TensorProperties:
-    if not isinstance(value, TensorProperties):
-        raise TypeError(f"a {type(value).__name__} stands where there must be TensorProperties")
-    return value
+        """(dtype, layout, requires_grad, memory_format, pin_memory)."""
+        dtype, *_ = instance_of(tuple, state)
+        self.dtype = instance_of(Constant, dtype)
 
 
 def _chunks(value: Any) -> list[ChunkStorageMetadata]:
-    if not isinstance(value, list) or not all(isinstance(chunk, ChunkStorageMetadata) for chunk in value):
-        raise TypeError("chunks are not a list of ChunkStorageMetadata")
-    return value
+    return [instance_of(ChunkStorageMetadata, chunk) for chunk in instance_of(list, value)]
 
 
 @dataclass
 class TensorStorageMetadata(_Fields):
     """A tensor of a DCP checkpoint."""
 
-    checks: ClassVar = {"properties": _properties, "size": counts, "chunks": _chunks}
-    properties: TensorProperties = field(default_factory=TensorProperties)
-    size: tuple[int, ...] = ()
-    chunks: list[ChunkStorageMetadata] = field(default_factory=list)
+    properties: TensorProperties = field(
+        default_factory=TensorProperties, metadata={"check": partial(instance_of, TensorProperties)}
+    )
+    size: tuple[int, ...] = field(default=(), metadata={"check": counts})
+    chunks: Sequence[ChunkStorageMetadata] = field(default=(), metadata={"check": _chunks})
 
 
-@dataclass
 class BytesStorageMetadata(StandIn):
-    """Something that is no tensor."""
+    """An entry of a DCP checkpoint that is no tensor."""
+
+
+def _optional(check: Callable[[Any], T]) -> Callable[[Any], T | None]:
+    return lambda value: None if value is None else check(value)
 
 
 @dataclass(unsafe_hash=True)
 class MetadataIndex(_Fields):
     """The key of `Metadata.storage_data`: which chunk (by its offset) of which entry."""
 
-    checks: ClassVar = {"fqn": text, "offset": _optional(counts), "index": _optional(count)}
     hashable = True
-    fqn: str = ""
-    offset: tuple[int, ...] | None = None
-    index: int | None = field(default=None, hash=False, compare=False)
+    fqn: str = field(default="", metadata={"check": text})
+    offset: tuple[int, ...] | None = field(default=None, metadata={"check": _optional(counts)})
+    index: int | None = field(default=None, hash=False, compare=False, metadata={"check": _optional(count)})
 
 
 @dataclass
 class StorageInfo(_Fields):
-    """Where a chunk lies: file, first byte, number of bytes, and how the bytes were changed (compressed), if so."""
+    """The bytes of a chunk: file, first byte, number of bytes, and how they were transformed (compressed), if so."""
 
-    checks: ClassVar = {"relative_path": text, "offset": count, "length": count, "transform_descriptors": _any}
-    relative_path: str = ""
-    offset: int = 0
-    length: int = 0
+    relative_path: str = field(default="", metadata={"check": text})
+    offset: int = field(default=0, metadata={"check": count})
+    length: int = field(default=0, metadata={"check": count})
     transform_descriptors: Any = None
 
 
 @dataclass
-class StorageMeta(_Fields):
-    """Ids of the save."""
-
-    checks: ClassVar = {"checkpoint_id": _any, "save_id": _any, "load_id": _any, "modules": _any}
-    checkpoint_id: Any = None
-    save_id: Any = None
-    load_id: Any = None
-    modules: Any = field(default_factory=list)
-
-
-@dataclass
 class Metadata(_Fields):
-    """The `.metadata` of a DCP checkpoint."""
+    """The `.metadata` of a DCP checkpoint, as far as it describes tensors."""
 
-    checks: ClassVar = {
-        "state_dict_metadata": _dictionary,
-        "planner_data": _any,
-        "storage_data": _any,
-        "storage_meta": _any,
-        "version": _any,
-    }
-    state_dict_metadata: dict[str, Any] = field(default_factory=dict)
+    state_dict_metadata: Mapping[str, Any] = field(default_factory=dict, metadata={"check": partial(instance_of, dict)})
     planner_data: Any = None
     storage_data: Any = None
-    storage_meta: Any = None
-    version: Any = None
 
 
-_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_METADATA = Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex
 DCP_CLASSES: dict[tuple[str, str], type[StandIn]] = {
-    (_METADATA, "Metadata"): Metadata,
-    (_METADATA, "TensorStorageMetadata"): TensorStorageMetadata,
-    (_METADATA, "BytesStorageMetadata"): BytesStorageMetadata,
-    (_METADATA, "ChunkStorageMetadata"): ChunkStorageMetadata,
-    (_METADATA, "TensorProperties"): TensorProperties,
-    (_METADATA, "MetadataIndex"): MetadataIndex,
-    (_METADATA, "StorageMeta"): StorageMeta,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): MemFormat,
-    (_FILESYSTEM, "_StorageInfo"): StorageInfo,
+    **{("torch.distributed.checkpoint.metadata", cls.__name__): cls for cls in _METADATA},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
 }
-"""Inverted, it says under which names a writer of DCP puts these classes into a pickle."""
+"""The stand-ins with checked fields, by the (module, name) under which torch's writer puts them into a pickle."""

@@ -1,7 +1,7 @@
-"""Writes the few pickles that torch's own formats need, without importing torch. It never reads one.
+"""Writes the pickles in torch's own formats without importing torch (protocol 2, see `pickletools` for the opcodes).
 
-Protocol 2 of the opcodes that `pickletools` documents. Objects of torch are named, not made: a `Global` is a name, a
-`Call` a function with its arguments, an `Instance` a class with the state that it is given.
+Objects of torch are only named: a `Global` is a name, a `Call` a function with its arguments, an `Instance` a class
+with its state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function under the name by which whoever reads it will look it up."""
+    """A class or function, which the reader looks up by this name."""
 
     module: str
     name: str
@@ -22,7 +22,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What `function(*arguments)` returns to the reader."""
+    """The result of `function(*arguments)` in the reader."""
 
     function: Global
     arguments: tuple[Any, ...]
@@ -45,7 +45,7 @@ class Persistent:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A dict whose keys are made by the reader, as (key, value) pairs."""
+    """A dict whose keys are built by the reader, as (key, value) pairs."""
 
     pairs: tuple[tuple[Any, Any], ...]
 

@@ -1,4 +1,4 @@
-"""Which box of a tensor a rank holds under DTensor placements on a mesh. Pure arithmetic on tuples, no torch.
+"""The box of a tensor that a rank holds under DTensor placements on a mesh. Pure arithmetic on tuples, no torch.
 
 Source: `compute_local_shape_and_global_offset` of torch.distributed.tensor._utils (2.13), against which it is tested.
 """
@@ -15,10 +15,10 @@ from fsdp_shard.checkpoint.tensor_slices import Box
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a tensor lies along one dimension of the mesh.
+    """How a tensor is distributed along one dimension of the mesh.
 
     `dim` and `split_factor` are those of a shard. A factor above 1 is torch's `_StridedShard`: the tensor was cut into
-    that many parts by a later mesh dimension first (FSDP over tensor parallelism), and each part is cut again here.
+    that many parts by a later mesh dimension first (FSDP over tensor parallelism), and each part is cut again.
     """
 
     kind: Literal["shard", "replicate", "partial"]
@@ -37,10 +37,10 @@ Span = tuple[int, int]
 def local_spans(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> list[list[Span]]:
-    """For each dimension of the tensor, the ranges [start, stop) of its indices that the rank at `coordinate` holds.
+    """For each dimension of the tensor, the ranges [start, stop) of the indices that the rank at `coordinate` holds.
 
-    The local tensor is their product, one range after the other; more than one range in a dimension only under strided
-    shards. ValueError for a mesh or dimension that is not there, and for partial placements, which hold summands.
+    The local tensor is their product, one range after the other; only strided shards have more than one range in a
+    dimension. ValueError for a mesh or dimension that does not exist, and for partial placements, which hold summands.
     """
     spans = [[(0, size)] for size in shape]
     for num_chunks, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
@@ -55,7 +55,7 @@ def local_spans(
 
 
 def local_boxes(spans: Sequence[Sequence[Span]]) -> list[tuple[tuple[int, ...], Box]]:
-    """The boxes that make up a rank's part: (offsets within the local tensor, box in the whole tensor)."""
+    """The boxes that make up a rank's part: (offsets in the local tensor, box in the full tensor)."""
     placed = [_placed(ranges) for ranges in spans]
     return [
         (tuple(local for local, _, _ in part), (tuple(start for _, start, _ in part), tuple(n for *_, n in part)))
@@ -64,7 +64,7 @@ def local_boxes(spans: Sequence[Sequence[Span]]) -> list[tuple[tuple[int, ...], 
 
 
 def _placed(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """(index in the local tensor, index in the whole one, length) of each range; an empty one if there are none."""
+    """(index in the local tensor, index in the full tensor, length) of each range; an empty one if there are none."""
     placed, local = [], 0
     for start, stop in spans:
         placed.append((local, start, stop - start))
@@ -85,7 +85,7 @@ def _cut(spans: Sequence[Span], num_parts: int, num_chunks: int, index: int) -> 
 
 
 def _slice(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
-    """What lies from position `begin` to `end` of the spans, counted as if they stood end to end."""
+    """The part of the spans from position `begin` to `end`, counted as if they were concatenated."""
     found, position = [], 0
     for start, stop in spans:
         low, high = max(begin - position, 0), min(end - position, stop - start)

@@ -1,41 +1,56 @@
-"""The tensors in what torch.save wrote: out of nested dictionaries, with the weights told from the rest."""
+"""The tensors in the nested dictionaries that torch.save wrote, and which of them are weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from fsdp_shard.checkpoint.index import Extra, TensorEntry
-from fsdp_shard.checkpoint.io.dtypes import itemsize
+from fsdp_shard.checkpoint.io import itemsize
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import Selection, split_state
-from fsdp_shard.checkpoint.torch_pickle.dtensor import AnyTensor
-from fsdp_shard.checkpoint.torch_pickle.torch_zip import StoredDTensor, StoredShards, StoredTensor, Unreadable
+from fsdp_shard.checkpoint.tensor_entry import Extra, TensorEntry
+from fsdp_shard.checkpoint.torch_pickle.dtensor import AnyTensor, StoredDTensor, StoredShards
+from fsdp_shard.checkpoint.torch_pickle.strided import piece_of
+from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor, Unreadable
 from fsdp_shard.errors import CheckpointError
 
-_MAX_CONTAINERS = 200_000  # a pickle can name one list many times, in itself too: that is walked each time
+_MAX_CONTAINERS = 200_000  # a pickle can refer to one list many times, also within itself; each time it is walked
 _MAX_DEPTH = 24
-
-TensorT = TypeVar("TensorT")
+_WALKED = (dict, list, tuple, AnyTensor)
 
 
 def weights_of(state: Any, where: Path) -> tuple[dict[str, AnyTensor], dict[str, Extra]]:
-    """({FQN: tensor} of the weights in a (nested) state dict, the tensors beside them by kind)."""
+    """Split a (nested) state dict into ({FQN: tensor} of the weights, the other tensors by kind).
+
+    Raises:
+        CheckpointError: There are no weights in it, or it does not say which tensors they are.
+    """
     tensors: dict[str, tuple[tuple[str, ...], AnyTensor]] = {}
     for path, tensor in walk(state, where):
         name = ".".join(path)
         if name in tensors:
             raise CheckpointError(f"{where} holds two tensors under the name {name}; which one is meant?")
         tensors[name] = path, tensor
+    selection = select_weights({name: path for name, (path, _) in tensors.items()}, where)
+    extras = {kind: extra_of([tensors[name][1] for name in names]) for kind, names in selection.extras.items()}
+    return {fqn: tensors[name][1] for name, fqn in selection.names.items()}, extras
+
+
+def select_weights(paths: Mapping[str, Sequence[object]], where: Path) -> Selection:
+    """Which of the tensors with these keys are weights; CheckpointError if none is, or that cannot be decided.
+
+    Args:
+        paths: The keys that lead to each stored name in the nested state dict.
+        where: The file, for messages.
+    """
     try:
-        selection = split_state({name: path for name, (path, _) in tensors.items()}) if tensors else Selection({}, {})
+        selection = split_state(paths) if paths else Selection({}, {})
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
     if not selection.names:
         kinds = " and ".join(f"{len(names)} tensors of the kind {kind}" for kind, names in selection.extras.items())
         raise CheckpointError(f"{where} holds {kinds or 'no tensors at all'}, and no weights.")
-    extras = {kind: extra_of([tensors[name][1] for name in names]) for kind, names in selection.extras.items()}
-    return {fqn: tensors[name][1] for name, fqn in selection.names.items()}, extras
+    return selection
 
 
 def walk(state: Any, where: Path) -> Iterator[tuple[tuple[str, ...], AnyTensor]]:
@@ -50,30 +65,31 @@ def walk(state: Any, where: Path) -> Iterator[tuple[tuple[str, ...], AnyTensor]]
             if seen > _MAX_CONTAINERS or len(path) > _MAX_DEPTH:
                 raise CheckpointError(f"{where} is nested in itself, or deeper than any state dict.")
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            stack += reversed([((*path, str(key)), item) for key, item in items if _may_hold_tensors(item)])
+            stack += reversed([((*path, str(key)), item) for key, item in items if isinstance(item, _WALKED)])
 
 
-def _may_hold_tensors(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple, StoredTensor, StoredDTensor, StoredShards, Unreadable))
-
-
-def readable(tensor: TensorT | Unreadable, name: str, where: Path) -> TensorT:
-    """The tensor, unless it has no plain bytes."""
+def readable(tensor: object, name: str, where: Path) -> StoredTensor:
+    """The tensor, if all of it is in `where` as plain bytes; else a CheckpointError that names both."""
+    if isinstance(tensor, StoredTensor):
+        return tensor
     if isinstance(tensor, Unreadable):
-        raise CheckpointError(f"{where}: tensor {name} {tensor.problem}.")
-    return tensor
+        problem = tensor.problem
+    elif isinstance(tensor, AnyTensor):
+        problem = "is only one rank's part of a tensor; give the directory with the files of all ranks"
+    else:
+        problem = f"is a {type(tensor).__name__}, not a tensor"
+    raise CheckpointError(f"{where}: tensor {name} {problem}.")
+
+
+def plain_entry(name: str, tensor: object, file: str, where: Path) -> TensorEntry:
+    """The entry of a tensor that one file holds all of; a CheckpointError as of `readable`."""
+    plain = readable(tensor, name, where)
+    return TensorEntry(name, plain.dtype, plain.shape, (piece_of(file, plain, (0,) * len(plain.shape)),))
 
 
 def extra_of(tensors: Sequence[AnyTensor]) -> Extra:
-    """How many, and the bytes of those parts of them that lie in this file."""
+    """The number of tensors, and the bytes of their parts in this file."""
     return Extra(len(tensors), sum(map(_num_bytes, tensors)))
-
-
-def added(extras: Mapping[str, Extra], more: Mapping[str, Extra]) -> dict[str, Extra]:
-    """The extras of two files together."""
-    none = Extra(0, 0)
-    both = {kind: (extras.get(kind, none), more.get(kind, none)) for kind in (*extras, *more)}
-    return {kind: Extra(a.num_tensors + b.num_tensors, a.num_bytes + b.num_bytes) for kind, (a, b) in both.items()}
 
 
 def _num_bytes(tensor: AnyTensor) -> int:
@@ -85,7 +101,7 @@ def _num_bytes(tensor: AnyTensor) -> int:
 
 
 def without_copies(found: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Tensors that lie in the very same bytes are tied: (each once, under its first name; {alias: that name})."""
+    """Tie tensors that are the same bytes: (each tensor once, under its first name; {alias: that name})."""
     kept: dict[str, TensorEntry] = {}
     owners: dict[object, str] = {}
     aliases: dict[str, str] = {}

@@ -1,32 +1,29 @@
-"""Pieces of tensors that do not lie row-major in their file: transposed, expanded, or cut out of a wider one."""
+"""Pieces of tensors that are not row-major in their file: transposed, expanded, or slices of a larger tensor."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.index import Piece
-from fsdp_shard.checkpoint.io import dtypes
-from fsdp_shard.checkpoint.io.files import page_aligned
+from fsdp_shard.checkpoint.io import dtypes, page_aligned
+from fsdp_shard.checkpoint.tensor_entry import Piece, Read
 from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor
 
-if TYPE_CHECKING:
-    from fsdp_shard.checkpoint.index import Read
-
-_SLAB_BYTES = 4 << 20  # read at once: what lies between the first and the last element of a part
+_SLAB_BYTES = 4 << 20  # read at once, from the first to the last element of a part
 
 
 def piece_of(file: str, tensor: StoredTensor, offsets: Sequence[int]) -> Piece:
-    """The piece at `offsets` of a logical tensor that a stored tensor is; with a codec where it is not row-major."""
-    codec = None if _is_row_major(tensor.shape, tensor.stride) else _codec(tensor)
+    """A stored tensor as the piece at `offsets` of a logical tensor; with a codec where it is not row-major."""
+    is_plain = _is_row_major(tensor.shape, tensor.stride)
+    codec = None if is_plain else StridedCodec(tensor.shape, tensor.stride, dtypes.itemsize(tensor.dtype))
     return Piece(file, tensor.start, tuple(offsets), tensor.shape, codec)
 
 
 def box_of(tensor: StoredTensor, offsets: Sequence[int], shape: Sequence[int]) -> StoredTensor:
-    """A box of a stored tensor, which lies where that one does."""
+    """A box of a stored tensor, as a stored tensor."""
     first = sum(offset * step for offset, step in zip(offsets, tensor.stride, strict=True))
     start = tensor.start + first * dtypes.itemsize(tensor.dtype)
     return StoredTensor(tensor.dtype, tuple(shape), tensor.stride, start)
@@ -41,18 +38,14 @@ def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _codec(tensor: StoredTensor) -> StridedCodec:
-    return StridedCodec(tensor.shape, tensor.stride, dtypes.itemsize(tensor.dtype))
-
-
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last one, in the file."""
+    """The number of elements in the file from the first to the last element."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StridedCodec:
-    """Puts elements that lie `stride` apart (one number a dimension, 0 for an expanded one) in row-major order."""
+    """Reads elements that are `stride` apart (one number per dimension, 0 if it is expanded) in row-major order."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -74,13 +67,13 @@ class StridedCodec:
             out = out[count:]
 
     def _fill(self, read: Read, first: int, target: Any) -> None:
-        """Read the box of `target`, which begins at element `first` of the piece; in halves if it lies too wide."""
+        """Read the box of `target`, which begins at element `first` of the piece; in halves if it is too wide."""
         import numpy as np
 
         extent = _extent(target.shape, self.stride)
         if extent * self.itemsize > _SLAB_BYTES and target.size > 1:
-            reach = [(size - 1) * step for size, step in zip(target.shape, self.stride, strict=True)]
-            axis = reach.index(max(reach))
+            lengths = [(size - 1) * step for size, step in zip(target.shape, self.stride, strict=True)]
+            axis = lengths.index(max(lengths))
             half = target.shape[axis] // 2
             low, high = np.split(target, [half], axis)
             self._fill(read, first, low)

@@ -1,7 +1,7 @@
-"""Tensors as torch.save writes them: where they lie, from what torch's own functions would rebuild them from. Not read.
+"""The byte range, dtype, shape and strides of each tensor in a pickle of torch.save, without reading the tensor.
 
-Each function here takes what torch's function of the same name takes (torch/_utils.py, torch/_tensor.py of 2.13) and
-says where the tensor lies instead. Imports no torch.
+Each `rebuild_*` function takes the arguments of torch's function of the same name (torch/_utils.py, torch/_tensor.py of
+2.13) and returns the position of the tensor in its file instead of the tensor. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_shard.checkpoint.io import dtypes
-from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Constant, count, counts
+from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Constant, count, counts, instance_of
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Bytes that tensors share: from byte `start` of the file on. `dtype` is None where only the tensors say it."""
+    """The bytes that tensors are views of, from byte `start` of the file on. `dtype` is None if it is untyped."""
 
     start: int
     num_bytes: int
@@ -40,12 +40,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A tensor that is there, but has no bytes that could be taken as they are: `problem` goes after its name."""
+    """A tensor whose bytes cannot be used as they are stored; `problem` follows its name in messages."""
 
     problem: str
 
 
-_STORAGES = {
+# Typed storages came before untyped ones; torch still writes their names for the dtypes of that time.
+TYPED_STORAGES = {
     "DoubleStorage": "F64",
     "FloatStorage": "F32",
     "HalfStorage": "F16",
@@ -58,10 +59,10 @@ _STORAGES = {
     "BoolStorage": "BOOL",
     "ComplexFloatStorage": "C64",
 }
-# Storages whose tensors cannot be kept in safetensors, with the bytes of an element.
+# Storages of dtypes that safetensors does not have -> bytes of an element.
 _ODD_STORAGES = {"ComplexDoubleStorage": 16, "QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4}
 _ODD_STORAGES |= {"QUInt4x2Storage": 1, "QUInt2x4Storage": 1}
-STORAGE_NAMES = (*_STORAGES, *_ODD_STORAGES)
+STORAGE_NAMES = (*TYPED_STORAGES, *_ODD_STORAGES)
 
 
 def storage_reference(identifier: Any) -> tuple[str, str | None, int]:
@@ -74,8 +75,8 @@ def storage_reference(identifier: Any) -> tuple[str, str | None, int]:
     if view not in ([], [None]):
         raise TypeError("a storage is a view of another one, as PyTorch before 0.4 wrote them")
     name = kind.rpartition(".")[2]
-    if name in _STORAGES:
-        return key, _STORAGES[name], count(elements) * dtypes.itemsize(_STORAGES[name])
+    if name in TYPED_STORAGES:
+        return key, TYPED_STORAGES[name], count(elements) * dtypes.itemsize(TYPED_STORAGES[name])
     if name in _ODD_STORAGES:
         return key, name.removesuffix("Storage"), count(elements) * _ODD_STORAGES[name]
     if name != "UntypedStorage":
@@ -87,26 +88,26 @@ def rebuild_tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, metadata: Any = None
 ) -> StoredTensor | Unreadable:
     """`torch._utils._rebuild_tensor_v2` (and `_rebuild_tensor`): a strided view of a typed storage."""
-    if not isinstance(storage, Storage):
-        raise TypeError("a tensor without a storage")
-    return _view(storage, storage.dtype or "U8", offset, size, stride, metadata)
+    return _view(instance_of(Storage, storage), None, offset, size, stride, metadata)
 
 
-def rebuild_tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-) -> StoredTensor | Unreadable:
-    """`torch._utils._rebuild_tensor_v3`: a view of an untyped storage, for dtypes that came after the typed ones."""
-    if not isinstance(storage, Storage) or not isinstance(dtype, Constant):
-        raise TypeError("a tensor without a storage or a dtype")
-    name = dtypes.find_torch_name(dtype)
+def rebuild_tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> StoredTensor | Unreadable:
+    """`torch._utils._rebuild_tensor_v3`: a view of an untyped storage, for dtypes newer than the typed ones.
+
+    `rest` are requires_grad, backward_hooks, dtype and (optional) metadata.
+    """
+    _, _, dtype, metadata = rest if len(rest) == 4 else (*rest, None)
+    name = dtypes.find_torch_name(instance_of(Constant, dtype))
     if name is None:
         return Unreadable(f"has the dtype {dtype.removeprefix('torch.')}, which safetensors cannot hold")
-    return _view(storage, name, offset, size, stride, metadata)
+    return _view(instance_of(Storage, storage), name, offset, size, stride, metadata)
 
 
 def _view(
-    storage: Storage, dtype: str, offset: Any, size: Any, stride: Any, metadata: Any
+    storage: Storage, dtype: str | None, offset: Any, size: Any, stride: Any, metadata: Any
 ) -> StoredTensor | Unreadable:
+    """A view of a storage; of its own dtype if `dtype` is None."""
+    dtype = dtype or storage.dtype or "U8"
     offset, shape, strides = count(offset), counts(size), counts(stride)
     if len(shape) != len(strides):
         raise ValueError(f"a tensor of {len(shape)} dimensions with {len(strides)} strides")
@@ -118,12 +119,12 @@ def _view(
     extent = offset + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if math.prod(shape) else 0
     if extent * item > storage.num_bytes:
         raise ValueError(
-            f"a tensor of shape {list(shape)} reaches to byte {extent * item} of the storage {storage.key[:50]}, which "
+            f"a tensor of shape {list(shape)} ends at byte {extent * item} of the storage {storage.key[:50]}, which "
             f"has {storage.num_bytes}"
         )
     return StoredTensor(dtype, shape, strides, storage.start + (offset * item if extent else 0))
 
 
 def rebuild_unreadable(problem: str) -> Any:
-    """A stand-in for a function that rebuilds a kind of tensor that has no plain bytes."""
+    """A stand-in for a function of torch that rebuilds a kind of tensor without plain bytes."""
     return lambda *arguments, **keywords: Unreadable(problem)

@@ -1,7 +1,7 @@
-"""Files that torch.save wrote, read without torch: what is in them, and at which byte of the file each tensor lies.
+"""Reads files of torch.save without torch: the objects in them, and the byte range of each tensor.
 
-Tensors come back as `StoredTensor` and its kin (see `stored_tensors`), everything else as plain Python values or inert
-stand-ins. No weights are read. Sources: torch/serialization.py and caffe2/serialize/inline_container.cc of torch 2.13.
+Tensors are returned as `StoredTensor` and the like (see `tensor`, `dtensor`), everything else as plain Python values or
+inert stand-ins. No weights are read. Sources: torch/serialization.py and caffe2/serialize/inline_container.cc (2.13).
 """
 
 from __future__ import annotations
@@ -10,17 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.io.files import open_regular
+from fsdp_shard.checkpoint.io import open_regular
 from fsdp_shard.checkpoint.torch_pickle.allow_list import load
-from fsdp_shard.checkpoint.torch_pickle.dtensor import StoredDTensor as StoredDTensor, StoredShards as StoredShards
 from fsdp_shard.checkpoint.torch_pickle.legacy_stream import read_stream
-from fsdp_shard.checkpoint.torch_pickle.strided import piece_of as piece_of
-from fsdp_shard.checkpoint.torch_pickle.tensor import (
-    Storage,
-    StoredTensor as StoredTensor,
-    Unreadable as Unreadable,
-    storage_reference,
-)
+from fsdp_shard.checkpoint.torch_pickle.tensor import Storage, storage_reference
 from fsdp_shard.checkpoint.torch_pickle.zip_reader import Member, read_members
 from fsdp_shard.errors import CheckpointError
 
@@ -29,33 +22,28 @@ _MAX_PICKLE = 1 << 30
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a regular file begins as one that torch.save wrote; raises nothing."""
+    """Whether `path` is a regular file that begins as those of torch.save do; raises nothing."""
     try:
-        descriptor = open_regular(path)
-    except CheckpointError:
+        with os.fdopen(open_regular(path), "rb") as file:
+            start = file.read(len(_ZIP))
+    except (CheckpointError, OSError):
         return False
-    try:
-        start = os.pread(descriptor, len(_ZIP), 0)
-    finally:
-        os.close(descriptor)
     return start == _ZIP or start[:1] == _PICKLE
 
 
 def read_torch_file(path: Path) -> Any:
-    """What torch.save wrote to `path`; all that can be wrong is a CheckpointError that names it."""
-    descriptor = open_regular(path)
-    try:
-        return read_torch_bytes(descriptor, 0, os.fstat(descriptor).st_size, str(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    finally:
-        os.close(descriptor)
+    """The object that torch.save wrote to `path`; every error in the file is a CheckpointError that names it."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        try:
+            return read_torch_bytes(file.fileno(), 0, os.fstat(file.fileno()).st_size, str(path))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def read_torch_bytes(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
-    """The same of bytes [start, start + num_bytes) of an open file, as an item of a `.distcp` file.
+    """As `read_torch_file`, of bytes [start, start + num_bytes) of an open file, such as an item of a `.distcp` file.
 
-    The positions of tensors are those in the whole file. `where` begins the messages.
+    The positions of tensors are those in the file. Messages begin with `where`.
     """
     head = os.pread(descriptor, min(len(_ZIP), num_bytes), start)
     if head == _ZIP:
@@ -84,9 +72,9 @@ def _read_zip(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
         if key not in storages:
             member = members.get(f"{top}/data/{key}")
             if member is None:
-                raise CheckpointError(f"has no storage {key[:100]!r}, but a tensor lies in it")
+                raise CheckpointError(f"has no storage {key[:100]!r}, but a tensor needs it")
             if size > member.num_bytes:
-                raise CheckpointError(f"has {member.num_bytes} bytes of storage {key!r}, but says they are {size}")
+                raise CheckpointError(f"has {member.num_bytes} bytes of storage {key!r}, but a tensor needs {size}")
             storages[key] = Storage(member.start, member.num_bytes, dtype, key)
         known = storages[key]
         return known if known.dtype == dtype else Storage(known.start, known.num_bytes, dtype, key)

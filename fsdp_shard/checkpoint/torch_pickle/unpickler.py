@@ -1,9 +1,9 @@
-"""Reads a pickle without running it: a stack machine for the opcodes that data needs (PEP 307, PEP 3154, pickletools).
+"""A stack machine that reads a pickle without running it (opcodes: PEP 307, PEP 3154, pickletools).
 
 Not `pickle.Unpickler` with another `find_class`: that one still lets a file of a few bytes ask for a memo of 34 GB, end
 the process by hashing deeply nested tuples, or hash for hours (all three tried on Python 3.11). Here every length is
-checked against what is left of the data, keys are small and flat, nothing is looked up by name in a real module, and
-only constructors of a given table are called. Knows nothing of torch: `pickles` has the table.
+checked against the rest of the data, keys are small and flat, nothing is looked up by name in a real module, and only
+the constructors of a given table (`allow_list`) are called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp_shard.errors import CheckpointError
 
 
 class Machine:
-    """Runs one pickle that begins at `start` of `data`; `end` is then the position behind it."""
+    """Reads one pickle that begins at byte `start` of `data`; afterwards `end` is the byte after it."""
 
     def __init__(self, data: bytes, start: int, names: Names, persistent: Callable[[Any], Any] | None) -> None:
         self.data, self.end = data, start
@@ -26,7 +26,7 @@ class Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """The object. A CheckpointError gives the position; the file's name is the caller's to add."""
+        """Return the object. A CheckpointError gives the position; the caller adds the name of the file."""
         try:
             self._run()
             if self._outer or len(self._stack) != 1:
@@ -34,7 +34,7 @@ class Machine:
             return self._stack.pop()
         except IndexError:
             at_end = self.end >= len(self.data)
-            raise self._error("is cut short" if at_end else "takes more from its stack than is there") from None
+            raise self._error("is cut short" if at_end else "takes more from its stack than it holds") from None
         except struct.error:
             raise self._error("is cut short") from None
         except Malformed as error:
@@ -43,7 +43,7 @@ class Machine:
             raise self._error(f"cannot be decoded ({type(error).__name__})") from None
 
     def _run(self) -> None:
-        """Step by step until the end. The steps that make up most of a pickle stand here: a call each is too slow."""
+        """Read opcodes until STOP. The most frequent ones are inlined, since a call for each is too slow."""
         data, memo = self.data, self._memo
         while True:
             at = self.end
@@ -84,7 +84,7 @@ class Machine:
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{problem}, at byte {self.end} of the pickle")
 
-    # What the opcodes are made of.
+    # What the opcodes consist of.
 
     def _take(self, count: int) -> bytes:
         start = self.end
@@ -108,13 +108,18 @@ class Machine:
         items, self._stack = self._stack, self._outer.pop()
         return items
 
-    def _set_items(self, target: Any, items: Sequence[Any]) -> None:
+    def _pops(self, count: int) -> list[Any]:
+        """The last `count` items of the stack, in order."""
+        return [self._stack.pop() for _ in range(count)][::-1]
+
+    def _set_items(self, items: Sequence[Any]) -> None:
+        target = self._stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
             raise Malformed("adds keys to what is no dictionary")
         for position in range(0, len(items), 2):
             key = items[position]
             if type(key) is not str:
-                check_key(key)
+                checked_key(key)
             target[key] = items[position + 1]
 
     def _append(self, items: Sequence[Any]) -> None:
@@ -127,16 +132,16 @@ class Machine:
         items, target = self._since_mark(), self._stack[-1]
         if not isinstance(target, set):
             raise Malformed("adds to what is no set")
-        target.update(checked_keys(items))
+        target.update(map(checked_key, items))
 
     def _find_on_stack(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
+        module, name = self._pops(2)
         if not isinstance(name, str) or not isinstance(module, str):
             raise Malformed("names a class by what is no text")
         self._push(self._calls.find(module, name))
 
     def _new_with_keywords(self) -> None:
-        keywords, arguments, function = self._stack.pop(), self._stack.pop(), self._stack.pop()
+        function, arguments, keywords = self._pops(3)
         if not isinstance(keywords, dict) or not all(isinstance(key, str) for key in keywords):
             raise Malformed("has keyword arguments that are none")
         self._push(self._calls.call(function, arguments, keywords))
@@ -147,7 +152,7 @@ class Machine:
 
     def _persistent_id(self) -> None:
         if self._persistent is None:
-            raise Malformed("refers to a storage beside it, which a pickle of this kind does not have")
+            raise Malformed("refers to a storage outside of it, which a pickle of this kind does not have")
         try:
             self._stack[-1] = self._persistent(self._stack[-1])
         except (TypeError, ValueError, KeyError) as error:
@@ -156,27 +161,13 @@ class Machine:
     def _push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def _pop(self) -> None:
-        self._stack.pop()
-
-    def _pop_mark(self) -> None:
-        self._since_mark()
-
-    def _skip_frame(self) -> None:
-        """The length of a frame is for readers that read from a file in blocks."""
-        self._take(8)
-
-    def _tuple_of_three(self) -> None:
-        third, second = self._stack.pop(), self._stack.pop()
-        self._stack[-1] = (self._stack[-1], second, third)
-
     def _memoize(self, key: int) -> None:
         self._memo[key] = self._stack[-1]
 
     def _get(self, key: int) -> None:
         found = self._memo.get(key, self)
         if found is self:
-            raise Malformed(f"recalls object {key}, which it has not named")
+            raise Malformed(f"recalls object {key}, which is not in its memo")
         self._stack.append(found)
 
     def _refuse_protocol(self) -> None:
@@ -184,28 +175,20 @@ class Machine:
         if not 2 <= protocol <= 5:
             raise Malformed(f"is of pickle protocol {protocol}; 2 to 5 are read")
 
-    def _set_on_top(self, items: list[Any]) -> None:
-        self._set_items(self._stack[-1], items)
-
-    def _byte(self) -> int:
-        value = self.data[self.end]
-        self.end += 1
-        return value
-
     def _number(self, kind: struct.Struct) -> Any:
         value = kind.unpack_from(self.data, self.end)[0]
         self.end += kind.size
         return value
 
 
-_U2, _I4, _U4, _F8 = struct.Struct("<H"), struct.Struct("<i"), struct.Struct("<I"), struct.Struct(">d")
-_STEPS: dict[int, Callable[[Machine], None]] = {
+_U1, _U2, _I4, _U4, _F8 = map(struct.Struct, ("<B", "<H", "<i", "<I", ">d"))
+_STEPS: dict[int, Callable[[Machine], object]] = {
     ord(code): step
     for code, step in {
         "\x80": Machine._refuse_protocol,
-        "\x95": Machine._skip_frame,
-        "0": Machine._pop,
-        "1": Machine._pop_mark,
+        "\x95": lambda m: m._take(8),  # the length of a frame, for readers that read in blocks
+        "0": lambda m: m._stack.pop(),
+        "1": Machine._since_mark,
         "N": lambda m: m._push(None),
         "\x88": lambda m: m._push(True),
         "\x89": lambda m: m._push(False),
@@ -222,24 +205,24 @@ _STEPS: dict[int, Callable[[Machine], None]] = {
         "B": lambda m: m._push(m._sized(4)),
         "\x8e": lambda m: m._push(m._sized(8)),
         "\x96": lambda m: m._push(bytearray(m._sized(8))),
-        "\x87": Machine._tuple_of_three,
+        "\x87": lambda m: m._push(tuple(m._pops(3))),
         "t": lambda m: m._push(tuple(m._since_mark())),
         "]": lambda m: m._push([]),
         "a": lambda m: m._append([m._stack.pop()]),
         "e": lambda m: m._append(m._since_mark()),
         "}": lambda m: m._push({}),
-        "s": lambda m: m._set_on_top([m._stack.pop(), m._stack.pop()][::-1]),
-        "u": lambda m: m._set_on_top(m._since_mark()),
+        "s": lambda m: m._set_items(m._pops(2)),
+        "u": lambda m: m._set_items(m._since_mark()),
         "\x8f": lambda m: m._push(set()),
         "\x90": Machine._add,
-        "\x91": lambda m: m._push(frozenset(checked_keys(m._since_mark()))),
+        "\x91": lambda m: m._push(frozenset(map(checked_key, m._since_mark()))),
         "r": lambda m: m._memoize(m._number(_U4)),
-        "h": lambda m: m._get(m._byte()),
+        "h": lambda m: m._get(m._number(_U1)),
         "j": lambda m: m._get(m._number(_U4)),
         "c": lambda m: m._push(m._calls.find(m._line(), m._line())),
         "\x93": Machine._find_on_stack,
         "R": Machine._reduce,
-        "\x81": Machine._reduce,  # NEWOBJ: a stand-in is made the same way, whoever asks
+        "\x81": Machine._reduce,  # NEWOBJ: stand-ins are made as by REDUCE
         "\x92": Machine._new_with_keywords,
         "b": lambda m: m._calls.build(m._stack[-2], m._stack.pop()),
         "Q": Machine._persistent_id,
@@ -247,17 +230,18 @@ _STEPS: dict[int, Callable[[Machine], None]] = {
 }
 
 
-# Constructors may copy so many times as many items as the pickle has bytes, however often it recalls one.
+# Constructors may copy at most this many items per byte of the pickle, however often it recalls one.
 _COPIES = 16
+_WRONG_ARGUMENTS = (TypeError, ValueError, KeyError, AttributeError, IndexError)
 _CONTAINERS = (tuple, dict, list, str, bytes, bytearray, set, frozenset)
 _TWO_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 writes the names of Python 2
 
 Names = Mapping[tuple[str, str], Any]
-"""(module, name) -> a constructor of what stands in for a class or function, or (not callable) a constant."""
+"""(module, name) -> the constructor of the stand-in for a class or function, or (not callable) a constant."""
 
 
 class Calls:
-    """The calls of one pickle of `num_bytes`; all that is wrong with one is `Malformed`."""
+    """Looks up and calls what one pickle of `num_bytes` names; every error in it is `Malformed`."""
 
     def __init__(self, names: Names, num_bytes: int) -> None:
         self._names = names
@@ -265,21 +249,19 @@ class Calls:
         self._budget = _COPIES * num_bytes
 
     def find(self, module: str, name: str) -> Any:
-        """What stands for `module.name`: a `Global`, or a constant."""
+        """The stand-in for `module.name`: a `Global`, or a constant."""
         module = _TWO_NAMES.get(module, module)
         key = (module, name)
         if key not in self._globals:
             found = self._names.get(key)
             if found is None:
-                asked = f"{module}.{name}"
-                raise Malformed(
-                    f"asks to run {asked[:200]!r}, which no state dict is made of, so nothing of it is read"
-                )
+                asked = f"{module}.{name}"[:200]
+                raise Malformed(f"asks to run {asked!r}, which no state dict consists of, so nothing of it is read")
             self._globals[key] = Global(f"{module}.{name}", found) if callable(found) else found
         return self._globals[key]
 
     def call(self, function: Any, arguments: Any, keywords: Any = None) -> Any:
-        """What the constructor that stands for a class or function makes of the arguments."""
+        """Call the constructor of the stand-in for a class or function."""
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
             raise Malformed("calls what is no class or function")
         if function.name == "builtins.getattr":
@@ -287,64 +269,62 @@ class Calls:
         try:
             self._charge(arguments)
             return function.make(*arguments, **(keywords or {}))
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except _WRONG_ARGUMENTS as error:
             raise Malformed(f"gives {function.name} what it does not take ({short(error)})") from None
 
     def _charge(self, values: tuple[Any, ...]) -> None:
-        """A list that is named once and handed to a million constructors must not take a million times its size."""
+        """Limit copies: a list that is passed to a million constructors must not take a million times its size."""
         cost = len(values)
         for value in values:
             if isinstance(value, _CONTAINERS):
                 cost += len(value)
-                if isinstance(value, dict):
-                    for item in value.values():
-                        if isinstance(item, _CONTAINERS):
-                            cost += len(item)
+            if isinstance(value, dict):
+                cost += sum(len(item) for item in value.values() if isinstance(item, _CONTAINERS))
         self._budget -= cost
         if self._budget < 0:
             raise Malformed("copies the same items over and over")
 
     def _attribute(self, owner: Any = None, name: Any = None, *rest: Any) -> Any:
-        """Protocols below 4 have no dotted names: a nested class or a member of an enum is written as a getattr."""
+        """`getattr`, by which protocols below 4 name a nested class or the member of an enum."""
         if rest or not isinstance(owner, Global) or not isinstance(name, str):
-            raise Malformed("asks to run 'builtins.getattr' on what is no class that state dicts are made of")
+            raise Malformed("asks to run 'builtins.getattr' on something else than a class on the allow-list")
         module, _, outer = owner.name.rpartition(".")
         return self.find(module, f"{outer}.{name}")
 
     def build(self, target: Any, state: Any) -> None:
-        """Hand a stand-in what the class's own `__setstate__` would get."""
+        """Pass a stand-in the state that the class's own `__setstate__` would get."""
         if not isinstance(target, StandIn):
             raise Malformed(f"sets the state of a {type(target).__name__}")
         try:
             self._charge(state if isinstance(state, tuple) else (state,))
             target.set_state(state)
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except _WRONG_ARGUMENTS as error:
             raise Malformed(f"gives a {type(target).__name__} a state that it cannot have ({short(error)})") from None
 
 
 def short(error: Exception) -> str:
-    """One line of an error's own words."""
+    """The message of an error in one line."""
     return " ".join(str(error).split())[:200]
 
 
-_MAX_KEY_ITEMS = 64  # of a tuple that is a key: shapes and paths are shorter
+_MAX_KEY_ITEMS = 64  # of a tuple that is a key; shapes and paths are shorter
 _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 
 
 class StandIn:
-    """What takes the place of an object of a library's class: it holds what the pickle says, and does nothing.
+    """Replaces an object of a library's class: it holds what the pickle contains, and does nothing.
 
-    `hashable` says whether one may be a dictionary key, which lets its own `__hash__` run.
+    `hashable` is whether it may be a dictionary key, for which its own `__hash__` runs.
     """
 
     hashable = False
 
     def set_state(self, state: Any) -> None:
-        """Take over what the object's `__setstate__` would get; TypeError or ValueError if it cannot be that."""
+        """Store the argument of the object's `__setstate__`; TypeError or ValueError if it cannot be one."""
 
 
 class Global:
-    """A class or function that a pickle names, and what stands in for it."""
+    """A class or function that a pickle names, and the constructor of its stand-in."""
 
     __slots__ = ("make", "name")
 
@@ -353,17 +333,12 @@ class Global:
 
 
 class Malformed(Exception):
-    """What is wrong with the pickle, as the second half of a sentence."""
+    """An error in the pickle; the message is the second half of a sentence."""
 
 
-def checked_keys(items: Sequence[Any]) -> Sequence[Any]:
-    for item in items:
-        check_key(item)
-    return items
-
-
-def check_key(key: Any) -> None:
-    """Hashing must end soon: keys are plain values, small flat tuples of them, or a stand-in that is made for it."""
+def checked_key(key: Any) -> Any:
+    """The key, if hashing it ends soon: a plain value, a small flat tuple of them, or a `hashable` stand-in."""
     is_flat = type(key) is tuple and len(key) <= _MAX_KEY_ITEMS and all(isinstance(item, _PLAIN_KEYS) for item in key)
     if not isinstance(key, _PLAIN_KEYS) and not is_flat and not (isinstance(key, StandIn) and key.hashable):
         raise Malformed(f"has a {type(key).__name__} as a key")
+    return key

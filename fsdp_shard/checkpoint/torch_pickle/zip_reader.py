@@ -1,7 +1,7 @@
-"""Where the members of an uncompressed zip archive lie, which may be a part of a file. No compression, no encryption.
+"""The byte ranges of the members of an uncompressed, unencrypted zip archive, which may be a part of a file.
 
-By hand rather than through `zipfile`: that one reads neither the local headers, which say where a member's bytes begin,
-nor checks that members keep apart. Layout: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3 (zip64).
+By hand rather than through `zipfile`, which neither reads the local headers, where the position of a member's data is,
+nor checks that members do not overlap. Layout: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3 (zip64).
 """
 
 from __future__ import annotations
@@ -28,23 +28,16 @@ _NONE_16, _NONE_32 = 0xFFFF, 0xFFFFFFFF  # "see the zip64 record"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member: the absolute position of its first byte in the file, and how many it has."""
+    """A member: the absolute position of its first byte in the file, and its number of bytes."""
 
     start: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    header: int
     num_bytes: int
 
 
 def read_members(descriptor: int, start: int, num_bytes: int, where: str) -> dict[str, Member]:
     """The members of the archive in bytes [start, start + num_bytes) of an open file, by name.
 
-    Every way in which it can be wrong is a CheckpointError that begins with `where`.
+    Every error in the archive is a CheckpointError that begins with `where`.
     """
     archive = _Archive(descriptor, start, num_bytes, where)
     try:
@@ -68,19 +61,17 @@ class _Archive:
 
     def members(self) -> dict[str, Member]:
         offset, length, number = self._directory()
-        entries = list(self._entries(self._read(offset, length), number))
-        entries.sort(key=lambda entry: entry.header)
         found, end, before = {}, 0, ""
-        for entry in entries:
-            if entry.header < end:
-                raise self.wrong(f"has members {before!r} and {entry.name!r} that overlap")
-            begin = self._data_start(entry)
-            end, before = begin + entry.num_bytes, entry.name
+        for header, name, num_bytes in sorted(self._entries(self._read(offset, length), number)):
+            if header < end:
+                raise self.wrong(f"has members {before!r} and {name!r} that overlap")
+            begin = self._data_start(header, name)
+            end, before = begin + num_bytes, name
             if end > offset:
-                raise self.wrong(f"has a member {entry.name!r} that reaches to byte {end}, into the central directory")
-            if entry.name in found:
-                raise self.wrong(f"has two members named {entry.name!r}")
-            found[entry.name] = Member(self._start + begin, entry.num_bytes)
+                raise self.wrong(f"has a member {name!r} that ends at byte {end}, in the central directory")
+            if name in found:
+                raise self.wrong(f"has two members named {name!r}")
+            found[name] = Member(self._start + begin, num_bytes)
         return found
 
     def _directory(self) -> tuple[int, int, int]:
@@ -92,7 +83,7 @@ class _Archive:
             raise CheckpointError(f"{self._where} is a zip archive without its end: the file was cut short.")
         _, disk, _, _, number, length, offset, comment = _END_FORMAT.unpack_from(tail, at)
         if at + _END_FORMAT.size + comment != len(tail):
-            raise self.wrong("is a zip archive with something behind its end")
+            raise self.wrong("is a zip archive with something after its end")
         end = tail_start + at
         locator = self._read(end - _LOCATOR_FORMAT.size, _LOCATOR_FORMAT.size) if end >= _LOCATOR_FORMAT.size else b""
         if locator.startswith(_LOCATOR_64):
@@ -117,7 +108,8 @@ class _Archive:
         _, _, _, _, _, _, _, number, length, offset = _END_64_FORMAT.unpack(record)
         return at, number, length, offset, disk
 
-    def _entries(self, directory: bytes, number: int) -> Iterator[_Entry]:
+    def _entries(self, directory: bytes, number: int) -> Iterator[tuple[int, str, int]]:
+        """(position of the local header, name, bytes) of each member."""
         at = count = 0
         while at < len(directory):
             fields = _ENTRY_FORMAT.unpack_from(directory, at)
@@ -128,13 +120,13 @@ class _Archive:
             at += _ENTRY_FORMAT.size
             name = self._name(directory[at : at + name_length])
             extra = directory[at + name_length : at + name_length + extra_length]
-            size, packed, header = self._wide(extra, size, packed, header, name)
+            size, packed, header = self._wide(extra, (size, packed, header), name)
             if method or packed != size or flags & _ENCRYPTED:
                 raise CheckpointError(
                     f"{self._where} has a member {name!r} that is compressed or encrypted; it is not unpacked. "
                     "torch.save writes no such thing: if this is a TorchScript program, save its state_dict() instead."
                 )
-            yield _Entry(name, header, size)
+            yield header, name, size
             at += name_length + extra_length + comment_length
             count += 1
         if count != number or at != len(directory):
@@ -146,33 +138,28 @@ class _Archive:
         except UnicodeDecodeError:
             raise self.wrong("has a member whose name is no text") from None
         if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in name.split("/"):
-            raise self.wrong(f"has a member named {name[:200]!r}, which would lie outside the archive")
+            raise self.wrong(f"has a member named {name[:200]!r}, which is outside the archive")
         return name
 
-    def _wide(self, extra: bytes, size: int, packed: int, header: int, name: str) -> tuple[int, int, int]:
-        """(size, packed size, offset), taken from the zip64 field where 32 bits did not suffice."""
-        if _NONE_32 not in (size, packed, header):
-            return size, packed, header
-        values, at = [size, packed, header], 0
-        while at + 4 <= len(extra):
+    def _wide(self, extra: bytes, values: tuple[int, int, int], name: str) -> tuple[int, ...]:
+        """`values` (size, packed size, offset), where those that 32 bits cannot hold come from the zip64 field."""
+        num_wide, at = values.count(_NONE_32), 0
+        while num_wide and at + 4 <= len(extra):
             kind, length = struct.unpack_from("<HH", extra, at)
-            if kind == 1:
-                wide = iter(struct.unpack_from(f"<{min(length, 24) // 8}Q", extra, at + 4))
-                try:
-                    size, packed, header = (next(wide) if value == _NONE_32 else value for value in values)
-                except (StopIteration, RuntimeError):
-                    break
-                return size, packed, header
+            if kind == 1 and length >= 8 * num_wide:
+                wide = iter(struct.unpack_from(f"<{num_wide}Q", extra, at + 4))
+                return tuple(next(wide) if value == _NONE_32 else value for value in values)
             at += 4 + length
-        raise self.wrong(f"has a member {name!r} whose size or position is missing")
+        if num_wide:
+            raise self.wrong(f"has a member {name!r} whose size or position is missing")
+        return values
 
-    def _data_start(self, entry: _Entry) -> int:
-        """Where the member's bytes begin, from its local header, which must name the same member."""
-        header = self._read(entry.header, _LOCAL_FORMAT.size)
-        if len(header) < _LOCAL_FORMAT.size or not header.startswith(_LOCAL):
-            raise self.wrong(f"has no member at byte {entry.header}, where {entry.name!r} should be")
-        fields = _LOCAL_FORMAT.unpack(header)
-        name_length, extra_length = fields[9], fields[10]
-        if self._read(entry.header + _LOCAL_FORMAT.size, name_length) != entry.name.encode():
-            raise self.wrong(f"calls the member {entry.name!r} otherwise in its central directory than where it lies")
-        return entry.header + _LOCAL_FORMAT.size + int(name_length) + int(extra_length)
+    def _data_start(self, header: int, name: str) -> int:
+        """The first byte of a member's data, from its local header, which must have the same name."""
+        local = self._read(header, _LOCAL_FORMAT.size)
+        if len(local) < _LOCAL_FORMAT.size or not local.startswith(_LOCAL):
+            raise self.wrong(f"has no member at byte {header}, where {name!r} should be")
+        *_, name_length, extra_length = _LOCAL_FORMAT.unpack(local)
+        if self._read(header + _LOCAL_FORMAT.size, name_length) != name.encode():
+            raise self.wrong(f"calls the member {name!r} by another name in its local header")
+        return header + _LOCAL_FORMAT.size + int(name_length) + int(extra_length)

@@ -1,8 +1,8 @@
-"""`data.kind=chat`: conversations through the tokenizer's own template, the assistant's words alone predicted.
+"""`data.kind=chat`: conversations rendered by the tokenizer's chat template; only the assistant's turns are predicted.
 
-A template may mark the assistant's words with {% generation %}. Most do not. Then the conversation is rendered twice:
-as it is, and with a mark of ours in place of each thing that the assistant said. What stands between the marks is the
-template's own, and must be found around the words in the first text, or the row is refused: nothing is guessed.
+A template may mark the assistant's turns with {% generation %}, but most do not. Then the conversation is rendered
+twice: unchanged, and with a marker instead of the content of each assistant message. The text between the markers is
+the template's, and must surround the contents in the first rendering; otherwise the row is an error.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from fsdp_shard.data.kinds.kind import Example, require_row
+from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, RowSettings, Tokenizer, require_row
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from fsdp_shard.utils import first_line, setting
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -30,7 +28,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 @dataclass(frozen=True)
 class ChatKind:
-    """`column` holds a list of messages {role, content} or {from, value}; None: whichever of the usual names it has."""
+    """`column` has a list of messages {role, content} or {from, value}; None: `messages` or `conversations`."""
 
     column: str | None
 
@@ -41,20 +39,20 @@ class ChatKind:
     def check_row(self, row: Row) -> bool:
         return any(message["role"] == "assistant" for message in self.messages(row))
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.chat_template:
             raise DataError(
                 "data.kind=chat needs a chat template, but the model's tokenizer has none. Put chat_template into its "
-                "tokenizer_config.json (or a file chat_template.jinja beside it), start from an instruction-tuned "
-                "model, or use data.kind=instruction."
+                "tokenizer_config.json (or into a file chat_template.jinja in that directory), start from an "
+                "instruction-tuned model, or use data.kind=instruction."
             )
         if not tokenizer.is_fast:
             raise DataError(
-                "data.kind=chat must know where each token lies in the text, which the model's slow tokenizer does not "
-                "tell; save it with a tokenizer.json."
+                "data.kind=chat needs the offsets of tokens in the text, which the model's slow tokenizer does not "
+                "compute; save it as a fast tokenizer, with a tokenizer.json."
             )
 
-    def encode(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[Example]]:
+    def encode(self, rows: Sequence[Row], tokenizer: Tokenizer) -> list[list[Example]]:
         marked = _GENERATION.search(_template(tokenizer)) is not None
         ends = _end_marks(tokenizer)
         texts, spans = [], []
@@ -73,25 +71,25 @@ class ChatKind:
         return ["chat", asdict(self)]
 
     def messages(self, row: Row) -> list[Message]:
-        """The conversation of a row, its messages with `role` and `content`."""
-        there = [name for name in self.columns if name in row.values]
-        column = next((name for name in there if row.values[name] is not None), (there or self.columns)[0])
+        """Return the conversation of a row, each message with `role` and `content`."""
+        found = [name for name in self.columns if name in row.values]
+        column = next((name for name in found if row.values[name] is not None), (found or self.columns)[0])
         require_row(row, column, "data.messages_column", "chat")
         value = row.values[column]
         if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
-            raise DataError(f"{row.where}: column {column!r} is no list of messages. Set data.messages_column.")
+            raise DataError(f"{row.where}: column {column!r} is not a list of messages. Set data.messages_column.")
         return [_message(message, row.where) for message in value]
 
 
 class _Renderer:
-    """The template of a tokenizer, applied to the row at `where`."""
+    """Applies the chat template of a tokenizer to one row; `where` names the row in messages."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, where: str) -> None:
         self._tokenizer = tokenizer
         self._where = where
 
     def marked(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        """Text and spans of the assistant's words by the template's own marks."""
+        """Render with a template that marks the assistant's turns; return the text and the marked spans."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options: dict[str, Any] = {"chat_template": _template(self._tokenizer), **self._tokenizer.special_tokens_map}
@@ -101,33 +99,33 @@ class _Renderer:
         return text, [(int(start), int(end)) for start, end in spans]
 
     def unmarked(self, messages: list[Message], ends: tuple[str, ...]) -> tuple[str, list[Span]]:
-        """Text and spans by comparison with a text that has marks of ours. A span has the token that ends the turn."""
+        """Render with markers; return the text and the spans, each with the token that ends its turn."""
         said = [message["content"] for message in messages if message["role"] == "assistant"]
         marks = [f"\ue000{number}\ue001" for number in range(len(said))]
         if any(not isinstance(words, str) or "\ue000" in words for words in said):
             raise self._refusal("the assistant's content is not text")
-        places = iter(marks)
-        replaced = [m | {"content": next(places)} if m["role"] == "assistant" else m for m in messages]
+        remaining = iter(marks)
+        replaced = [m | {"content": next(remaining)} if m["role"] == "assistant" else m for m in messages]
         text, outline = self._text(messages), self._text(replaced)
         spans, at, rest = [], 0, outline
         for words, mark in zip(said, marks, strict=True):
             before, found, rest = rest.partition(mark)
             if not found:
-                raise self._refusal("the template leaves some of the assistant's words out")
+                raise self._refusal("the template drops some of the assistant's messages")
             at = self._expect(text, before, at)
-            behind = rest.partition("\ue000")[0]  # the template may strip words, and put blanks of its own behind them
+            behind = rest.partition("\ue000")[0]  # the template may strip the content, and add white space
             ways = (words, words.strip(), words.lstrip(), words.rstrip())
             exact = next((way for way in ways if text.startswith(way + behind, at)), words.strip())
             start, at = at, self._expect(text, exact, at)
             if exact or words == exact:
                 spans.append((start, at + _end_length(rest, ends)))
         if text[at:] != rest:
-            raise self._refusal("the template changes with what the assistant said")
+            raise self._refusal("the template's own text depends on the assistant's messages")
         return text, spans
 
     def _expect(self, text: str, piece: str, at: int) -> int:
         if not text.startswith(piece, at):
-            raise self._refusal("the template changes the assistant's words, or changes with them")
+            raise self._refusal("the template changes the assistant's messages, or its own text depends on them")
         return at + len(piece)
 
     def _text(self, messages: list[Message]) -> str:
@@ -139,24 +137,25 @@ class _Renderer:
         try:
             return render()
         except (TemplateError, ValueError, TypeError, KeyError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise DataError(f"{self._where}: the chat template refuses the conversation: {reason}") from error
+            raise DataError(
+                f"{self._where}: the chat template rejects the conversation: {first_line(error)}"
+            ) from error
 
     def _refusal(self, reason: str) -> DataError:
         return DataError(
-            f"{self._where}: which tokens are the assistant's cannot be told, as {reason}. Give the tokenizer a chat "
-            f"template that marks them with {{% generation %}}."
+            f"{self._where}: the assistant's tokens cannot be identified: {reason}. Give the tokenizer a chat template "
+            f"that marks them with {{% generation %}}."
         )
 
 
-def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+def _template(tokenizer: Tokenizer) -> str:
     return str(tokenizer.get_chat_template())
 
 
-def _end_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Texts of the tokens that end a turn, the longest first: end-of-text, and added tokens that are called an end.
+def _end_marks(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the tokens that end a turn, longest first: end-of-text, and added tokens with a name such as <|im_end|>.
 
-    Not every added token after the words: without an end of its own, a turn is followed by the beginning of the next.
+    Other added tokens do not count: without an end token, a turn is followed by the token that begins the next one.
     """
     added = {str(token.content) for token in tokenizer.added_tokens_decoder.values()}
     ends = {text for text in added if _AN_END.search(text)} | {str(tokenizer.eos_token or "")}
@@ -164,14 +163,14 @@ def _end_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def _end_length(rest: str, ends: tuple[str, ...]) -> int:
-    """Length of white space and an end mark at the beginning of `rest`; 0 when there is no such mark."""
+    """Return the length of white space and an end token at the start of `rest`; 0 without an end token."""
     blank = len(rest) - len(rest.lstrip())
     mark = next((end for end in ends if rest.startswith(end, blank)), None)
     return 0 if mark is None else blank + len(mark)
 
 
 def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens have a character in one of `spans`, both in order."""
+    """Return for each token whether it overlaps one of `spans`; both are in order."""
     inside, number = [], 0
     for start, end in offsets:
         while number < len(spans) and spans[number][1] <= start:
@@ -187,3 +186,19 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
         role = str(message["from"])
         return {"role": _ROLES.get(role, role), "content": message["value"]}
     raise DataError(f"{where}: a message has {', '.join(message) or 'nothing'}; expected role and content.")
+
+
+@dataclass
+class ChatSettings(RowSettings):
+    """Settings of `data.kind=chat`."""
+
+    name = "chat"
+    help = "a conversation, in which the assistant's turns are predicted"
+    tasks: ClassVar[tuple[str, ...]] = (CAUSAL,)
+
+    messages_column: str | None = setting(
+        None, "kind=chat: the column with the conversation. Default: messages or conversations."
+    )
+
+    def build_kind(self, task: str) -> Kind:
+        return ChatKind(self.messages_column)

@@ -1,32 +1,21 @@
-"""The kinds of rows by name. A new kind is a file beside this one and a line here."""
+"""The kinds of rows. A new kind is a file in this folder, and its settings class among the bases of `KindSettings`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
 
-from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.kinds.chat import ChatKind
-from fsdp_shard.data.kinds.instruction import InstructionKind
-from fsdp_shard.data.kinds.kind import Kind
-from fsdp_shard.data.kinds.labeled import LabeledKind
-from fsdp_shard.data.kinds.pairs import PairsKind
-from fsdp_shard.data.kinds.text import TextKind
-
-# Name -> its kind, from the settings and whether source and target go to a model apart.
-_KINDS: dict[str, Callable[[DataConfig, bool], Kind]] = {
-    "text": lambda c, _: TextKind(c.text_column, c.sequence_length + 1),
-    "chat": lambda c, _: ChatKind(c.messages_column),
-    "instruction": lambda c, seq2seq: InstructionKind(
-        c.instruction_column, c.input_column, c.response_column, c.prompt, c.prompt_no_input, seq2seq
-    ),
-    "pairs": lambda c, seq2seq: PairsKind(
-        c.source_column, c.target_column, c.source_format or ("{source}" if seq2seq else "{source}\n"), seq2seq
-    ),
-}
+from fsdp_shard.data.kinds.chat import ChatSettings
+from fsdp_shard.data.kinds.instruction import InstructionSettings
+from fsdp_shard.data.kinds.kind import RowSettings
+from fsdp_shard.data.kinds.pairs import PairsSettings
+from fsdp_shard.data.kinds.plain_text import TextSettings
 
 
-def kind_of(config: DataConfig, task: str = "causal_lm") -> Kind:
-    """What `data.kind` names for a model of `task`, with its settings."""
-    if task == "sequence_classification":
-        return LabeledKind(config.text_column, config.label_column)
-    return _KINDS[config.kind](config, task == "seq2seq")
+@dataclass
+class KindSettings(PairsSettings, InstructionSettings, ChatSettings, TextSettings):
+    """The settings of all kinds of rows."""
+
+
+_SETTINGS = cast("tuple[type[RowSettings], ...]", KindSettings.__bases__)
+KINDS = {settings.name: settings for settings in reversed(_SETTINGS)}

@@ -1,7 +1,7 @@
-"""Samples of several sources in one order, by weights; each source is a data set of its own. Knows no torch.
+"""Samples of several sources in one order, by weights; each source is a dataset of its own.
 
-A source goes through its samples in its own seeded order, and begins another epoch, in another order, when it has come
-to their end, whatever the others do. Which source is next is in `shares.py`.
+Each source has its own seeded order, and begins another epoch, in another order, when it is used up, whatever the
+others do. `mixture_schedule` decides which source is next.
 """
 
 from __future__ import annotations
@@ -11,120 +11,112 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from fsdp_shard.data.samples.collate import merge
-from fsdp_shard.data.samples.mixture_schedule import counts_before, places_until, turns
-from fsdp_shard.data.samples.protocol import HeldOut
-from fsdp_shard.data.samples.windows import NO_WINDOW, Batch
+from fsdp_shard.data.samples import mixture_schedule as schedule
+from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, merge
+from fsdp_shard.data.samples.protocol import MapDataset
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """`parts` by name, of which each has `shares` [num_parts] of every round of samples.
+class Mixture(MapDataset):
+    """The datasets `parts` by name; each has `counts` [num_parts] samples in every round.
 
-    Numbered are the samples of one part after those of another; numbers count on through epochs where those of the part
-    do (`MaskedWindows`).
+    The indices of one part follow those of another. They include the epoch if those of the part do (`MaskedWindows`).
     """
 
     names: tuple[str, ...]
-    parts: tuple[HeldOut, ...]
-    shares: tuple[int, ...]
+    parts: tuple[MapDataset, ...]
+    counts: tuple[int, ...]
+    sequence_length: int
 
     @classmethod
-    def of(cls, parts: Mapping[str, HeldOut], shares: Mapping[str, int]) -> Self:
-        """Sorted by name, so that the order of the settings does not matter."""
+    def of(cls, parts: Mapping[str, MapDataset], counts: Mapping[str, int]) -> Self:
+        """Build a mixture, sorted by name, so that the order of the settings does not matter."""
         names = tuple(sorted(parts))
-        return cls(names, tuple(parts[name] for name in names), tuple(shares[name] for name in names))
+        length = max(part.sequence_length for part in parts.values())
+        return cls(names, tuple(parts[name] for name in names), tuple(counts[name] for name in names), length)
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
     @property
-    def sequence_length(self) -> int:
-        return max(part.sequence_length for part in self.parts)
+    def identity(self) -> str:
+        return schedule.mixture_identity(self.names, self.counts, (part.identity for part in self.parts))
 
     @property
-    def identity(self) -> str:
-        described = zip(self.names, self.shares, self.parts, strict=True)
-        return "mixture:" + ",".join(f"{name}={share}*{part.identity}" for name, share, part in described)
+    def summary(self) -> str:
+        lengths = enumerate(zip(self.names, map(len, self.parts), strict=True))
+        until = {name: schedule.samples_until(self.counts, number, length) for number, (name, length) in lengths}
+        listed = ", ".join(f"{name} {num:,}" for name, num in until.items())
+        return f"samples of the mixture until a source repeats: {listed}"
 
     @property
     def num_predictions(self) -> int:
         return sum(part.num_predictions for part in self.parts)
 
-    def order(self, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
-        sources = turns(self.shares, first, count)
-        before = counts_before(self.shares, first)
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return self.names
+
+    def order(self, seed: int, first: int, count: int) -> Ints:
+        sources = schedule.scheduled_sources(self.counts, first, count)
+        before = schedule.counts_before(self.counts, first)
         samples = np.empty(count, np.int64)
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True)):
-            mine = np.flatnonzero(sources == number)
-            inner = part.order(seed_of(seed, name), int(before[number]), len(mine))
-            epochs, places = np.divmod(inner, len(part))
-            samples[mine] = epochs * len(self) + self._offsets[number] + places
+            positions = np.flatnonzero(sources == number)
+            inner = part.order(seed_of(seed, name), int(before[number]), len(positions))
+            epochs, indices = np.divmod(inner, len(part))
+            samples[positions] = epochs * len(self) + self._offsets[number] + indices
         return samples
 
-    def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+    def batch(self, indices: Indices) -> Batch:
         given = np.asarray(indices, np.int64)
-        epochs, places = np.divmod(given, len(self))
-        owners = self.owners(given)
-        owners[given == NO_WINDOW] = 0
+        epochs, within = np.divmod(given, len(self))
+        sources = self.sources_of(given)
+        sources[given == NO_WINDOW] = 0
         pieces = []
         for number, part in enumerate(self.parts):
-            rows = np.flatnonzero(owners == number)
+            rows = np.flatnonzero(sources == number)
             if len(rows):
-                inner = epochs[rows] * len(part) + places[rows] - self._offsets[number]
+                inner = epochs[rows] * len(part) + within[rows] - self._offsets[number]
                 pieces.append((rows, part.batch(np.where(given[rows] == NO_WINDOW, NO_WINDOW, inner))))
         return merge(pieces)
 
-    def owners(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The number, in `names`, of the source of each sample."""
+    def sources_of(self, indices: Ints) -> Ints:
         return np.searchsorted(self._offsets, indices % len(self), side="right") - 1
 
-    def head(self, num_windows: int | None) -> Self:
-        """The first of each part, as many as fits its size: a sample of all of them."""
-        if num_windows is None or num_windows >= len(self):
+    def head(self, num_samples: int | None) -> Self:
+        """Return the first samples of each part, in proportion to its size."""
+        if num_samples is None or num_samples >= len(self):
             return self
-        ends = np.cumsum([len(part) for part in self.parts]) * num_windows // len(self)
+        ends = np.cumsum([len(part) for part in self.parts]) * num_samples // len(self)
         sizes = np.diff(ends, prepend=0).tolist()
         return self._of([part.head(size) if size else None for part, size in zip(self.parts, sizes, strict=True)])
 
     def slice(self, first: int, last: int) -> Self:
-        pieces: list[HeldOut | None] = []
+        pieces: list[MapDataset | None] = []
         for part, offset in zip(self.parts, self._offsets.tolist(), strict=True):
             start, stop = max(first - offset, 0), min(last - offset, len(part))
             pieces.append(part.slice(start, stop) if start < stop else None)
         return self._of(pieces)
 
-    def seen(self, num_samples: int) -> dict[str, dict[str, Any]]:
-        """By name, what of each part is among the first `num_samples` samples of the order."""
-        counts = counts_before(self.shares, num_samples).tolist()
-        parts = zip(self.names, self.parts, counts, self.shares, strict=True)
-        return {
-            name: {
-                "share": share / sum(self.shares),
-                "samples": count,
-                "epochs": round(count / len(part), 4),
-            }
-            for name, part, count, share in parts
-        }
-
-    def samples_for_one_epoch(self) -> dict[str, int]:
-        """By name, after how many samples of the order the last sample of that part has come for the first time."""
-        lengths = enumerate(zip(self.names, map(len, self.parts), strict=True))
-        return {name: places_until(self.shares, number, length) for number, (name, length) in lengths}
+    def figures(self, num_samples: int) -> dict[str, Any]:
+        seen = schedule.proportions(self.names, self.counts, num_samples)
+        for name, part in zip(self.names, self.parts, strict=True):
+            seen[name]["epochs"] = round(seen[name]["samples"] / len(part), 4)
+        return {"sources": seen}
 
     @property
-    def _offsets(self) -> npt.NDArray[np.int64]:
-        """The number of each part's first sample."""
+    def _offsets(self) -> Ints:
+        """The index of each part's first sample."""
         return np.cumsum([0, *(len(part) for part in self.parts[:-1])])
 
-    def _of(self, parts: Sequence[HeldOut | None]) -> Self:
-        kept = [(n, p, s) for n, p, s in zip(self.names, parts, self.shares, strict=True) if p is not None]
-        return type(self)(*map(tuple, zip(*kept, strict=True)))
+    def _of(self, parts: Sequence[MapDataset | None]) -> Self:
+        kept = {name: part for name, part in zip(self.names, parts, strict=True) if part is not None}
+        return self.of(kept, dict(zip(self.names, self.counts, strict=True)))
 
 
 def seed_of(seed: int, name: str) -> int:
-    """So that sources of one size are not gone through in one order."""
+    """Return the seed of a source, so that sources of the same size have different orders."""
     return xxhash.xxh3_64_intdigest(f"{seed} {name}".encode())

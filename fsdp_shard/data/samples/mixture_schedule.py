@@ -1,78 +1,90 @@
-"""Which source each sample of a mixture comes from: a function of the weights and the place, and of nothing else. Pure.
+"""Which source each sample of a mixture comes from: a function of the weights and the position of the sample.
 
-Weights become whole shares of a round. Within a round the k-th sample (from 0) of a source with m shares of P has its
-turn among places floor(k P / m) to ceil((k + 1) P / m) - 1, the earliest deadline first, which always works out
-(Baruah et al., Proportionate progress, 1996). So among the first n samples each source has its weight's part of n to
-within less than one sample, for every n, and place n is known without going through those before it.
+Weights become integer counts per round. Within a round of P samples, the k-th sample (from 0) of a source with count m
+is scheduled among positions floor(k P / m) to ceil((k + 1) P / m) - 1, earliest deadline first, which is always
+possible (Baruah et al., Proportionate progress, 1996). So among the first n samples each source has its proportion of n
+to within less than one sample, for every n, and the source of sample n follows without a loop over those before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from math import gcd
+from math import lcm
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+
+from fsdp_shard.data.samples.batch import Ints
 
 LONGEST_ROUND = 1 << 14
 
 
-def whole_shares(weights: Mapping[str, float]) -> dict[str, int]:
-    """Whole numbers in the proportion of `weights`, as small as possible.
+def counts_per_round(weights: Mapping[str, float]) -> dict[str, int]:
+    """Return the smallest integers in the proportion of `weights`.
 
-    Exact, unless they would add up to more than `LONGEST_ROUND`: then so many are shared out by largest remainders, and
-    each has one at least.
+    They are exact unless their sum would exceed `LONGEST_ROUND`: then that many are distributed by largest remainders,
+    at least one to each source.
     """
     if not weights:
         return {}
     exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
     total = sum(exact.values())
     parts = {name: weight / total for name, weight in exact.items()}
-    unit = 1
-    for part in parts.values():
-        unit = unit * part.denominator // gcd(unit, part.denominator)
-    if unit <= LONGEST_ROUND:
-        return {name: int(part * unit) for name, part in parts.items()}
-    shares = {name: int(part * LONGEST_ROUND) for name, part in parts.items()}
-    by_rest = sorted(parts, key=lambda name: shares[name] - parts[name] * LONGEST_ROUND)
-    for name in by_rest[: LONGEST_ROUND - sum(shares.values())]:
-        shares[name] += 1
-    return {name: max(1, share) for name, share in shares.items()}
+    size = lcm(*(part.denominator for part in parts.values()))
+    if size <= LONGEST_ROUND:
+        return {name: int(part * size) for name, part in parts.items()}
+    counts = {name: int(part * LONGEST_ROUND) for name, part in parts.items()}
+    by_remainder = sorted(parts, key=lambda name: counts[name] - parts[name] * LONGEST_ROUND)
+    for name in by_remainder[: LONGEST_ROUND - sum(counts.values())]:
+        counts[name] += 1
+    return {name: max(1, count) for name, count in counts.items()}
 
 
 @lru_cache(maxsize=4)
-def one_round(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """The source [sum(shares)] of each place in a round; read-only."""
-    size = sum(shares)
-    counts = [0] * len(shares)
-    turns = np.empty(size, np.int64)
-    for place in range(size):
-        ready = (i for i, share in enumerate(shares) if counts[i] * size < share * (place + 1))
-        chosen = min(ready, key=lambda i: -(-(counts[i] + 1) * size // shares[i]))
-        counts[chosen] += 1
-        turns[place] = chosen
-    assert counts == list(shares)
-    turns.setflags(write=False)
-    return turns
+def one_round(counts: tuple[int, ...]) -> Ints:
+    """Return the source [sum(counts)] of each sample of a round; read-only."""
+    size = sum(counts)
+    scheduled = [0] * len(counts)
+    sources = np.empty(size, np.int64)
+    for position in range(size):
+        ready = (i for i, count in enumerate(counts) if scheduled[i] * size < count * (position + 1))
+        chosen = min(ready, key=lambda i: -(-(scheduled[i] + 1) * size // counts[i]))
+        scheduled[chosen] += 1
+        sources[position] = chosen
+    assert scheduled == list(counts)
+    sources.setflags(write=False)
+    return sources
 
 
-def turns(shares: Sequence[int], first: int, count: int) -> npt.NDArray[np.int64]:
-    """The source [count] of each of the places [first, first + count)."""
-    whole = one_round(tuple(shares))
-    return whole[np.arange(first, first + count) % len(whole)]
+def scheduled_sources(counts: Sequence[int], first: int, count: int) -> Ints:
+    """Return the source [count] of each of the samples `first` to `first + count - 1`."""
+    sources = one_round(tuple(counts))
+    return sources[np.arange(first, first + count) % len(sources)]
 
 
-def counts_before(shares: Sequence[int], place: int) -> npt.NDArray[np.int64]:
-    """How many samples of each source [num_sources] come before `place`."""
-    whole = one_round(tuple(shares))
-    rounds, rest = divmod(place, len(whole))
-    return rounds * np.asarray(shares, np.int64) + np.bincount(whole[:rest], minlength=len(shares))
+def counts_before(counts: Sequence[int], position: int) -> Ints:
+    """Return how many of the samples before `position` are of each source [num_sources]."""
+    sources = one_round(tuple(counts))
+    rounds, rest = divmod(position, len(sources))
+    return rounds * np.asarray(counts, np.int64) + np.bincount(sources[:rest], minlength=len(counts))
 
 
-def places_until(shares: Sequence[int], source: int, count: int) -> int:
-    """After how many samples of the order `count` (at least one) of them are of `source`."""
-    whole = one_round(tuple(shares))
-    rounds, rest = divmod(count - 1, shares[source])
-    return rounds * len(whole) + int(np.flatnonzero(whole == source)[rest]) + 1
+def samples_until(counts: Sequence[int], source: int, count: int) -> int:
+    """Return the number of samples of the mixture after which `count` (at least one) of them are of `source`."""
+    sources = one_round(tuple(counts))
+    rounds, rest = divmod(count - 1, counts[source])
+    return rounds * len(sources) + int(np.flatnonzero(sources == source)[rest]) + 1
+
+
+def mixture_identity(names: Sequence[str], counts: Sequence[int], identities: Iterable[str]) -> str:
+    """Return the identity of a mixture, from those of its sources."""
+    parts = zip(names, counts, identities, strict=True)
+    return "mixture:" + ",".join(f"{name}={count}*{identity}" for name, count, identity in parts)
+
+
+def proportions(names: Sequence[str], counts: Sequence[int], num_samples: int) -> dict[str, dict[str, Any]]:
+    """Return for each source its `share` of the samples, and its number among the first `num_samples`."""
+    seen = zip(names, counts, counts_before(counts, num_samples).tolist(), strict=True)
+    return {name: {"share": count / sum(counts), "samples": samples} for name, count, samples in seen}

@@ -1,68 +1,117 @@
-"""Rows and documents, one at a time, out of local files or a hub data set.
+"""Where rows come from: local files, or a dataset on the hub. One row at a time, from any position in an epoch.
 
-Local files are never copied into an Arrow cache first: memory stays at one document, an error can name the file and
-line, and the parent can look at the first rows without the second that importing `datasets` takes. Only hub names need
-that library. How a file's format is read is in `readers.py`. Knows nothing of tokens.
+Local files are not copied into an Arrow cache: memory stays at one document, an error can name the file and the line,
+and the first rows can be checked without importing `datasets`, which takes a second. Only hub names need that library.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import xxhash
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.sources.readers import ENDINGS, Row, read_rows, require_column, text_of
-from fsdp_shard.errors import ConfigError, DataError
+from fsdp_shard.data.sources import datasets_private
+from fsdp_shard.data.sources.readers import EXTENSIONS, START, Row, check_size, document_of, read_rows
+from fsdp_shard.errors import CheckpointError, ConfigError, DataError
+from fsdp_shard.utils import first_line
 
 _READ_BYTES = 1 << 20
+_HEAD_BYTES = 1 << 16
+
+# Rows, each with a function that returns the position after it as JSON, to call before the next row.
+ResumableRows = Iterator[tuple[Row, Callable[[], Any]]]
 
 
-class Source(Protocol):
-    """What is to be tokenized: rows in a fixed order, and what tells them from any others."""
+class Source(ABC):
+    """Rows in a fixed order, and the fingerprints that identify them."""
+
+    text_column: str
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """Setting and value, for messages."""
 
-    def rows(self, columns: Sequence[str] | None) -> Iterator[Row]:
-        """Every row in order, with (at least) those of `columns` that it has."""
+    @abstractmethod
+    def read(self, columns: Sequence[str], start: Any = None, epoch: int = 0, seed: int | None = None) -> ResumableRows:
+        """Read the rows of an epoch.
+
+        Args:
+            columns: The columns that are needed; rows may have others.
+            start: A position that an earlier call returned; None is the beginning.
+            epoch: Number of the epoch.
+            seed: Seed of the order of the files, which changes with the epoch; None keeps that of their names.
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return a text that changes if the rows may have changed."""
+
+    @abstractmethod
+    def stream_fingerprint(self) -> Any:
+        """Return, as JSON, what identifies the rows as far as that is known without reading all of them."""
+
+    @abstractmethod
+    def check_stream(self) -> None:
+        """Raise DataError if the rows are too large for streaming."""
+
+    def rows(self, columns: Sequence[str]) -> Iterator[Row]:
+        """Read all rows in order."""
+        return (row for row, _ in self.read(columns))
 
     def documents(self) -> Iterator[str]:
-        """Every document in order; empty ones too, so that they can be counted."""
-
-    def fingerprint(self) -> str:
-        """Changes when the documents may have changed."""
+        """Read the text of all rows in order, empty ones too."""
+        return (document_of(row, self.text_column) for row in self.rows([self.text_column]))
 
     def check(self) -> None:
-        """Raise DataError when there is not one document with text in it."""
+        """Raise DataError unless there is a document with text."""
+        num_documents = 0
+        for document in self.documents():
+            if document.strip():
+                return
+            num_documents += 1
+        found = f"{num_documents} documents without text" if num_documents else "no documents"
+        raise DataError(f"{self.name} is empty: it has {found}. Give a file with text.")
 
 
 def open_source(config: DataConfig, held_out: bool) -> Source:
-    """The source that `data.path` names (`data.eval_path` when `held_out`); raises DataError or ConfigError."""
+    """Open the source of some data.
+
+    Args:
+        config: The settings of the data, or of one source of a mixture.
+        held_out: Whether to open `eval_path` instead of `path`.
+
+    Raises:
+        DataError: There is no such file or directory, or its format is unknown.
+        ConfigError: Settings for datasets on the hub are given for a local path.
+    """
     name = "data.eval_path" if held_out else f"{config.where}.path"
     given = config.eval_path if held_out else config.path
     if not given:
-        raise DataError(f"{name} is empty; give a text file, a directory or the name of a data set on the hub.")
+        raise DataError(f"{name} is empty; give a text file, a directory or the name of a dataset on the hub.")
     path = Path(given).expanduser()
     if path.exists():
-        _refuse_hub_settings(config, name, held_out)
+        _reject_hub_settings(config, name, held_out)
         return FileSource(name, path, _files_of(path, name), config.text_column, config.sample_by)
     if not _may_be_hub_name(given):
         raise DataError(
-            f"{name}={given}: there is no such file or directory. Give a text file, a directory or the name of a data "
-            f"set on the hub."
+            f"{name}={given}: there is no such file or directory. Give a text file, a directory or the name of a "
+            f"dataset on the hub."
         )
     split, streaming = (config.eval_split, False) if held_out else (config.split, config.streaming)
     return HubSource(name, given, config.subset, split, config.text_column, streaming)
 
 
 @dataclass(frozen=True)
-class FileSource:
-    """Documents of local files, in the order of their names. `setting` is named in errors."""
+class FileSource(Source):
+    """Rows of local files. `setting` is the name of the setting, for messages."""
 
     setting: str
     path: Path
@@ -70,17 +119,19 @@ class FileSource:
     text_column: str
     sample_by: str
 
-    def rows(self, columns: Sequence[str] | None) -> Iterator[Row]:
-        for file in self.files:
-            yield from read_rows(file, self.sample_by, columns)
+    @property
+    def name(self) -> str:
+        return f"{self.setting}={self.path}"
 
-    def documents(self) -> Iterator[str]:
-        return _documents(self, self.text_column)
+    def read(self, columns: Sequence[str], start: Any = None, epoch: int = 0, seed: int | None = None) -> ResumableRows:
+        first, *within = (0, *START) if start is None else self._checked(start)
+        for number, file in enumerate(self._ordered(epoch, seed)[first:], start=first):
+            position = (within[0], within[1]) if number == first else START
+            for row, after in read_rows(file, self.sample_by, columns, position):
+                yield row, lambda number=number, after=after: [number, *after]  # type: ignore[misc]  # mypy infers no lambda with defaults
 
     def fingerprint(self) -> str:
         """xxh3_128 of the content of the files and of what decides how they are cut into documents."""
-        import xxhash
-
         digest = xxhash.xxh3_128(json.dumps([self.text_column, self.sample_by]).encode())
         for file in self.files:
             digest.update(f"{file.suffix.lower()} {file.stat().st_size} ".encode())
@@ -89,17 +140,38 @@ class FileSource:
                     digest.update(chunk)
         return digest.hexdigest()
 
-    @property
-    def name(self) -> str:
-        return f"{self.setting}={self.path}"
+    def stream_fingerprint(self) -> Any:
+        """Names, sizes and first bytes of the files."""
+        return [
+            self.sample_by,
+            [[self._relative(file), file.stat().st_size, _head_digest(file)] for file in self.files],
+        ]
 
-    def check(self) -> None:
-        _require_text(self, self.name)
+    def check_stream(self) -> None:
+        for file in self.files:
+            check_size(file, self.sample_by)
+
+    def _ordered(self, epoch: int, seed: int | None) -> list[Path]:
+        if seed is None:
+            return list(self.files)
+        from fsdp_shard.data.sample_order import epoch_order  # numpy is slow to import
+
+        return [self.files[index] for index in epoch_order(seed, len(self.files), epoch)]
+
+    def _relative(self, file: Path) -> str:
+        return file.name if file == self.path else file.relative_to(self.path).as_posix()
+
+    def _checked(self, start: Any) -> list[int]:
+        numbers = start if isinstance(start, list) else []
+        is_position = len(numbers) == 3 and all(type(number) is int and number >= 0 for number in numbers)
+        if not is_position or numbers[0] >= len(self.files):
+            raise CheckpointError(f"{start} is not a position in the {len(self.files)} files of {self.name}.")
+        return numbers
 
 
 @dataclass(frozen=True)
-class HubSource:
-    """Documents of a data set on the hub (or in the cache of the `datasets` library)."""
+class HubSource(Source):
+    """Rows of a dataset on the hub, or in the cache of the `datasets` library."""
 
     setting: str
     hub_name: str
@@ -108,111 +180,99 @@ class HubSource:
     text_column: str
     streaming: bool = False
 
-    def rows(self, columns: Sequence[str] | None) -> Iterator[Row]:
-        rows = self.load()
-        if columns is not None and rows.column_names is not None:
-            rows = rows.select_columns([name for name in rows.column_names if name in columns] or rows.column_names)
-        for number, values in enumerate(rows):
-            yield Row(f"{self.name}, row {number}", values)
-
-    def documents(self) -> Iterator[str]:
-        return _documents(self, self.text_column)
-
-    def fingerprint(self) -> str:
-        return json.dumps([self.text_column, self.load()._fingerprint])
-
     @property
     def name(self) -> str:
         return f"{self.setting}={self.hub_name}"
 
-    def check(self) -> None:
-        _require_text(self, self.name)
+    def read(self, columns: Sequence[str], start: Any = None, epoch: int = 0, seed: int | None = None) -> ResumableRows:
+        data, number = self.load(), 0
+        if start is not None:
+            if not isinstance(start, dict) or type(start.get("number")) is not int or "state" not in start:
+                raise CheckpointError(f"{start} is not a position in {self.name}.")
+            number = start["number"]
+            data.load_state_dict(start["state"])
+        elif not self.streaming:  # else the state would have another structure than that of earlier runs
+            data = data.select_columns([name for name in data.column_names if name in columns] or data.column_names)
+        for values in data:
+            number += 1
+            wanted = {name: values[name] for name in columns if name in values} or values
+            row = Row(f"{self.name}, row {number - 1}", wanted)
+            yield row, lambda number=number: {"number": number, "state": data.state_dict()}  # type: ignore[misc]  # the same
+
+    def fingerprint(self) -> str:
+        return json.dumps([self.text_column, datasets_private.fingerprint(self.load())])
+
+    def stream_fingerprint(self) -> Any:
+        return [self.hub_name, self.subset, self.split]
+
+    def check_stream(self) -> None:
+        """Rows on the hub are not checked."""
 
     def load(self) -> Any:
-        """The data set of the `datasets` library; DataError when there is none."""
+        """Load the dataset with the `datasets` library; raise DataError if that fails."""
         import datasets
 
         try:
             return datasets.load_dataset(self.hub_name, self.subset, split=self.split, streaming=self.streaming)
-        except Exception as error:  # the library raises many kinds, of its own and of its dependencies
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        except Exception as error:  # the library raises many types, of its own and of its dependencies
             raise DataError(
-                f"{self.name} is neither a file here nor a data set that can be loaded from the hub "
-                f"(subset={self.subset}, split={self.split}): {reason}"
+                f"{self.name} is neither a local file nor a dataset that can be loaded from the hub "
+                f"(subset={self.subset}, split={self.split}): {first_line(error)}"
             ) from error
 
 
+def _head_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return xxhash.xxh3_128_hexdigest(stream.read(_HEAD_BYTES))
+
+
 def _files_of(path: Path, setting: str) -> tuple[Path, ...]:
-    known = ", ".join(ENDINGS)
+    known = ", ".join(EXTENSIONS)
     if path.is_dir():
-        files = [file for file in _shown(path) if file.suffix.lower() in ENDINGS]
+        files = [file for file in _visible_files(path) if file.suffix.lower() in EXTENSIONS]
         if not files:
-            raise DataError(f"{setting}={path} is a directory without text: no file in it ends in {known}.")
+            raise DataError(f"{setting}={path} is a directory without text: no file in it has the extension {known}.")
         return tuple(files)
     if not path.is_file():
         raise DataError(f"{setting}={path} is not a regular file.")
-    if path.suffix.lower() not in ENDINGS:
-        raise DataError(f"{setting}={path} has a format that is not known by its name; expected {known}.")
+    if path.suffix.lower() not in EXTENSIONS:
+        raise DataError(f"{setting}={path} has an unknown extension; expected {known}.")
     return (path,)
 
 
-def passed_over(given: str) -> str:
-    """Which files of a directory are not read, for people; nothing where all are, or it is no directory."""
+def skipped_files(given: str) -> str:
+    """Describe the files of a directory that are not read; return an empty text if there are none."""
     path = Path(given).expanduser()
-    others = [file for file in _shown(path) if file.suffix.lower() not in ENDINGS] if path.is_dir() else []
+    others = [file for file in _visible_files(path) if file.suffix.lower() not in EXTENSIONS] if path.is_dir() else []
     if not others:
         return ""
-    endings = sorted({file.suffix or "no ending" for file in others})
-    some = ", ".join(endings[:5]) + (", ..." if len(endings) > 5 else "")
-    return f"{given}: {len(others)} of its files are not read, by their names ({some})"
+    extensions = sorted({file.suffix or "no extension" for file in others})
+    some = ", ".join(extensions[:5]) + (", ..." if len(extensions) > 5 else "")
+    return f"{given}: {len(others)} of its files are skipped because of their extensions ({some})"
 
 
-def _shown(directory: Path) -> list[Path]:
-    """All files below it, in order, that are not hidden."""
+def _visible_files(directory: Path) -> list[Path]:
+    """Return all files below a directory that are not hidden, in order."""
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     return [file for file in files if not any(part.startswith(".") for part in file.relative_to(directory).parts)]
 
 
 def _may_be_hub_name(given: str) -> bool:
-    """Hub names are `name` or `organization/name`; a known file ending means that a file was meant."""
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", given) is not None and Path(given).suffix.lower() not in ENDINGS
+    """Hub names are `name` or `organization/name`; with the extension of a known format, a file is meant."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", given) is not None and Path(given).suffix.lower() not in EXTENSIONS
 
 
-def _refuse_hub_settings(config: DataConfig, name: str, held_out: bool) -> None:
+def _reject_hub_settings(config: DataConfig, name: str, held_out: bool) -> None:
     split = (
         ("data.eval_split", config.eval_split, "validation")
         if held_out
         else (f"{config.where}.split", config.split, "train")
     )
-    other = config.path if held_out else config.eval_path  # which may be on the hub, and is what a subset is for then
+    other = config.path if held_out else config.eval_path  # if that is on the hub, the subset is for it
     is_for_other = bool(other) and not Path(str(other)).expanduser().exists()
     subset = (f"{config.where}.subset", None if is_for_other else config.subset, None)
     for setting, value, default in (split, subset):
         if value != default:
             raise ConfigError(
-                f"{setting}={value} is for data sets on the hub, but {name} is a local path; leave it out."
+                f"{setting}={value} is for datasets on the hub, but {name} is a local path; leave it out."
             )
-
-
-def _documents(source: Source, column: str) -> Iterator[str]:
-    """The texts in `column`; rows of plain text files are documents, whatever their column is called."""
-    for row in source.rows([column]):
-        yield document_of(row, column)
-
-
-def document_of(row: Row, column: str) -> str:
-    """The text of a row; DataError when it has none."""
-    if row.is_text:
-        return str(row.values["text"])
-    require_column(column, list(row.values), row.where, "data.text_column")
-    return text_of(row.values[column], column, row.where, "data.text_column")
-
-
-def _require_text(source: Source, what: str) -> None:
-    num_documents = 0
-    for document in source.documents():
-        if document.strip():
-            return
-        num_documents += 1
-    found = f"{num_documents} documents without text" if num_documents else "no documents"
-    raise DataError(f"{what} is empty: {found} in it. Give a file with text in it.")

@@ -1,37 +1,50 @@
-"""Samples of a source that is read while training: nothing is read or tokenized ahead of need, and no length is known.
+"""Samples of sources that are read while training: nothing is read or tokenized ahead of need.
 
-Rows are taken in blocks of `data.shuffle_buffer`, and each block in an order that follows from (seed, epoch, block). So
-where a run stands is the place of its block's first row, and the tokens that the block before left over: the rest of
-the buffer is read again, and comes out as it did. Every rank goes through all of it, which is why the samples are the
-same on any number of ranks. What becomes of the rows of a block is in `stream_samples.py`. Knows no torch.
+Rows are read in blocks of `data.shuffle_buffer`, and each block is trained in an order that follows from (seed, epoch,
+block). So the state of a stream is the position of the first row of its block, and the tokens that the block before
+left over: the rest of the block is read again, with the same result. Every rank reads all rows, which is why the
+samples are the same on any number of ranks. A mixture has one stream for each source, and their states.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import xxhash
 
-from fsdp_shard.data.samples.collate import merge
-from fsdp_shard.data.samples.protocol import Dataset, HeldOut
-from fsdp_shard.data.samples.windows import NO_WINDOW, Batch
+from fsdp_shard.data.config import kind_of
+from fsdp_shard.data.kinds.kind import Tokenizer
+from fsdp_shard.data.samples import mixture_schedule as schedule
+from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, merge
+from fsdp_shard.data.samples.factory import SampleFactory
+from fsdp_shard.data.samples.protocol import Dataset, MapDataset
 from fsdp_shard.data.sources.readers import Row
-from fsdp_shard.data.sources.row_stream import RowStream
-from fsdp_shard.data.streaming.samples import Counts, Maker
+from fsdp_shard.data.sources.source import Source, open_source
+from fsdp_shard.data.streaming.block_samples import BlockOrder, BlockTokenizer, Counts, block_tokenizer
+from fsdp_shard.data.tokenized.token_cache import tokenizer_state
 from fsdp_shard.errors import CheckpointError, DataError
+
+_FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
-class StreamPlace:
-    """Where a block begins: its number in its epoch, the place of its first row (None: the epoch's beginning), the
-    number of its first sample, the tokens that are left over from the block before, the counts of all before it.
+class StreamState:
+    """Where a block begins.
 
-    `used_before` is how many rows had given something when the epoch began.
+    Attributes:
+        epoch: Number of the epoch.
+        block: Number of the block in its epoch.
+        rows: Position of the first row of the block; None is the beginning of the epoch.
+        first: Index of the first sample of the block.
+        carry: Tokens left over from the block before.
+        used_before: Examples used before the epoch.
+        counts: Counts over all blocks before.
     """
 
     epoch: int = 0
@@ -43,169 +56,202 @@ class StreamPlace:
     counts: Counts = field(default_factory=Counts)
 
     @classmethod
-    def parse(cls, values: Any, what: str) -> StreamPlace:
-        """From the JSON of `asdict`; raises CheckpointError, naming `what`, for anything else."""
+    def parse(cls, values: Any) -> StreamState:
+        """Parse the JSON of `asdict`; raise CheckpointError for anything else."""
         try:
-            place = cls(**{**values, "counts": Counts(**values["counts"])})
-            numbers = [
-                place.epoch,
-                place.block,
-                place.first,
-                place.used_before,
-                *place.carry,
-                *asdict(place.counts).values(),
-            ]
-            if set(values) == {member.name for member in fields(cls)} and all(
-                isinstance(number, int) and number >= 0 for number in numbers
-            ):
-                return place
+            state = cls(**{**values, "counts": Counts(**values["counts"])})
+            numbers = [state.epoch, state.block, state.first, state.used_before]
+            numbers += [*state.carry, *asdict(state.counts).values()]
+            has_all = set(values) == {member.name for member in fields(cls)}
+            if has_all and all(isinstance(number, int) and number >= 0 for number in numbers):
+                return state
         except (TypeError, KeyError):
             pass
-        raise CheckpointError(f"{what} has no place in streamed data, so it cannot be resumed from.")
+        raise CheckpointError("trainer.json has no valid position in streamed data, so the run cannot be resumed.")
 
 
-class Streamed(ABC):
-    """Samples numbered as they are trained by `seed`. They are given in order: a number may not lie before the block of
-    the last.
+class StreamedDataset(Dataset):
+    """Samples with indices in the order of training by `seed`. They are read in order: an index may not be before the
+    block of the last one.
 
-    `identity` covers names, sizes and beginnings of the files, and all that decides what is made of them.
+    `identity` covers the names, sizes and first bytes of the files, and everything that decides about the samples.
     """
 
+    num_samples = None
+
     def __init__(self, seed: int, identity: str, sequence_length: int) -> None:
-        self._seed, self.identity, self.sequence_length = seed, identity, sequence_length
+        self._seed, self._identity, self.sequence_length = seed, identity, sequence_length
 
-    def __len__(self) -> int:
-        raise AssertionError("a stream has no length")
+    @property
+    def identity(self) -> str:
+        return self._identity
 
-    def order(self, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
+    def order(self, seed: int, first: int, count: int) -> Ints:
         assert seed == self._seed, "the order was made for another seed"
         return np.arange(first, first + count)
 
-    @abstractmethod
-    def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch: ...
-
-    @property
-    @abstractmethod
-    def place(self) -> dict[str, Any]:
-        """Where the block of the last sample begins; JSON."""
-
-    @abstractmethod
-    def go_to(self, place: Any, what: str = "trainer.json") -> None:
-        """Go on from a `place`; None is the beginning. CheckpointError, naming `what`, where there is no such place."""
-
-    @abstractmethod
-    def read_to(self, num_samples: int) -> None:
-        """Bring `place` and all counts to where the first `num_samples` were given, whoever asked for them."""
-
-
-class StreamDataset(Streamed):
-    """The samples of one source."""
-
-    def __init__(self, rows: RowStream, maker: Maker, buffer: int, seed: int, identity: str) -> None:
-        super().__init__(seed, identity, maker.sequence_length)
-        self._rows, self._maker, self._buffer = rows, maker, buffer
-        self._samples: list[tuple[HeldOut, int]] = []
-        self.go_to(None)
-
-    @property
-    def place(self) -> dict[str, Any]:
-        return asdict(self._at)
-
-    def go_to(self, place: Any, what: str = "trainer.json") -> None:
-        self._at = StreamPlace() if place is None else StreamPlace.parse(place, what)
-        self._counts, self._has_begun = replace(self._at.counts), False
-        self._reading: Iterator[Any] | None = None
-
-    def read_to(self, num_samples: int) -> None:
-        if num_samples > self._at.first:
-            self._sample(num_samples - 1)
-
-    def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
-        assert NO_WINDOW not in list(indices), "an evaluation reads no stream"
+    def batch(self, indices: Indices) -> Batch:
+        assert NO_WINDOW not in list(indices), "a stream is not evaluated"
         samples = [self._sample(int(index)) for index in indices]
         return merge([(np.asarray([row]), part.batch([inner])) for row, (part, inner) in enumerate(samples)])
 
-    def seen(self) -> dict[str, int]:
-        """What was read up to the last sample, for people: whole epochs, and counts over all of them."""
-        return {"epochs": self._at.epoch, **asdict(self._counts)}
+    @abstractmethod
+    def _sample(self, index: int) -> tuple[MapDataset, int]:
+        """Return the dataset that has the sample, and its index there."""
 
-    def _sample(self, index: int) -> tuple[HeldOut, int]:
-        assert index >= self._at.first, "a stream does not go back"
+
+class StreamDataset(StreamedDataset):
+    """The samples of one source.
+
+    Args:
+        source: The rows.
+        tokenizer: What makes samples of blocks of rows.
+        seed: Seed of the order of files and rows.
+        identity: Identity of the samples.
+    """
+
+    def __init__(self, source: Source, tokenizer: BlockTokenizer, seed: int, identity: str) -> None:
+        config = tokenizer.factory.config
+        super().__init__(seed, identity, config.sequence_length)
+        self._source, self._tokenizer, self._buffer = source, tokenizer, config.shuffle_buffer
+        self._samples: list[tuple[MapDataset, int]] = []
+        self.load_state_dict(None)
+
+    @property
+    def summary(self) -> str:
+        order = f"each {self._buffer} rows shuffled" if self._buffer > 1 else "its rows in order"
+        return f"{self._source.name} is streamed, {order}"
+
+    def state_dict(self, num_samples: int) -> dict[str, Any]:
+        if num_samples > self._state.first:
+            self._sample(num_samples - 1)  # a rank asks for its own samples only
+        return asdict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self._state = StreamState() if state is None else StreamState.parse(state)
+        self._counts, self._has_begun = replace(self._state.counts), False
+        self._reading: Iterator[Any] | None = None
+
+    def figures(self, num_samples: int) -> dict[str, Any]:
+        return {"stream": {"epochs": self._state.epoch, **asdict(self._counts)}}
+
+    def _sample(self, index: int) -> tuple[MapDataset, int]:
+        assert index >= self._state.first, "a stream does not go back"
         if not self._has_begun:
-            self._begin()
-        while index - self._at.first >= len(self._samples):
+            self._begin_block()
+        while index - self._state.first >= len(self._samples):
             part = next(self._parts, None)
             if part is None:
                 self._next_block()
             else:
-                self._samples += [(part, int(inner)) for inner in self._maker.order(part, self._shuffled)]
-        return self._samples[index - self._at.first]
+                self._samples += [(part, int(inner)) for inner in self._tokenizer.sample_order(part, self._order)]
+        return self._samples[index - self._state.first]
 
-    def _begin(self) -> None:
-        """Read the rows of the block that `_at` is the place of; they are tokenized when samples are asked for."""
-        at = self._at
+    def _begin_block(self) -> None:
+        """Read the rows of the block at `_state`; they are tokenized when samples are asked for."""
+        state, is_shuffled = self._state, self._buffer > 1
         if self._reading is None:
-            self._reading = self._rows.rows(self._maker.columns, at.epoch, at.rows)
+            file_seed = self._seed if is_shuffled else None
+            self._reading = self._source.read(self._tokenizer.columns, state.rows, state.epoch, file_seed)
         rows: list[Row] = []
-        self._after = at.rows
+        self._after = state.rows
         for row, after in islice(self._reading, self._buffer):
             rows.append(row)
             if len(rows) == self._buffer:
                 self._after = after()
         self._is_last = len(rows) < self._buffer
-        self._shuffled = _Shuffled(self._seed, at.epoch, at.block, at.first, self._buffer > 1)
-        self._counts = replace(at.counts)
+        self._order = BlockOrder(self._seed, state.epoch, state.block, state.first, is_shuffled)
+        self._counts, self._carry = replace(state.counts), list(state.carry)
         self._samples, self._has_begun = [], True
-        self._carry = list(at.carry)
-        self._parts = self._maker.parts(
-            [rows[place] for place in self._shuffled.permutation(len(rows))], self._carry, self._counts, self._shuffled
-        )
+        ordered = [rows[position] for position in self._order.permutation(len(rows))]
+        self._parts = self._tokenizer.parts(ordered, self._carry, self._counts, self._order)
 
     def _next_block(self) -> None:
-        at, counts = self._at, self._counts
-        following = StreamPlace(
-            at.epoch, at.block + 1, self._after, at.first + len(self._samples), self._carry, at.used_before, counts
+        state, counts = self._state, self._counts
+        first = state.first + len(self._samples)
+        following = replace(
+            state, block=state.block + 1, rows=self._after, first=first, carry=self._carry, counts=counts
         )
         if self._is_last:
-            if counts.used == at.used_before:
+            if counts.used == state.used_before:
                 raise DataError(
-                    f"{self._rows.name} has nothing to train on: none of its rows has a word to predict in its first "
+                    f"{self._source.name} has nothing to train on: no row has a token to predict among its first "
                     f"data.sequence_length={self.sequence_length} tokens."
                 )
-            following = replace(following, epoch=at.epoch + 1, block=0, rows=None, used_before=counts.used)
+            following = replace(following, epoch=state.epoch + 1, block=0, rows=None, used_before=counts.used)
             self._reading = None
-        self._at = following
-        self._begin()
+        self._state = following
+        self._begin_block()
 
 
-@dataclass(frozen=True)
-class _Shuffled:
-    """The seeded orders of one block, the number of whose first sample is `first`."""
+class StreamMixture(StreamedDataset):
+    """The streams of several sources, by their `counts` in every round of samples; each has epochs of its own."""
 
-    seed: int
-    epoch: int
-    block: int
-    first: int
-    is_on: bool
+    def __init__(self, streams: Mapping[str, StreamDataset], counts: Mapping[str, int], seed: int) -> None:
+        self.names = tuple(sorted(streams))  # so that the order of the settings does not matter
+        self.parts = tuple(streams[name] for name in self.names)
+        self.counts = tuple(counts[name] for name in self.names)
+        identity = schedule.mixture_identity(self.names, self.counts, (part.identity for part in self.parts))
+        super().__init__(seed, identity, max(part.sequence_length for part in self.parts))
 
-    def permutation(self, size: int, purpose: int = 0) -> list[int]:
-        if not self.is_on:
-            return list(range(size))
-        keys = np.random.Philox(np.random.SeedSequence([self.seed, self.epoch, self.block, purpose])).random_raw(size)
-        return [int(place) for place in np.argsort(keys, kind="stable")]
+    @property
+    def summary(self) -> str:
+        return "; ".join(part.summary for part in self.parts)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return self.names
+
+    def sources_of(self, indices: Ints) -> Ints:
+        return np.asarray([schedule.scheduled_sources(self.counts, int(i), 1)[0] for i in indices], np.int64)
+
+    def state_dict(self, num_samples: int) -> dict[str, Any]:
+        read = zip(self.names, self.parts, self._samples_read(num_samples), strict=True)
+        return {"sources": {name: part.state_dict(count) for name, part, count in read}}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        given = state.get("sources") if isinstance(state, dict) else None
+        if state is not None and (not isinstance(given, dict) or set(given) != set(self.names)):
+            raise CheckpointError(
+                f"trainer.json has no valid position in streamed data of {', '.join(self.names)}, so the run cannot be "
+                f"resumed."
+            )
+        for name, part in zip(self.names, self.parts, strict=True):
+            part.load_state_dict((given or {}).get(name))
+
+    def figures(self, num_samples: int) -> dict[str, Any]:
+        self.state_dict(num_samples)  # so that the counts are equal on all ranks
+        sources = schedule.proportions(self.names, self.counts, num_samples)
+        for name, part in zip(self.names, self.parts, strict=True):
+            stream = part.figures(num_samples)["stream"]
+            sources[name] |= {"epochs": stream.pop("epochs"), "stream": stream}
+        return {"sources": sources}
+
+    def _sample(self, index: int) -> tuple[MapDataset, int]:
+        number = int(schedule.scheduled_sources(self.counts, index, 1)[0])
+        return self.parts[number]._sample(self._samples_read(index)[number])
+
+    def _samples_read(self, num_samples: int) -> list[int]:
+        """Return how many of the first `num_samples` are of each source."""
+        return [int(count) for count in schedule.counts_before(self.counts, num_samples)]
 
 
-def place_in(dataset: Dataset, num_samples: int) -> dict[str, Any] | None:
-    """What must be kept of a stream to go on after `num_samples`, equal on all ranks; None for data whose place is that
-    number.
+def open_stream(factory: SampleFactory, tokenizer: Tokenizer) -> StreamDataset:
+    """Open the samples of one source from their beginning.
+
+    Args:
+        factory: Makes samples by the settings of the source; its seed is that of the order too.
+        tokenizer: The tokenizer.
+
+    Raises:
+        DataError: The source cannot be read, or the tokenizer lacks a token.
     """
-    if not isinstance(dataset, Streamed):
-        return None
-    dataset.read_to(num_samples)  # a rank asks for its own samples only, which may all be of one source
-    return dataset.place
-
-
-def go_to(dataset: Dataset, place: dict[str, Any] | None) -> None:
-    """Have a stream go on from what `place_in` gave; other data goes on by itself."""
-    if isinstance(dataset, Streamed):
-        dataset.go_to(place)
+    config, task = factory.config, factory.task.name
+    source = open_source(config, held_out=False)
+    source.check_stream()
+    blocks = block_tokenizer(factory, tokenizer)
+    kept = (config.sequence_length, config.packing, config.shuffle_buffer, config.target_length, config.mask_fraction)
+    parts = [_FORMAT_VERSION, kept, task, source.stream_fingerprint(), tokenizer_state(tokenizer)]
+    parts += [getattr(tokenizer, "chat_template", None), kind_of(config, task).fingerprint()]
+    identity = f"stream:{xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())}"
+    return StreamDataset(source, blocks, factory.seed, identity)

@@ -1,46 +1,44 @@
-"""Rows to examples in files, made once by one process and memory-mapped by all; see `kinds/` for what an example is.
+"""Rows as examples in files, written once by one process and memory-mapped by all; `kinds` makes the examples.
 
-An example file is a directory `<cache>/<fingerprint>/` of flat little-endian arrays and `meta.json`. Nothing is cut to
-a length here: windows are views. Knows no torch.
+An example file is a directory `<cache>/<fingerprint>/` of flat little-endian arrays and `meta.json`. Nothing is
+truncated in it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fsdp_shard.data.kinds.kind import Example, Kind, ends_in_special
+from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, ends_in_special
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import Source
-from fsdp_shard.data.tokenized.cache_directory import cached, write_json
+from fsdp_shard.data.tokenized import cache_directory as cache
 from fsdp_shard.data.tokenized.token_cache import tokenizer_state
 from fsdp_shard.data.tokenized.worker_pool import ordered_map
 from fsdp_shard.errors import DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _FORMAT_VERSION = 1
 _BATCH_ROWS = 256
 _NONE = -1  # no predicted token, no class
+_ARRAYS = ("tokens", "predicted", "ends", "first", "labels")
 
 
 @dataclass(frozen=True)
 class ExampleFile:
     """One tokenized source on disk. `digest` is of the examples alone: equal digests are equal examples.
 
-    `num_rows` rows gave `num_examples`; those of `num_dropped` had nothing to predict. `classes` are the class names,
-    in the order of their numbers. `keeps_last` says that the last token of a text ends it, and outlives its being cut.
+    `num_rows` rows gave `num_examples`; `num_dropped` of them had nothing to predict. `classes` are the names of the
+    classes by index. `keeps_last` tells that the last token ends a text, and stays when it is truncated.
     """
 
     directory: str
@@ -54,27 +52,31 @@ class ExampleFile:
     digest: str
 
     def open(self) -> Examples:
-        """The arrays, memory-mapped and read-only; raises DataError where this process cannot see them."""
-        shapes = {"tokens": (self.dtype, self.num_tokens), "predicted": ("u1", self.num_tokens)}
-        shapes |= dict.fromkeys(("ends", "first", "labels"), ("<i8", self.num_examples))
-        arrays = {name: self._map(name, dtype, size) for name, (dtype, size) in shapes.items()}
+        """Memory-map the arrays, read-only; raise DataError if this process cannot see them."""
+        arrays = {name: cache.map_array(self.directory, name, *shape) for name, shape in self._shapes().items()}
         return Examples(**arrays, name=self.digest, keeps_last=self.keeps_last)
 
-    def _map(self, name: str, dtype: str, size: int) -> npt.NDArray[Any]:
-        file = Path(self.directory) / f"{name}.bin"
-        try:
-            return np.memmap(file, dtype=dtype, mode="r", shape=(size,))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{file} cannot be mapped here ({error}); every rank must see the token cache. Set data.cache_dir to a "
-                f"directory that all machines share."
-            ) from error
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each array in bytes."""
+        return {name: np.dtype(dtype).itemsize * size for name, (dtype, size) in self._shapes().items()}
+
+    def _shapes(self) -> dict[str, tuple[str, int]]:
+        per_example = dict.fromkeys(("ends", "first", "labels"), ("<i8", self.num_examples))
+        return {"tokens": (self.dtype, self.num_tokens), "predicted": ("u1", self.num_tokens)} | per_example
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Arrays over tokens (`tokens`, `predicted`) and over examples: where each ends in them, which of its tokens is the
-    first to be predicted (-1: none), and its class.
+    """Examples as arrays.
+
+    Attributes:
+        tokens: Token ids [num_tokens].
+        predicted: Whether each token is predicted, uint8 [num_tokens].
+        ends: Where each example ends in these, int64 [num_examples].
+        first: Position in each example of its first predicted token, -1 without one; int64 [num_examples].
+        labels: The class of each example, -1 without one; int64 [num_examples].
+        name: Identifies the examples.
+        keeps_last: Whether the last token ends a text, and stays when it is truncated.
     """
 
     tokens: npt.NDArray[Any]
@@ -85,37 +87,62 @@ class Examples:
     name: str
     keeps_last: bool = False
 
+    @classmethod
+    def of(
+        cls, examples: Sequence[Example], labels: Sequence[int], keeps_last: bool = False, dtype: str = "<i8"
+    ) -> Examples:
+        """Build the arrays of `examples`, whose classes have the indices `labels`; `dtype` is that of the tokens."""
+        return cls(
+            tokens=np.fromiter(chain.from_iterable(example.ids for example in examples), dtype),
+            predicted=np.fromiter(chain.from_iterable(example.predicted for example in examples), "u1"),
+            ends=np.cumsum([len(example.ids) for example in examples], dtype="<i8"),
+            first=np.asarray([e.predicted.index(True) if True in e.predicted else _NONE for e in examples], "<i8"),
+            labels=np.asarray(labels, "<i8"),
+            name="",
+            keeps_last=keeps_last,
+        )
+
     def __len__(self) -> int:
         return len(self.ends)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each example [num_examples]."""
         return np.diff(self.ends, prepend=0)
 
     def tokens_of(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """(token ids, whether each is predicted) of one example."""
+        """Return token ids and whether each is predicted, both [length], of one example."""
         start, stop = int(self.ends[index - 1]) if index else 0, int(self.ends[index])
         return self.tokens[start:stop], self.predicted[start:stop]
 
 
 def encode_source(
-    source: Source, kind: Kind, tokenizer: PreTrainedTokenizerBase, cache_dir: Path, what: str, num_workers: int = 1
+    source: Source, kind: Kind, tokenizer: Tokenizer, cache_dir: Path, num_workers: int = 1
 ) -> ExampleFile:
-    """The example file of `source` below `cache_dir`: the one that is there, or a new one; errors name `what`."""
+    """Tokenize the rows of a source, unless that is in the cache.
+
+    Args:
+        source: The rows.
+        kind: How rows become examples.
+        tokenizer: The tokenizer.
+        cache_dir: Directory of the cache.
+        num_workers: Processes that tokenize.
+
+    Raises:
+        DataError: There is nothing to train on, the tokenizer is unusable, or the cache cannot be written.
+    """
     kind.check_tokenizer(tokenizer)
     template = getattr(tokenizer, "chat_template", None)
     parts = [_FORMAT_VERSION, source.fingerprint(), tokenizer_state(tokenizer), template, kind.fingerprint()]
-    directory = cache_dir / xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
-    encode = partial(encode_rows, kind=kind, tokenizer=tokenizer)
-    return cached(
-        directory,
-        _read_meta,
-        lambda temporary: _write(temporary, source.rows(kind.columns), encode, tokenizer, what, num_workers),
+    return cache.cached(
+        cache_dir / cache.cache_key(parts),
+        lambda directory: cache.read_meta(directory, _FORMAT_VERSION, ExampleFile, ExampleFile.sizes),
+        lambda temporary: _write(temporary, source, kind, tokenizer, num_workers),
     )
 
 
-def encode_rows(rows: list[Row], kind: Kind, tokenizer: PreTrainedTokenizerBase) -> list[list[Example]]:
-    """The examples of each of `rows`; none of a row in which nothing is to be predicted."""
+def encode_rows(rows: list[Row], kind: Kind, tokenizer: Tokenizer) -> list[list[Example]]:
+    """Return the examples of each row; none for a row with nothing to predict."""
     are_usable = [kind.check_row(row) for row in rows]
     usable = list(compress(rows, are_usable))
     encoded = iter(kind.encode(usable, tokenizer) if usable else [])
@@ -124,7 +151,7 @@ def encode_rows(rows: list[Row], kind: Kind, tokenizer: PreTrainedTokenizerBase)
 
 @dataclass
 class _Writer:
-    """Arrays under way, and the class names in the order in which they were met."""
+    """Writes arrays, batch by batch, and collects the names of classes in the order of their appearance."""
 
     files: Mapping[str, BinaryIO]
     dtype: str
@@ -136,49 +163,44 @@ class _Writer:
     classes: dict[str | int, int] = field(default_factory=dict)
 
     def add(self, rows: list[list[Example]]) -> int:
-        """Append the examples of `rows`; their number of tokens."""
+        """Append the examples of `rows`; return their number of tokens."""
         examples = list(chain.from_iterable(rows))
-        ids = np.fromiter(chain.from_iterable(e.ids for e in examples), dtype=self.dtype)
-        predicted = np.fromiter(chain.from_iterable(e.predicted for e in examples), dtype="u1")
-        assert len(ids) == len(predicted)
-        ends = np.cumsum([len(e.ids) for e in examples], dtype="<i8") + self.num_tokens
-        first = np.asarray([e.predicted.index(True) if True in e.predicted else _NONE for e in examples], "<i8")
-        labels = np.asarray([self._number(e.label) for e in examples], "<i8")
-        arrays = {"tokens": ids, "predicted": predicted, "ends": ends, "first": first, "labels": labels}
-        for name, array in arrays.items():
+        arrays = Examples.of(examples, [self._class(example.label) for example in examples], dtype=self.dtype)
+        assert len(arrays.tokens) == len(arrays.predicted)
+        arrays.ends[:] += self.num_tokens
+        for name in _ARRAYS:
+            array = getattr(arrays, name)
             self.files[name].write(array.data)
-        for array in (ids, predicted, ends, labels):
-            self.digest.update(array.data)
-        self.num_tokens += len(ids)
+            if name != "first":
+                self.digest.update(array.data)
+        self.num_tokens += len(arrays.tokens)
         self.num_examples += len(examples)
         self.num_rows += len(rows)
         self.num_dropped += sum(not row for row in rows)
-        return len(ids)
+        return len(arrays.tokens)
 
-    def _number(self, label: str | int | None) -> int:
+    def _class(self, label: str | int | None) -> int:
         return _NONE if label is None else self.classes.setdefault(label, len(self.classes))
 
 
-def _write(
-    temporary: Path, rows: Iterable[Row], encode: Any, tokenizer: PreTrainedTokenizerBase, what: str, num_workers: int
-) -> None:
+def _write(temporary: Path, source: Source, kind: Kind, tokenizer: Tokenizer, num_workers: int) -> None:
     """Write the arrays and meta.json into `temporary`, flushed to the disk."""
-    from contextlib import ExitStack
-
     from tqdm import tqdm
 
-    names = ("tokens", "predicted", "ends", "first", "labels")
+    encode = partial(encode_rows, kind=kind, tokenizer=tokenizer)
     with ExitStack() as stack:
-        files = {name: stack.enter_context((temporary / f"{name}.bin").open("wb")) for name in names}
-        bar = stack.enter_context(tqdm(desc=f"tokenizing {what}", unit=" tokens", unit_scale=True, disable=None))
+        files = {name: stack.enter_context((temporary / f"{name}.bin").open("wb")) for name in _ARRAYS}
+        bar = stack.enter_context(tqdm(desc=f"tokenizing {source.name}", unit=" tokens", unit_scale=True, disable=None))
         writer = _Writer(files, "<u2" if len(tokenizer) <= 1 << 16 else "<u4")
-        for encoded in ordered_map(encode, _batches(rows), num_workers):
+        batches = cache.batched(source.rows(kind.columns), lambda row: 1, _BATCH_ROWS)
+        for encoded in ordered_map(encode, batches, num_workers):
             bar.update(writer.add(encoded))
         for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
+            cache.flush(file)
     if not writer.num_examples:
-        raise DataError(f"{what} has nothing to train on: none of its {writer.num_rows} rows has a word to predict.")
+        raise DataError(
+            f"{source.name} has nothing to train on: none of its {writer.num_rows} rows has a token to predict."
+        )
     classes = _sort_classes(temporary / "labels.bin", writer.classes)
     writer.digest.update(json.dumps([writer.dtype, list(writer.classes)]).encode())
     meta = ExampleFile(
@@ -192,44 +214,17 @@ def _write(
         keeps_last=ends_in_special(tokenizer),
         digest=writer.digest.hexdigest(),
     )
-    write_json(temporary / "meta.json", {"format_version": _FORMAT_VERSION, **asdict(meta)})
+    cache.write_meta(temporary, _FORMAT_VERSION, asdict(meta))
 
 
-def _sort_classes(file: Path, met: Mapping[str | int, int]) -> list[str | int]:
-    """Number the classes in `file` in the order of their names instead of that in which they were met."""
-    ordered = sorted(met, key=lambda name: (isinstance(name, str), name))
-    if met:
-        numbers = np.empty(len(met), "<i8")
-        numbers[[met[name] for name in ordered]] = np.arange(len(met))
+def _sort_classes(file: Path, found: Mapping[str | int, int]) -> list[str | int]:
+    """Number the classes in `file` by their sorted names instead of their first appearance."""
+    ordered = sorted(found, key=lambda name: (isinstance(name, str), name))
+    if found:
+        numbers = np.empty(len(found), "<i8")
+        numbers[[found[name] for name in ordered]] = np.arange(len(found))
         labels = np.fromfile(file, "<i8")
         with file.open("wb") as stream:
             stream.write(numbers[labels].data)
-            stream.flush()
-            os.fsync(stream.fileno())
+            cache.flush(stream)
     return ordered
-
-
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    batch: list[Row] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == _BATCH_ROWS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _read_meta(directory: Path) -> ExampleFile | None:
-    """What `directory` holds, or None when it is absent, of another format version, or not whole."""
-    try:
-        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
-        if meta.pop("format_version") != _FORMAT_VERSION:
-            return None
-        file = ExampleFile(**{**meta, "directory": str(directory)})
-        sizes = {"tokens": np.dtype(file.dtype).itemsize * file.num_tokens, "predicted": file.num_tokens}
-        sizes |= dict.fromkeys(("ends", "first", "labels"), 8 * file.num_examples)
-        whole = all((directory / f"{name}.bin").stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return file if whole else None

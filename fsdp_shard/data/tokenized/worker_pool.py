@@ -1,7 +1,4 @@
-"""A function over batches, in this process or in several, with results in the order of the batches.
-
-The results are the same with any number of workers, as the batches are. Knows nothing of tokens.
-"""
+"""Maps a function over batches, in this process or in several, with results in the order of the batches."""
 
 from __future__ import annotations
 
@@ -18,42 +15,51 @@ from fsdp_shard.errors import DataError
 T = TypeVar("T")
 R = TypeVar("R")
 
-_AHEAD = 3  # batches that wait for each worker: enough to keep it busy, few enough to hold
+_PREFETCH = 3  # batches per worker: enough to keep it busy, few enough for the memory
 
 _function: Callable[[Any], Any] | None = None
 
 
 def ordered_map(function: Callable[[T], R], batches: Iterable[T], num_workers: int) -> Iterator[R]:
-    """`function` of each batch, in order. With one worker it runs here; else in processes forked for it.
+    """Apply a function to each batch.
 
-    What `function` raises is raised here. Raises DataError when a worker is killed.
+    Args:
+        function: The function. It may raise; the error is raised here.
+        batches: The batches.
+        num_workers: Processes that are forked for it; 1 uses this process.
+
+    Yields:
+        The results, in the order of the batches.
+
+    Raises:
+        DataError: A worker was killed.
     """
     if num_workers == 1:
         yield from map(function, batches)
         return
     global _function
-    _function = function  # forked workers have it: a tokenizer takes longer to send than to use
+    _function = function  # workers inherit it: pickling a tokenizer takes longer than using it
     fork = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(num_workers, mp_context=fork, initializer=_begin_worker) as pool:
             waiting: deque[Future[R]] = deque()
             for batch in batches:
                 waiting.append(pool.submit(_call, batch))
-                if len(waiting) >= num_workers * _AHEAD:
+                if len(waiting) >= num_workers * _PREFETCH:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            f"One of the data.workers={num_workers} processes that tokenize was killed, perhaps for its memory; use "
-            f"fewer."
+            f"One of the data.workers={num_workers} processes that tokenize was killed, possibly by the out-of-memory "
+            f"killer; reduce it."
         ) from error
     finally:
         _function = None
 
 
 def _begin_worker() -> None:
-    # Each worker is one core's worth: the tokenizer's threads do not survive a fork, and would outnumber the cores.
+    # One core per worker: the tokenizer's threads do not survive a fork, and would outnumber the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

@@ -1,19 +1,27 @@
-"""Where each block of a model lies, what that takes on each device, and how it is told. Knows no way to find a plan."""
+"""A device plan: the device of each block, and the memory that this takes on each device."""
 
-from __future__ import annotations
-
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fsdp_shard.errors import PlanError
 from fsdp_shard.inference.config import Device
+from fsdp_shard.models import Block
 from fsdp_shard.utils import format_size
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """`devices`: block FQN -> device, in module order.
+    """The device of each block.
 
-    `buffer_bytes`: room on `main` for `1 + prefetch` of the largest block that is streamed; `cache_bytes`: room for
-    keys and values, by the device where they are computed.
+    Attributes:
+        devices: Block FQN -> device, in module order.
+        main: The device that streamed blocks compute on.
+        buffer_bytes: Bytes on `main` for `1 + prefetch` of the largest streamed block.
+        resident_bytes: Bytes of the blocks assigned to each device.
+        prefetch: Number of streamed blocks to fetch ahead.
+        cache_bytes: Bytes of the KV cache, by the device that computes it.
     """
 
     devices: dict[str, Device]
@@ -24,7 +32,7 @@ class DevicePlan:
     cache_bytes: dict[Device, int] = field(default_factory=dict)
 
     def is_streamed(self, fqn: str) -> bool:
-        """Whether the block's parameters come to the main device only while it runs."""
+        """Whether the block's parameters are on the main device only while it runs."""
         return is_streamed(self.devices[fqn], self.main)
 
     def table(self) -> str:
@@ -39,23 +47,110 @@ class DevicePlan:
         )
 
     def describe(self) -> str:
-        """One line: how many blocks and bytes are where."""
-        parts = []
-        for device, num_bytes in self.resident_bytes.items():
-            count = sum(place == device for place in self.devices.values())
-            parts.append(f"{device_name(device)} {count} blocks, {format_size(num_bytes)}")
+        """One line: the number of blocks and bytes on each device."""
+        counts = Counter(self.devices.values())
+        parts = [
+            f"{device_name(device)} {counts[device]} blocks, {format_size(num_bytes)}"
+            for device, num_bytes in self.resident_bytes.items()
+        ]
         if self.buffer_bytes:
             blocks = f"{1 + self.prefetch} blocks" if self.prefetch else "one block"
             parts.append(f"{format_size(self.buffer_bytes)} on {device_name(self.main)} for {blocks} in flight")
         for device, num_bytes in self.cache_bytes.items():
-            parts.append(f"{format_size(num_bytes)} on {device_name(device)} for keys and values")
+            parts.append(f"{format_size(num_bytes)} on {device_name(device)} for the KV cache")
         return "; ".join(parts)
 
 
+@dataclass(frozen=True, eq=False)
+class TiedBlocks:
+    """Blocks that stay together because they have parameters in common; most often a single block.
+
+    Attributes:
+        blocks: The blocks, in module order.
+        cache_bytes: Bytes of their part of the KV cache.
+    """
+
+    blocks: tuple[Block, ...]
+    cache_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.num_bytes for block in self.blocks)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest block, which a buffer must hold when they are streamed."""
+        return max(block.num_bytes for block in self.blocks)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether they cannot be streamed: parameters that no layer owns are needed throughout a pass."""
+        return any(block.direct for block in self.blocks)
+
+
+def group_tied(
+    blocks: Sequence[Block], ties: Sequence[Sequence[str]], cache_bytes: Mapping[str, int]
+) -> list[TiedBlocks]:
+    """`blocks` in groups of tied ones, each group at the position of its first block."""
+    group_of = {fqn: min(group, key=[block.fqn for block in blocks].index) for group in ties for fqn in group}
+    members: dict[str, list[Block]] = {}
+    for block in blocks:
+        members.setdefault(group_of.get(block.fqn, block.fqn), []).append(block)
+    return [
+        TiedBlocks(tuple(group), sum(cache_bytes.get(block.fqn, 0) for block in group)) for group in members.values()
+    ]
+
+
+def checked_plan(
+    groups: Sequence[TiedBlocks],
+    devices: Mapping[TiedBlocks, Device],
+    main: Device,
+    budgets: Mapping[Device, int],
+    prefetch: int,
+) -> DevicePlan:
+    """The plan with `groups` on `devices`, with the prefetch reduced as far as the budgets require.
+
+    Raises:
+        PlanError: A device needs more than its budget even without prefetch.
+    """
+    streamed = [group for group in groups if is_streamed(devices[group], main)]
+    block_bytes = max((group.largest_bytes for group in streamed), default=0)
+    resident: Counter[Device] = Counter()
+    cache: Counter[Device] = Counter()
+    for group in groups:
+        resident[devices[group]] += group.num_bytes
+        if group.cache_bytes:
+            cache[main if is_streamed(devices[group], main) else devices[group]] += group.cache_bytes
+    for ahead in range(min(prefetch, max(sum(len(group.blocks) for group in streamed) - 1, 0)), -1, -1):
+        needed = resident + cache
+        needed[main] += (1 + ahead) * block_bytes
+        lacking = [
+            device for device in needed if device != "disk" and needed[device] > budgets.get(device, sys.maxsize)
+        ]
+        if not lacking:
+            owners = {block.fqn: devices[group] for group in groups for block in group.blocks}
+            return DevicePlan(owners, main, (1 + ahead) * block_bytes, dict(resident), ahead, dict(cache))
+    device = main if main in lacking else lacking[0]
+    need, budget = needed[device], budgets[device]
+    raise PlanError(
+        f"The device map needs {format_size(need)} on {device_name(device)}, where max_memory gives "
+        f"{format_size(budget)}: {format_size(need - budget)} too little. Give {device}: {enough(need)}, or put more "
+        f"blocks elsewhere."
+    )
+
+
 def device_name(device: Device) -> str:
-    """As people write it: `cuda:0`, `cpu`, `disk`."""
+    """The name of a device in torch: `cuda:0`, `cpu`; or `disk`."""
     return f"cuda:{device}" if isinstance(device, int) else device
 
 
 def is_streamed(device: Device, main: Device) -> bool:
+    """Whether a block assigned to `device` is copied to `main` each time it runs."""
     return device == "disk" or (device == "cpu" and main != "cpu")
+
+
+def enough(num_bytes: int) -> str:
+    """A size that `max_memory` accepts and that is at least `num_bytes`."""
+    unit, name = (10**6, "MB") if num_bytes >= 10**7 else (10**3, "kB")
+    return f"{-(-num_bytes // unit)}{name}"

@@ -1,28 +1,22 @@
-"""Blocks x budgets -> the device of each block. Pure: it asks no machine and touches no tensor.
+"""Assigns blocks to devices, by a strategy or by name. Pure: nothing here queries the machine or touches a tensor.
 
-A no-split block is never divided and blocks with a common (tied) parameter stay together. Blocks that fit on no device
-are on `disk`: while one of them runs, its parameters are in a buffer on the main device, which is the first GPU, or
-the CPU when no GPU takes part; so are those of blocks on the CPU when the main device is a GPU. The plan keeps room
-for that buffer, for those of the blocks that are fetched ahead, and for the cache of keys and values of each block
-where it computes.
+A no-split block is never divided, and blocks that share a (tied) parameter stay on one device. Blocks that fit on no
+device are assigned to `disk`: while one of them runs, its parameters are in a buffer on the main device, which is the
+first GPU, or the CPU if no GPU takes part. Blocks on the CPU are streamed in the same way if the main device is a GPU.
+The plan reserves memory for that buffer, for the buffers of prefetched blocks, and for the KV cache of each block
+where it is computed.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import PlanError
 from fsdp_shard.inference.config import Device
-from fsdp_shard.inference.device_map.device_plan import DevicePlan
-from fsdp_shard.inference.device_map.explicit import place_by_name
-from fsdp_shard.inference.device_map.fill_by_budget import fill_devices
-from fsdp_shard.inference.device_map.tied_groups import Unit, checked_plan, enough, make_units
-from fsdp_shard.utils import format_size
-
-if TYPE_CHECKING:
-    from fsdp_shard.models import Block
+from fsdp_shard.inference.device_map import device_plan
+from fsdp_shard.inference.device_map.device_plan import DevicePlan, TiedBlocks, checked_plan, device_name, is_streamed
+from fsdp_shard.models import Block
+from fsdp_shard.utils import format_size, nearest
 
 
 def plan_device_map(
@@ -34,44 +28,189 @@ def plan_device_map(
     prefetch: int = 0,
     cache_bytes: Mapping[str, int] | None = None,
 ) -> DevicePlan:
-    """Place `blocks` (module order).
+    """Assign each block to a device.
 
-    `device_map` is a strategy or a mapping from module FQNs to devices, as `parse_device_map` gives them; `budgets`
-    are bytes for each GPU and for `cpu` (for a mapping they may be empty: nothing is checked then). `ties` are groups
-    of block FQNs with common parameters. `prefetch` streamed blocks, or fewer where memory is short, are fetched ahead;
-    `cache_bytes` are those of the keys and values of a block. Raises PlanError when a budget is too small, with what
-    would fit.
+    Args:
+        blocks: The blocks, in module order.
+        device_map: A strategy, or a mapping from module FQNs to devices, as `parse_device_map` returns it.
+        budgets: Bytes of each GPU and of `cpu`. May be empty for a mapping, which is then not checked.
+        ties: Groups of block FQNs with common parameters.
+        prefetch: Number of streamed blocks to fetch ahead; fewer are where memory is short.
+        cache_bytes: Block FQN -> bytes of its KV cache.
+
+    Raises:
+        PlanError: A budget is too small; the message names one that suffices.
     """
-    plan = _plan(make_units(blocks, ties, cache_bytes or {}), device_map, _in_order(budgets), prefetch)
+    groups = device_plan.group_tied(blocks, ties, cache_bytes or {})
+    # GPUs by their number, then the CPU.
+    ordered = {device: budgets[device] for device in sorted(budgets, key=lambda device: (device == "cpu", device))}
+    main = next(iter(ordered), "cpu")
+    if isinstance(device_map, Mapping):
+        plan = _by_name(groups, device_map, ordered, prefetch)
+    elif device_map == "cpu":
+        plan = _all_on_cpu(groups, ordered)
+    elif device_map == "disk":
+        devices = {group: main if group.is_pinned else "disk" for group in groups}
+        plan = checked_plan(groups, devices, main, ordered, prefetch)
+    else:
+        plan = _fill(groups, ordered, main, prefetch, device_map)
     return replace(plan, devices={block.fqn: plan.devices[block.fqn] for block in blocks})
 
 
-def _plan(
-    units: Sequence[Unit], device_map: str | Mapping[str, Device], budgets: Mapping[Device, int], prefetch: int
-) -> DevicePlan:
-    if isinstance(device_map, Mapping):
-        return place_by_name(units, device_map, budgets, prefetch)
-    if device_map == "cpu":
-        return all_on_cpu(units, budgets)
-    main = next(iter(budgets), "cpu")
-    if device_map == "disk":
-        return checked_plan(
-            units, {id(unit): main if unit.pinned else "disk" for unit in units}, main, budgets, prefetch
-        )
-    return fill_devices(units, budgets, main, prefetch, device_map)
-
-
-def _in_order(budgets: Mapping[Device, int]) -> dict[Device, int]:
-    """GPUs by their number, then the CPU."""
-    return {device: budgets[device] for device in sorted(budgets, key=lambda device: (device == "cpu", device))}
-
-
-def all_on_cpu(units: Sequence[Unit], budgets: Mapping[Device, int]) -> DevicePlan:
-    total = sum(unit.num_bytes + unit.cache_bytes for unit in units)
+def _all_on_cpu(groups: Sequence[TiedBlocks], budgets: Mapping[Device, int]) -> DevicePlan:
+    total = sum(group.num_bytes + group.cache_bytes for group in groups)
     if (budget := budgets.get("cpu", total)) < total:
         raise PlanError(
             f"device_map=cpu needs {format_size(total)} on the CPU and max_memory gives {format_size(budget)}, which "
-            f"is {format_size(total - budget)} too little. Give cpu: {enough(total)}, load in a smaller dtype, or "
-            f"take device_map=auto, which leaves on disk what does not fit."
+            f"is {format_size(total - budget)} too little. Give cpu: {device_plan.enough(total)}, load in a smaller "
+            f"dtype, or take device_map=auto, which leaves on disk what does not fit."
         )
-    return checked_plan(units, {id(unit): "cpu" for unit in units}, "cpu", {}, 0)
+    return checked_plan(groups, dict.fromkeys(groups, "cpu"), "cpu", {}, 0)
+
+
+def _by_name(
+    groups: Sequence[TiedBlocks], mapping: Mapping[str, Device], budgets: Mapping[Device, int], prefetch: int
+) -> DevicePlan:
+    _check_keys([block for group in groups for block in group.blocks], mapping)
+    main: Device = min((device for device in mapping.values() if isinstance(device, int)), default="cpu")
+    devices: dict[TiedBlocks, Device] = {}
+    for group in groups:
+        found = {block.fqn: _lookup(block.fqn, mapping) for block in group.blocks}
+        named = {fqn: device for fqn, device in found.items() if device is not None}
+        if not named:
+            raise PlanError(f"device_map names no device for {', '.join(found)}; add it, or '*' for all other modules.")
+        device, *others = dict.fromkeys(named.values())
+        if others:
+            conflict = ", ".join(f"{fqn}: {device_name(device)}" for fqn, device in named.items())
+            raise PlanError(f"device_map divides blocks that share tied parameters ({conflict}); give them one device.")
+        devices[group] = main if group.is_pinned and is_streamed(device, main) else device
+    return checked_plan(groups, devices, main, budgets, prefetch)
+
+
+def _check_keys(blocks: Sequence[Block], mapping: Mapping[str, Device]) -> None:
+    known = [block.fqn for block in blocks]
+    for key in mapping:
+        if key == "" or any(_covers(key, fqn) for fqn in known):
+            continue
+        outer = next((block for block in blocks if not block.direct and _covers(block.fqn, key)), None)
+        if outer is not None:
+            raise PlanError(
+                f"device_map has {key}, which would divide the block {outer.fqn} ({outer.cls}); name the block."
+            )
+        raise PlanError(f"device_map has {key}, which is no module with parameters{nearest(key, known)}.")
+
+
+def _lookup(fqn: str, mapping: Mapping[str, Device]) -> Device | None:
+    """The device of the longest key that covers `fqn`."""
+    key = max((key for key in mapping if _covers(key, fqn)), key=len, default=None)
+    return None if key is None else mapping[key]
+
+
+def _covers(key: str, fqn: str) -> bool:
+    return key in ("", fqn) or fqn.startswith(key + ".")
+
+
+def _fill(
+    groups: Sequence[TiedBlocks], budgets: Mapping[Device, int], main: Device, prefetch: int, strategy: str
+) -> DevicePlan:
+    """Fill GPUs in order, then the CPU, then the disk.
+
+    Except with `sequential`, GPUs that hold the whole model get equal parts; with `balanced_low_0`, GPU 0 then gets as
+    little as the budgets of the others allow, which leaves memory for what `generate` keeps there. If blocks have to be
+    streamed, the buffer is as small as possible: for each size it might have, the blocks that do not fit into it are
+    assigned first, and the smallest size at which those fit is taken. Prefetched blocks get at most half of the
+    memory: each buffer could have held a resident block.
+
+    Args:
+        groups: Tied blocks, in module order.
+        budgets: Bytes of each device, GPUs first.
+        main: The device that streamed blocks compute on.
+        prefetch: Number of streamed blocks to fetch ahead, at most.
+        strategy: `auto`, `balanced`, `balanced_low_0` or `sequential`.
+
+    Raises:
+        PlanError: The main device cannot hold its part; the message names a budget that suffices.
+    """
+    gpus = {device: size for device, size in budgets.items() if device != "cpu"}
+    if strategy == "balanced_low_0" and len(gpus) > 1:
+        gpus[main] = _smallest(gpus[main], lambda size: bool(_assign(groups, {**gpus, main: size}, 0, main)))
+    if strategy != "sequential":
+        gpus = _even(groups, gpus, main)
+    if devices := _assign(groups, budgets if main == "cpu" else gpus, 0, main):
+        return checked_plan(groups, devices, main, budgets, 0)
+    sizes = sorted({group.largest_bytes for group in groups if not group.is_pinned})
+    for ahead in range(prefetch, -1, -1):
+        for block_bytes in sizes:
+            if ahead and 2 * (1 + ahead) * block_bytes > budgets.get(main, 0):
+                continue
+            if devices := _assign(groups, budgets, block_bytes, main, num_buffers=1 + ahead):
+                return checked_plan(groups, devices, main, budgets, ahead)
+    raise PlanError(_too_small(groups, budgets, main))
+
+
+def _assign(
+    groups: Sequence[TiedBlocks], budgets: Mapping[Device, int], block_bytes: int, main: Device, num_buffers: int = 0
+) -> dict[TiedBlocks, Device] | None:
+    """The device of each group with `num_buffers` of `block_bytes` reserved on `main`; None if they do not fit.
+
+    Once a GPU is full, no later block is assigned to it, so activations pass from each GPU to the next once. The CPU
+    takes whatever still fits. Without buffers nothing is streamed.
+    """
+    free = dict(budgets)
+    if main not in free:
+        return None
+    # Until a group is found to compute elsewhere, its KV cache is on the main device.
+    free[main] -= num_buffers * block_bytes + sum(group.cache_bytes for group in groups)
+    forced = [group for group in groups if num_buffers and (group.is_pinned or group.largest_bytes > block_bytes)]
+    free[main] -= sum(group.num_bytes for group in forced)
+    if free[main] < 0:
+        return None
+    devices: dict[TiedBlocks, Device] = dict.fromkeys(forced, main)
+    gpus = [device for device in free if device != "cpu"]
+    for group in groups:
+        if group in devices:
+            continue
+        while gpus and _needed(group, gpus[0], main) > free[gpus[0]]:
+            gpus.pop(0)
+        device: Device = gpus[0] if gpus else "cpu" if group.num_bytes <= free.get("cpu", -1) else "disk"
+        if not num_buffers and is_streamed(device, main):
+            return None
+        if device != "disk":
+            free[device] -= _needed(group, device, main)
+        if not is_streamed(device, main) and device != main:
+            free[main] += group.cache_bytes
+        devices[group] = device
+    return devices
+
+
+def _needed(group: TiedBlocks, device: Device, main: Device) -> int:
+    """Bytes of `group` on `device`, without the KV cache if that is already reserved on `main`."""
+    return group.num_bytes + (0 if device == main or is_streamed(device, main) else group.cache_bytes)
+
+
+def _even(groups: Sequence[TiedBlocks], gpus: Mapping[Device, int], main: Device) -> dict[Device, int]:
+    """The budgets of the GPUs, cut to the smallest equal limit at which the whole model still fits."""
+
+    def limited(limit: int) -> dict[Device, int]:
+        return {gpu: min(size, limit) for gpu, size in gpus.items()}
+
+    return limited(_smallest(max(gpus.values(), default=0), lambda size: bool(_assign(groups, limited(size), 0, main))))
+
+
+def _smallest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The smallest size below `limit` that fits, or `limit`."""
+    return bisect_left(range(limit), True, key=fits)
+
+
+def _too_small(groups: Sequence[TiedBlocks], budgets: Mapping[Device, int], main: Device) -> str:
+    pinned = sum(group.num_bytes for group in groups if group.is_pinned)
+    largest = max((group for group in groups if not group.is_pinned), key=lambda group: group.largest_bytes)
+    cache = sum(group.cache_bytes for group in groups)
+    need, budget = pinned + largest.largest_bytes + cache, budgets.get(main, 0)
+    for_cache = f", {format_size(cache)} of it for the KV cache" if cache else ""
+    block = max(largest.blocks, key=lambda block: block.num_bytes)
+    return (
+        f"max_memory gives {format_size(budget)} on {device_name(main)}, and the largest block {block.fqn} "
+        f"({block.cls}) alone needs {format_size(need)} there while it runs{for_cache}: {format_size(need - budget)} "
+        f"too little. Give {main}: {device_plan.enough(need)} or more, or load in a smaller dtype."
+    )

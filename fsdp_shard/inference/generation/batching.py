@@ -1,25 +1,85 @@
-"""In which batches prompts run: those of like length together, within windows that keep the output's order near.
+"""Completes prompts in batches, divided among data-parallel ranks.
 
-Pure. The batches depend on the lengths and the batch size alone, so a run that goes on has those of the one before.
+Batches depend on the lengths of the prompts and the batch size alone, so a resumed run has those of the run before.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-_WINDOW_BATCHES = 16  # rows are written in input order: at most so many batches wait for an earlier prompt
+import torch
+
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.inference.generation.decoder import Answer, Decoder, OnText
+from fsdp_shard.inference.generation.prompts import Completion, Prompt
+from fsdp_shard.models import is_stateful
+
+_WINDOW_BATCHES = 16  # rows are written in input order: at most this many batches wait for an earlier prompt
 
 
 def windows(lengths: Sequence[int], batch_size: int, *, equal: bool = False) -> Iterator[list[list[int]]]:
-    """Batches of positions in `lengths`, longest first, a window at a time.
+    """Batches of positions in `lengths`, longest first, in windows that keep the output near input order.
 
-    With `equal`, those of a batch are of one length, for models that read padding too. The longest come first: if a
-    batch does not fit in memory, that is known at once.
+    The longest come first: if a batch does not fit in memory, that is known at once.
+
+    Args:
+        lengths: Tokens of each prompt.
+        batch_size: Prompts in a batch, at most.
+        equal: Give all prompts of a batch one length, for models that read padding too.
+
+    Yields:
+        The batches of each window.
     """
     size = batch_size * _WINDOW_BATCHES
     for first in range(0, len(lengths), size):
-        order = sorted(range(first, min(first + size, len(lengths))), key=lambda place: -lengths[place])
-        alike = groupby(order, key=lambda place: lengths[place] if equal else 0)
-        runs = [list(places) for _, places in alike]
+        order = sorted(range(first, min(first + size, len(lengths))), key=lambda position: -lengths[position])
+        runs = [list(run) for _, run in groupby(order, key=lambda position: lengths[position] if equal else 0)]
         yield [run[start : start + batch_size] for run in runs for start in range(0, len(run), batch_size)]
+
+
+def complete(
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    encoded: Sequence[Sequence[int]],
+    *,
+    seed: int = 0,
+    num_done: int = 0,
+    context: DistributedContext | None = None,
+    on_text: OnText | None = None,
+) -> Iterator[Completion]:
+    """Complete each prompt, in order. Every batch has its own random numbers, so a resumed run draws the same.
+
+    Args:
+        decoder: Runs the model.
+        prompts: The prompts.
+        encoded: Token ids of each.
+        seed: Seed of sampling.
+        num_done: Number of prompts to skip, as a run before completed them.
+        context: The ranks that divide the batches; None for a single process.
+        on_text: Called with text as it is generated, for a single prompt.
+
+    Yields:
+        Completions in the order of the prompts; on data-parallel ranks other than rank 0, none.
+    """
+    rank, num_ranks = (context.data_rank, context.num_data_ranks) if context else (0, 1)
+    lengths, reads_padding = [len(ids) for ids in encoded], is_stateful(decoder.model)
+    for window in windows(lengths, decoder.settings.batch_size, equal=reads_padding):
+        wanted = [batch for batch in window if max(batch) >= num_done]
+        answers: dict[int, Answer] = {}
+        for batch in wanted[rank::num_ranks]:
+            torch.manual_seed((seed * 1_000_003 + min(batch)) % 2**63)
+            answers |= zip(batch, decoder.run([encoded[position] for position in batch], on_text), strict=True)
+            while num_ranks == 1 and num_done in answers:
+                yield _completion(decoder, prompts[num_done], answers.pop(num_done))
+                num_done += 1
+        if num_ranks > 1 and wanted:
+            assert context is not None
+            gathered = {
+                position: answer for found in context.gather_object(answers) for position, answer in found.items()
+            }
+            for position in sorted(position for position in gathered if position >= num_done):
+                yield _completion(decoder, prompts[position], gathered[position])
+            num_done = max(map(max, wanted)) + 1
+
+
+def _completion(decoder: Decoder, prompt: Prompt, answer: Answer) -> Completion:
+    return Completion(prompt.text, decoder.text(answer), len(answer.tokens), answer.log_probabilities)

@@ -1,91 +1,93 @@
-"""A conversation on the terminal: what is typed goes to the model through its template, the answer comes as it is made.
+"""A conversation on the terminal: each message goes through the chat template, the answer is shown as it is generated.
 
-Ctrl-C ends an answer, and what there is of it stays in the conversation. Knows a decoder and two streams, no files.
+Ctrl-C stops an answer; what was generated of it stays in the conversation.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+
+import torch
 
 from fsdp_shard.distributed import noting_ctrl_c
-from fsdp_shard.inference.generation.tokenize_prompts import Message, chat_ids, context
+from fsdp_shard.inference.generation.decoder import Decoder
+from fsdp_shard.inference.generation.prefix_cache import PrefixCache
+from fsdp_shard.inference.generation.tokenize_prompts import Message, apply_chat_template, context_length
 
-if TYPE_CHECKING:
-    from fsdp_shard.inference.generation.decoder import Decoder
-    from fsdp_shard.inference.generation.prefix_cache import Turns
+HELP = "/quit ends the conversation, /new starts another; Ctrl-C stops an answer"
 
-HELP = "/quit ends the conversation, /new begins another; Ctrl-C stops an answer"
+Write = Callable[[str], object]
 
 
-def converse(decoder: Decoder, ask: Callable[[str], str], say: Callable[[str], object], seed: int = 0) -> int:
-    """Talk until `ask` (as `input`) raises EOFError or gives /quit; returns the number of answers.
+def converse(decoder: Decoder, ask: Callable[[str], str], write: Write, seed: int = 0) -> int:
+    """Hold a conversation until end of input or /quit.
 
-    What is drawn for an answer depends on `seed` and on how many were given before.
+    Args:
+        decoder: Generates the answers.
+        ask: Returns the user's next line, as `input`; raises EOFError at the end.
+        write: Called with text to show.
+        seed: Seed of sampling; what an answer draws depends on it and on the number of answers before.
+
+    Returns:
+        The number of answers.
     """
-    import torch
-
-    from fsdp_shard.inference.generation.prefix_cache import Turns
-
-    say(f"{HELP}\n")
+    write(f"{HELP}\n")
     messages: list[Message] = []
-    turns = Turns()
+    cache = PrefixCache()
     num_answers = 0
     while True:
         try:
             text = ask("> ").strip()
         except KeyboardInterrupt:
-            say(f"\n{HELP}\n")
+            write(f"\n{HELP}\n")
             continue
         except EOFError:
-            say("\n")
+            write("\n")
             return num_answers
         if text == "/quit":
             return num_answers
         if text == "/new":
             messages = []
         elif text.startswith("/"):
-            say(f"there is no {text.split()[0]}; {HELP}\n")
+            write(f"unknown command {text.split()[0]}; {HELP}\n")
         elif text:
             messages.append({"role": "user", "content": text})
             torch.manual_seed((seed * 1_000_003 + num_answers) % 2**63)
-            if (answer := _answer(decoder, messages, turns, say)) is None:
+            if (answer := _answer(decoder, messages, cache, write)) is None:
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer})
             num_answers += 1
 
 
-def _answer(decoder: Decoder, messages: list[Message], turns: Turns, say: Callable[[str], object]) -> str | None:
-    """The answer, or what there was of it at Ctrl-C; None where the question is too long."""
+def _answer(decoder: Decoder, messages: list[Message], cache: PrefixCache, write: Write) -> str | None:
+    """The answer, or what was generated of it before Ctrl-C; None if the question is too long."""
     parts: list[str] = []
 
-    def hear(text: str) -> None:
+    def on_text(text: str) -> None:
         parts.append(text)
-        say(text)
+        write(text)
 
     with noting_ctrl_c() as is_stopped:
-        with suppress(KeyboardInterrupt):  # the second: a token may take long
-            if (ids := _fitting(decoder, messages, say)) is None:
+        with suppress(KeyboardInterrupt):  # the second Ctrl-C: a token may take long
+            if (ids := _fitting(decoder, messages, write)) is None:
                 return None
-            decoder.run([ids], hear, turns, is_stopped)
+            decoder.run([ids], on_text, cache, is_stopped)
         if is_stopped():
-            say(" [stopped]")
-    say("\n")
+            write(" [stopped]")
+    write("\n")
     return "".join(parts).strip()
 
 
-def _fitting(decoder: Decoder, messages: list[Message], say: Callable[[str], object]) -> list[int] | None:
-    """The tokens of the conversation; its oldest turns are forgotten where the model's context has no room for them."""
-    room = context(decoder.model.config)
+def _fitting(decoder: Decoder, messages: list[Message], write: Write) -> list[int] | None:
+    """The tokens of the conversation, without the oldest turns if the model's context cannot hold all; else None."""
+    limit = context_length(decoder.model.config)
     while True:
-        ids = chat_ids(decoder.tokenizer, messages)
-        over = 0 if room is None else len(ids) + decoder.settings.max_new_tokens - room
-        if over <= 0:
+        ids = apply_chat_template(decoder.tokenizer, messages)
+        excess = 0 if limit is None else len(ids) + decoder.settings.max_new_tokens - limit
+        if excess <= 0:
             return ids
         if len(messages) == 1:
-            say(f"That is {over} tokens more than the model's context of {room} has room for; shorten it.\n")
+            write(f"The message exceeds the model's context of {limit} tokens by {excess}; shorten it.\n")
             return None
         del messages[:2]
-        say("[the oldest turn is forgotten: the model's context is full]\n")
+        write("[the oldest turn was dropped: the model's context is full]\n")

@@ -1,85 +1,87 @@
-"""The file of completions: rows appended in the order of the prompts, so that a run that was cut short goes on.
+"""The file of completions: rows in the order of the prompts, appended one by one, so that a run can be resumed.
 
-Beside it, `.NAME.settings` says what the rows were made of. A file without that, or made of something else, is never
-touched. Imports no torch; knows no model.
+`.NAME.settings` in the same directory records what the rows were made from. A file without it, or made from something
+else, is never touched. Imports no torch.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint import locate, state_of
 from fsdp_shard.errors import DataError
 from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
+from fsdp_shard.utils import write_atomically
 
 
-class OutputFile:
-    """The rows at `path`, made of `ingredients` (a JSON document); `rows` are those that are there already.
+class CompletionsFile:
+    """Rows of completions at `path`; a last row that is incomplete is dropped.
 
-    Raises DataError where the file holds rows that were made of something else. A row that was cut off is dropped.
+    Args:
+        path: The .jsonl file, which may exist.
+        inputs: What the rows are made from, as JSON values.
+
+    Attributes:
+        path: The file.
+        num_rows: Complete rows that it holds already.
+
+    Raises:
+        DataError: The file cannot be written, or holds rows that were made from something else.
     """
 
-    def __init__(self, path: Path, ingredients: Any) -> None:
+    def __init__(self, path: Path, inputs: Any) -> None:
         self.path = path
-        above = next(parent for parent in path.absolute().parents if parent.exists())
-        if not above.is_dir() or path.is_dir():
-            wrong, why = (path, "is a directory") if path.is_dir() else (above, "is no directory")
-            raise DataError(f"output={path} cannot be written: {wrong} {why}; give another name.")
-        self._side = path.with_name(f".{path.name}.settings")
-        self._document = json.dumps(ingredients, indent=1, sort_keys=True) + "\n"
-        self._lines: list[bytes] = []
-        self.rows = self._read_rows() if path.exists() else []
+        parent = next(parent for parent in path.absolute().parents if parent.exists())
+        if not parent.is_dir() or path.is_dir():
+            wrong, reason = (path, "is a directory") if path.is_dir() else (parent, "is not a directory")
+            raise DataError(f"output={path} cannot be written: {wrong} {reason}; give another name.")
+        self._settings_path = path.with_name(f".{path.name}.settings")
+        self._settings = json.dumps(inputs, indent=1, sort_keys=True) + "\n"
+        lines = self._read_lines() if path.exists() else []
+        self.num_rows, self._num_bytes = len(lines), sum(map(len, lines))
 
     def append(self, completions: Iterable[Completion]) -> Iterator[Completion]:
-        """Pass `completions` on, each once it is a row of the file, so that none is lost when a later one fails."""
+        """Pass `completions` on, each once it is a row of the file, so that none is lost if a later one fails."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._side.with_name(f"{self._side.name}.partial")
-        partial.write_text(self._document, encoding="utf-8")
-        os.replace(partial, self._side)
-        kept = sum(map(len, self._lines))
+        write_atomically(self._settings_path, self._settings)
         with self.path.open("r+b" if self.path.exists() else "xb") as stream:
-            stream.truncate(kept)
-            stream.seek(kept)
+            stream.truncate(self._num_bytes)
+            stream.seek(self._num_bytes)
             for completion in completions:
                 row = {name: value for name, value in asdict(completion).items() if value is not None}
                 stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
                 stream.flush()
                 yield completion
 
-    def _read_rows(self) -> list[dict[str, Any]]:
-        if not self._side.exists():
+    def _read_lines(self) -> list[bytes]:
+        if not self._settings_path.exists():
             raise DataError(
-                f"output={self.path} is there already, and nothing says what its rows were made of; give another name, "
-                "or delete it."
+                f"output={self.path} exists, and {self._settings_path.name}, which would record what its rows were "
+                f"made from, does not; give another name, or delete the file."
             )
-        if self._side.read_text(encoding="utf-8") != self._document:
-            changed = _changed(self._side, self._document)
+        before = self._settings_path.read_text(encoding="utf-8")
+        if before != self._settings:
             raise DataError(
-                f"output={self.path} holds completions of another {changed}; give another name, or delete it to begin "
-                "anew."
+                f"output={self.path} holds completions made with other values of {_changed(before, self._settings)}; "
+                f"give another name, or delete the file to start again."
             )
-        self._lines = [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        return [json.loads(line) for line in self._lines]
+        return [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def open_output(settings: GenerateSettings, run_dir: str, prompts: Sequence[Prompt], seed: int) -> OutputFile:
-    """The file that `settings` name, or completions.jsonl in `run_dir`, with what it holds already."""
+def open_completions(settings: GenerateSettings, run_dir: str, prompts: Sequence[Prompt], seed: int) -> CompletionsFile:
+    """The file that `settings` name, or completions.jsonl in `run_dir`; raises DataError as CompletionsFile does."""
     path = Path(settings.output or Path(run_dir) / "completions.jsonl").expanduser()
-    weights = state_of(locate(settings.checkpoint))
-    return OutputFile(path, ingredients(settings, [prompt.text for prompt in prompts], seed, weights))
+    weights = settings.source.file_states()
+    return CompletionsFile(path, completion_inputs(settings, [prompt.text for prompt in prompts], seed, weights))
 
 
-def ingredients(
+def completion_inputs(
     settings: GenerateSettings, prompts: Sequence[str], seed: int, weights: Sequence[tuple[str, int, int]]
-) -> Any:
-    """What completions are made of; two runs with the same may share a file. `weights` as `state_of` has them."""
+) -> dict[str, Any]:
+    """What completions are made from; two runs with the same may share a file. `weights` is from `Location.file_states`."""
     digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
     return {
         "checkpoint": settings.checkpoint,
@@ -93,10 +95,10 @@ def ingredients(
     }
 
 
-def _changed(side: Path, document: str) -> str:
-    """The names of what differs, for people."""
+def _changed(before: str, now: str) -> str:
+    """The names of the inputs that differ."""
     try:
-        before, now = json.loads(side.read_text(encoding="utf-8")), json.loads(document)
+        old, new = json.loads(before), json.loads(now)
     except ValueError:
-        return "run"
-    return " and ".join(name for name in now if before.get(name) != now[name]) or "run"
+        return "its settings"
+    return " and ".join(name for name in new if old.get(name) != new[name]) or "its settings"

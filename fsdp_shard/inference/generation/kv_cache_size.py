@@ -1,22 +1,17 @@
-"""How much memory the keys and values of earlier tokens will take, block by block, from the config alone. Pure."""
-
-from __future__ import annotations
+"""Estimates the memory of the KV cache, block by block, from the config alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from transformers import PretrainedConfig
 
 from fsdp_shard.inference.config import GenerationSettings
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from fsdp_shard.models import Block
+from fsdp_shard.models import Block
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a model is to keep in mind at once: `num_tokens` (prompt and answer) of each of `batch_size` texts."""
+class KVCacheBudget:
+    """What the KV cache must hold: `num_tokens` (prompt and answer) of each of `batch_size` texts."""
 
     batch_size: int
     num_tokens: int
@@ -25,33 +20,38 @@ class Room:
         return f"{self.batch_size} texts of {self.num_tokens} tokens"
 
 
-_CONVERSATION = 4096  # tokens to keep room for where nobody knows how long it gets
+_CONVERSATION = 4096  # tokens to reserve for a conversation, whose length is not known in advance
 
 
-def room_for(encoded: Sequence[Sequence[int]], settings: GenerationSettings) -> Room | None:
-    """The room that completing these prompts takes, of a conversation if there are none; None without a cache."""
+def kv_cache_budget(encoded: Sequence[Sequence[int]], settings: GenerationSettings) -> KVCacheBudget | None:
+    """The budget for completing `encoded` prompts, or for a conversation if there are none; None without a cache."""
     if settings.cache == "none":
         return None
     longest = max(map(len, encoded), default=_CONVERSATION)
     num_texts = max(min(settings.batch_size, len(encoded)), 1) * settings.num_beams
-    return Room(num_texts, longest + settings.max_new_tokens)
+    return KVCacheBudget(num_texts, longest + settings.max_new_tokens)
 
 
-def cache_bytes(config: PretrainedConfig, blocks: Sequence[Block], element_bytes: int, room: Room) -> dict[str, int]:
-    """Block FQN -> bytes of its keys and values: at most that, for a sliding window is counted as if it were whole.
+def cache_bytes(
+    config: PretrainedConfig, blocks: Sequence[Block], element_bytes: int, budget: KVCacheBudget
+) -> dict[str, int]:
+    """Bytes of the KV cache of each block: an upper bound, which counts a sliding window as full attention.
 
-    Nothing for a model whose config does not speak of heads, such as a state space model.
+    Args:
+        config: The model's config.
+        blocks: The model's blocks; only repeated ones have a cache, and of an encoder-decoder those of the decoder.
+        element_bytes: Bytes of one element, as of the compute dtype.
+        budget: Number and length of the texts.
+
+    Returns:
+        Block FQN -> bytes; empty for a model without attention heads, such as a state space model.
     """
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    hidden, all_heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
-    if not heads or not hidden or not all_heads:
+    num_heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    if not num_kv_heads or not hidden or not num_heads:
         return {}
-    width = getattr(text, "head_dim", None) or hidden // all_heads
-    layers = [block.fqn for block in blocks if block.repeated and _decodes(block.fqn, config)]
-    each = 2 * heads * width * element_bytes * room.batch_size * room.num_tokens
-    return dict.fromkeys(layers, each)
-
-
-def _decodes(fqn: str, config: PretrainedConfig) -> bool:
-    return not config.is_encoder_decoder or "decoder" in fqn.split(".")
+    head_dim = getattr(text, "head_dim", None) or hidden // num_heads
+    each = 2 * num_kv_heads * head_dim * element_bytes * budget.batch_size * budget.num_tokens
+    has_encoder = config.is_encoder_decoder
+    return {b.fqn: each for b in blocks if b.repeated and (not has_encoder or "decoder" in b.fqn.split("."))}

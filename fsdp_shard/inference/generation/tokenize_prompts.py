@@ -1,21 +1,19 @@
-"""Prompts and conversations to token ids that leave room for an answer. Knows tokenizers and configs, no model."""
-
-from __future__ import annotations
+"""Turns prompts and conversations into token ids that leave room for an answer in the model's context."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import transformers
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.generation.prompts import Prompt
 from fsdp_shard.models import check_causal
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
 Message = dict[str, str]
 
 
-def encode(
+def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     config: PretrainedConfig,
@@ -23,38 +21,47 @@ def encode(
     *,
     chat: bool = False,
 ) -> list[list[int]]:
-    """Token ids of each prompt; with `chat`, of a conversation in which it is what the user said.
+    """Tokenize each prompt.
 
-    Raises DataError for a prompt that leaves no room for `max_new_tokens` in the model's context, or has no tokens,
-    and ModelError when the model has no chat template or does not generate text.
+    Args:
+        tokenizer: The model's tokenizer.
+        prompts: The prompts.
+        config: The model's config, whose context length is the limit.
+        max_new_tokens: Tokens to leave room for.
+        chat: Put each prompt through the chat template, as a user's message.
+
+    Returns:
+        Token ids of each prompt.
+
+    Raises:
+        DataError: A prompt has no tokens, or leaves no room for `max_new_tokens`.
+        ModelError: The model does not generate text, or has no chat template for `chat`.
     """
     check_generates(config)
     if chat:
         check_chat(tokenizer)
-    room = context(config)
+    limit = context_length(config)
     encoded = []
     for prompt in prompts:
         message = {"role": "user", "content": prompt.text}
-        ids = chat_ids(tokenizer, [message]) if chat else list(tokenizer(prompt.text)["input_ids"])
+        ids = apply_chat_template(tokenizer, [message]) if chat else list(tokenizer(prompt.text)["input_ids"])
         if not ids:
-            raise DataError(f"{prompt.place} has no tokens that the model knows; give other text.")
+            raise DataError(f"{prompt.location} has no tokens that the model knows; give other text.")
         # An encoder reads the prompt and a decoder writes the answer: each has the whole context for it.
-        taken = 0 if config.is_encoder_decoder else max_new_tokens
-        if room is not None and max(len(ids) + taken, max_new_tokens) > room:
-            fewer = room if config.is_encoder_decoder else room - len(ids)
+        reserved = 0 if config.is_encoder_decoder else max_new_tokens
+        if limit is not None and max(len(ids) + reserved, max_new_tokens) > limit:
+            fewer = limit if config.is_encoder_decoder else limit - len(ids)
             advice = f", or generate at most {fewer}" if 0 < fewer < max_new_tokens else ""
             raise DataError(
-                f"{prompt.place} has {len(ids)} tokens, which with generation.max_new_tokens={max_new_tokens} exceeds "
-                f"the model's context of {room}; shorten it{advice}."
+                f"{prompt.location} has {len(ids)} tokens, which with generation.max_new_tokens={max_new_tokens} "
+                f"exceeds the model's context of {limit}; shorten it{advice}."
             )
         encoded.append(ids)
     return encoded
 
 
 def check_generates(config: PretrainedConfig) -> None:
-    """Raise ModelError unless the model that `config` names goes on from text, decoder-only or encoder-decoder."""
-    import transformers
-
+    """Raise ModelError unless the model generates text from text, as a decoder or an encoder-decoder."""
     if not config.is_encoder_decoder:
         check_causal(config)
         return
@@ -64,17 +71,17 @@ def check_generates(config: PretrainedConfig) -> None:
 
 
 def check_chat(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ModelError unless the model says how it wants a conversation written."""
+    """Raise ModelError unless the tokenizer has a chat template."""
     if tokenizer.chat_template is None:
-        raise ModelError("chat=true needs a chat template, and this model's tokenizer has none; leave chat out.")
+        raise ModelError("chat=true needs a chat template, and this model's tokenizer has none; remove chat=true.")
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """The conversation through the model's template, up to where its answer begins."""
+def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation, up to where the model's answer begins."""
     ids: Any = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     return list(ids)
 
 
-def context(config: PretrainedConfig) -> int | None:
-    """Tokens that the model can look at, where it has a limit."""
+def context_length(config: PretrainedConfig) -> int | None:
+    """Tokens that the model can attend to; None if there is no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -1,1 +1,1 @@
-"""Weights that stay in their files: memory maps, and reading blocks ahead of their use."""
+"""Running blocks whose weights stay in their files: memory maps, and reading blocks ahead of use."""

@@ -1,57 +1,82 @@
-"""Tensors seen where they lie in a checkpoint's own files, through `mmap`: no copy, no memory to be written first.
+"""Tensors as views of a checkpoint's own files, through `mmap`, without a copy.
 
-A tensor can be seen so when it is one contiguous run of one file, in the dtype that is wanted, at an address that its
-elements may have; or several runs, of as many ranks' files, that meet at borders of pages (see `stitching`). Views may
-be written to: what is written stays in this process. Knows files and no model.
+This works for a tensor that is one contiguous range of one file, in the wanted dtype and aligned to its elements. On
+Linux, it also works for one whose rows are spread over the files of ranks, if its parts begin and end at page
+boundaries: they are mapped to contiguous memory. Views may be written to: the changes are private to this process.
 """
 
-from __future__ import annotations
-
+import ctypes
 import mmap
 import os
+import resource
+import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import Any
 
 import torch
 
-from fsdp_shard.checkpoint import member, open_regular, to_torch
+from fsdp_shard.checkpoint import Span, TensorIndex, member, open_regular, to_torch
 from fsdp_shard.inference.offload.page_cache import FilePages
-from fsdp_shard.inference.offload.stitched_mmap import Stitched, meet_at_pages, stitch, ways_to_map
 
-if TYPE_CHECKING:
-    from fsdp_shard.checkpoint import Span, TensorIndex
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # on every Linux except alpha, mips and parisc
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 @dataclass(frozen=True)
 class _Mapped:
-    """One file; the descriptor lives as long as the mapping, for reading ahead."""
+    """One file; the descriptor stays open with the mapping, for reading ahead."""
 
     memory: mmap.mmap
     descriptor: int
     address: int
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self.descriptor)  # as Python ends, modules are gone before this is called
+        close(self.descriptor)  # a default, as modules are gone when this is called at the end of Python
+
+
+class _Stitched:
+    """Memory with `spans` one after the other, each at one of `addresses`; unmapped when its last user is gone."""
+
+    def __init__(self, base: int, num_bytes: int, spans: Sequence[Span], addresses: Sequence[int]) -> None:
+        self.spans, self.addresses = tuple(spans), tuple(addresses)
+        # Not at the end of the process: others may still use the memory then.
+        weakref.finalize(self, _libc.munmap, base, num_bytes).atexit = False
+
+    @property
+    def memory(self) -> Any:
+        """The bytes of all spans, as a buffer that keeps this object alive."""
+        num_bytes = sum(span.num_bytes for span in self.spans)
+        kind = type("StitchedMemory", (ctypes.c_ubyte * num_bytes,), {})
+        buffer = kind.from_address(self.addresses[0])  # type: ignore[attr-defined]  # mypy sees a plain `type`
+        buffer.owner = self
+        return buffer
 
 
 class MappedFiles:
-    """The files of `index`, each mapped once, when a tensor of it is first asked for."""
+    """The files of `index`, each mapped once, when a tensor in it is first requested."""
 
     def __init__(self, index: TensorIndex) -> None:
         self._index = index
         self._files: dict[str, _Mapped] = {}
-        self._stitched: dict[str, Stitched] = {}
+        self._stitched: dict[str, _Stitched] = {}
 
     def view(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """The stored tensor `name` in its file, or None where it has to be copied."""
+        """The stored tensor `name` as a view of its file, or None if it must be copied."""
         entry = self._index.entry(name)
         spans = self._spans(name)
         if not spans or to_torch(entry.dtype) != dtype or spans[0].start % dtype.itemsize:
             return None
         if any(span.stop > len(self._open(span.file).memory) for span in spans):
-            return None  # a file cut short is told of by whoever reads it
+            return None  # whoever reads it reports that the file is cut short
         buffer: Any = self._open(spans[0].file).memory
         offset = spans[0].start
         if len(spans) > 1:
@@ -59,17 +84,14 @@ class MappedFiles:
             if stitched is None:
                 return None
             buffer, offset = stitched.memory, 0
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            flat = torch.frombuffer(buffer, dtype=dtype, count=entry.num_elements, offset=offset)
-        return flat.view(entry.shape)
+        return _from_buffer(buffer, dtype, entry.num_elements, offset).view(entry.shape)
 
     def pages(self, names: Iterable[str]) -> list[FilePages]:
-        """Where tensors that `view` has given lie, neighbors taken together."""
-        whole = [spans[0] for name in set(names) if len(spans := self._spans(name)) == 1]
-        places = sorted((span.file, span.start, span.stop) for span in whole)
+        """The pages of tensors that `view` has returned; those of neighbors are joined."""
+        wanted = set(names)
+        single = [spans[0] for name in wanted if len(spans := self._spans(name)) == 1]
         joined: list[tuple[str, int, int]] = []
-        for file, start, stop in places:
+        for file, start, stop in sorted((span.file, span.start, span.stop) for span in single):
             if joined and joined[-1][0] == file and start - joined[-1][2] < mmap.PAGESIZE:
                 start, stop = joined[-1][1], max(stop, joined.pop()[2])
             joined.append((file, start, stop))
@@ -78,41 +100,90 @@ class MappedFiles:
             for file, start, stop in joined
             for mapped in [self._open(file)]
         ]
-        for stitched in (self._stitched[name] for name in sorted(set(names) & self._stitched.keys())):
+        for stitched in (self._stitched[name] for name in sorted(wanted & self._stitched.keys())):
             for span, address in zip(stitched.spans, stitched.addresses, strict=True):
                 owner = (self._open(span.file), stitched)
                 found.append(FilePages(owner, owner[0].descriptor, address - span.start, span.start, span.stop))
         return found
 
     def _spans(self, name: str) -> list[Span]:
-        """Where a tensor lies that is stored as it is; nothing where it is not."""
-        if not self._index.is_in_long_runs(name):
+        """The ranges of a tensor that is stored as it is, without a codec; otherwise none."""
+        if not self._index.entry(name).is_in_long_runs:
             return []
-        return self._index.places(name, 0, self._index.entry(name).num_elements)
+        return self._index.spans(name, 0, self._index.entry(name).num_elements)
 
-    def _stitch(self, name: str, spans: Sequence[Span]) -> Stitched | None:
-        if name not in self._stitched and meet_at_pages(spans):
-            made = stitch(spans, [self._open(span.file).descriptor for span in spans])
-            if made is not None:
-                self._stitched[name] = made
+    def _stitch(self, name: str, spans: Sequence[Span]) -> _Stitched | None:
+        if name not in self._stitched and _meet_at_pages(spans):
+            stitched = _stitch(spans, [self._open(span.file).descriptor for span in spans])
+            if stitched is not None:
+                self._stitched[name] = stitched
         return self._stitched.get(name)
 
     def _open(self, name: str) -> _Mapped:
         if name not in self._files:
             descriptor = open_regular(member(self._index.root, name))
             memory = _map(descriptor)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-            self._files[name] = _Mapped(memory, descriptor, address)
+            self._files[name] = _Mapped(memory, descriptor, _from_buffer(memory, torch.uint8, 1, 0).data_ptr())
         return self._files[name]
 
 
+def _from_buffer(buffer: Any, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset)
+
+
 def _map(descriptor: int) -> mmap.mmap:
-    *better, last = ways_to_map()
+    *better, last = _mapping_modes()
     for prot, flags in better:
         try:
             return mmap.mmap(descriptor, 0, flags=flags, prot=prot)
         except OSError:
             continue
     return mmap.mmap(descriptor, 0, flags=last[1], prot=last[0])
+
+
+def _meet_at_pages(spans: Sequence[Span]) -> bool:
+    """Whether each span but the last ends with a page of its file, and each but the first begins with one."""
+    return all(one.stop % mmap.PAGESIZE == 0 == two.start % mmap.PAGESIZE for one, two in pairwise(spans))
+
+
+def _stitch(spans: Sequence[Span], descriptors: Sequence[int]) -> _Stitched | None:
+    """Map `spans`, which meet at pages, of the files open as `descriptors`.
+
+    Returns:
+        The memory, or None: outside Linux, or if the process is at its limit of mappings or private memory.
+    """
+    if sys.platform != "linux":
+        return None
+    lows = [span.start // mmap.PAGESIZE * mmap.PAGESIZE for span in spans]
+    sizes = [-(-(span.stop - low) // mmap.PAGESIZE) * mmap.PAGESIZE for span, low in zip(spans, lows, strict=True)]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    base = _libc.mmap(None, sum(sizes), 0, flags, -1, 0)  # reserves a free range of addresses
+    if base == _FAILED:
+        return None
+    at, addresses = base, []
+    for span, low, size, descriptor in zip(spans, lows, sizes, descriptors, strict=True):
+        if not _map_at(at, size, descriptor, low):
+            _libc.munmap(base, sum(sizes))
+            return None
+        addresses.append(at + span.start - low)
+        at += size
+    return _Stitched(base, sum(sizes), spans, addresses)
+
+
+def _mapping_modes() -> list[tuple[int, int]]:
+    """Protection and flags to map a file with, best first: copy-on-write, else read-only.
+
+    If private memory is limited (RLIMIT_DATA), only read-only: writable mappings count in full, so a few tensors would
+    use up the limit.
+    """
+    read_only = (mmap.PROT_READ, mmap.MAP_SHARED)
+    if resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY:
+        return [read_only]
+    return [(mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE), read_only]
+
+
+def _map_at(at: int, size: int, descriptor: int, low: int) -> bool:
+    modes = _mapping_modes()
+    return any(_libc.mmap(at, size, prot, flags | _MAP_FIXED, descriptor, low) == at for prot, flags in modes)

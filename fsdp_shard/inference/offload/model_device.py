@@ -1,20 +1,17 @@
-"""`model.device` of an offloaded model: the device that computes, also while its first parameter is on meta.
+"""Keeps `model.device` of an offloaded model right: the device that computes, even if its first parameter is on meta.
 
 transformers creates tensors there (the first tokens of a decoder), and has a property for it that looks at the first
-parameter. A property can be overridden by a subclass only, so here, and nowhere else, a model's class is replaced. An
-empty parameter on the right device, before all others, would do too, but `named_parameters()` and `state_dict()` would
-show it.
+parameter. Only a subclass can override a property, so here, and nowhere else, a model's class is replaced. An empty
+parameter on the right device, before all others, would also work, but show up in `named_parameters()` and
+`state_dict()`.
 """
 
-from __future__ import annotations
-
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 
-def set_device(model: nn.Module, device: torch.device) -> None:
-    """Let `.device` be `device` in `model` and the transformers models in it whose first parameter is on meta."""
+def set_device(model: torch.nn.Module, device: torch.device) -> None:
+    """Make `.device` return `device` in `model` and the transformers models in it whose first parameter is on meta."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.device.type == "meta":
             cls = type(module)

@@ -1,11 +1,9 @@
-"""Pages of mapped files: brought into memory ahead of their reader, and let go behind it. Knows no tensors.
+"""Pages of mapped files: populated ahead of their reader, and dropped after use.
 
-Bringing in is left to the kernel (`MADV_POPULATE_READ`, Linux 5.14), which fills the page cache and this process' page
-table in one go and needs next to no time of a core for it; two threads keep the disk busy (docs/decisions.md). Where
-that is not to be had, the files are read into a small buffer that is thrown away.
+Populating is left to the kernel (`MADV_POPULATE_READ`, Linux 5.14), which fills the page cache and this process's page
+table at once and needs little processor time; two threads keep the disk busy (docs/decisions.md). On older kernels the
+files are read into a small buffer that is discarded.
 """
-
-from __future__ import annotations
 
 import ctypes
 import mmap
@@ -27,7 +25,7 @@ _local = threading.local()
 
 @dataclass(frozen=True)
 class FilePages:
-    """The bytes [start, stop) of a mapped file; `owner` keeps mapping and descriptor alive, `address` is its byte 0."""
+    """The bytes [start, stop) of a mapped file; `owner` keeps mapping and descriptor alive, `address` is of byte 0."""
 
     owner: object
     descriptor: int
@@ -37,43 +35,42 @@ class FilePages:
 
     @property
     def num_bytes(self) -> int:
+        """Their number."""
         return self.stop - self.start
 
-    def parts(self) -> list[FilePages]:
-        """Itself, in parts of a few MB."""
+    def parts(self) -> "list[FilePages]":
+        """Divided into parts of a few MB."""
         starts = range(self.start, self.stop, PART_BYTES)
         return [replace(self, start=start, stop=min(start + PART_BYTES, self.stop)) for start in starts]
 
     def is_resident(self) -> bool:
-        """Whether the page cache has a part, told by a page in its middle: the others come and go with that one, but
-        for borders. To look at all of them would take a tenth of the time that a block computes.
+        """Whether the page cache has a part, judged by a page in its middle, as the others come and go with that one.
+
+        To look at all of them would take a tenth of the time that a block computes.
         """
         middle = _down((self.start + self.stop) // 2)
         found = ctypes.c_ubyte()
         if _libc.mincore(ctypes.c_void_p(self.address + middle), ctypes.c_size_t(1), ctypes.byref(found)) != 0:
-            return True  # not to be known: a fault will tell
+            return True  # unknown: a page fault reads it if not
         return bool(found.value & 1)
 
-    def in_large_pages(self) -> None:
-        """Ask for large pages where these come in: the kernel's tables of them are quick to make and to look into."""
+    def advise_huge(self) -> None:
+        """Ask for huge pages where these are mapped: their page tables are quick to make and to look up."""
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._advise(mmap.MADV_HUGEPAGE, *self._outer())
+            self._advise(mmap.MADV_HUGEPAGE, _down(self.start), _up(self.stop))
 
-    def bring_in(self) -> None:
-        """Have a part in the page cache and in this process' page table; OSError where its file cannot be read."""
-        if not self._advise(_POPULATE_READ, *self._outer()):
-            self._read()
-
-    def _read(self) -> None:
-        """Through a buffer into the page cache, from where faults bring it into the page table."""
-        if not hasattr(_local, "scratch"):
-            _local.scratch = memoryview(mmap.mmap(-1, PART_BYTES))
-        pread_into(self.descriptor, self.start, _local.scratch[: self.num_bytes])
+    def populate(self) -> None:
+        """Read a part into the page cache and map it; raises OSError if its file cannot be read."""
+        if not self._advise(_POPULATE_READ, _down(self.start), _up(self.stop)):
+            # Into the page cache only; page faults map it.
+            if not hasattr(_local, "scratch"):
+                _local.scratch = memoryview(mmap.mmap(-1, PART_BYTES))
+            pread_into(self.descriptor, self.start, _local.scratch[: self.num_bytes])
 
     def drop(self, *, from_cache: bool) -> None:
-        """Give the memory up; with `from_cache`, that of the page cache too. Only whole pages: others may be shared.
+        """Unmap the pages; with `from_cache`, also drop them from the page cache. What was written to them is lost.
 
-        What was written to these pages is lost.
+        Pages at the borders, which may be shared, stay.
         """
         low, high = _up(self.start), _down(self.stop)
         if low < high:
@@ -81,30 +78,31 @@ class FilePages:
             if from_cache and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self.descriptor, low, high - low, os.POSIX_FADV_DONTNEED)
 
-    def _outer(self) -> tuple[int, int]:
-        return _down(self.start), _up(self.stop)
-
     def _advise(self, advice: int, low: int, high: int) -> bool:
         address, size = ctypes.c_void_p(self.address + low), ctypes.c_size_t(high - low)
         return bool(_libc.madvise(address, size, ctypes.c_int(advice)) == 0)
 
 
 class PageReader:
-    """Brings pages in from a few threads. What is asked for first comes first, whoever asks."""
+    """Populates pages from a few threads, in the order in which they are requested."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fsdp-shard-pages")
 
-    def bring_in(self, parts: Sequence[FilePages], *, dropped: bool) -> None:
-        """Have `parts` in memory. `dropped` ones are not in the page table, whether the page cache has them or not."""
-        wanted = [part for part in parts if dropped or not part.is_resident()]
-        errors = [future.exception() for future in [self._pool.submit(part.bring_in) for part in wanted]]
-        if first := next(filter(None, errors), None):
-            raise first
+    def populate(self, parts: Sequence[FilePages], *, is_unmapped: bool) -> None:
+        """Read and map `parts`; `is_unmapped` ones are populated even if the page cache has them.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
+        wanted = [part for part in parts if is_unmapped or not part.is_resident()]
+        for error in [future.exception() for future in [self._pool.submit(part.populate) for part in wanted]]:
+            if error is not None:
+                raise error
 
 
 def resident_bytes(pages: Sequence[FilePages]) -> int:
-    """Bytes of `pages` that the page cache holds, to within a few MB."""
+    """Bytes of `pages` in the page cache, to within a few MB."""
     return sum(part.num_bytes for these in pages for part in these.parts() if part.is_resident())
 
 

@@ -1,16 +1,13 @@
-"""Tensors out of a checkpoint into memory that is already there, on any device and in any dtype, with no whole copy.
+"""Reads tensors of a checkpoint into existing memory, on any device and in any dtype, without a copy of the whole.
 
-What is stored in the dtype that is wanted is read straight into CPU memory. All else goes through a staging buffer a
-thread, which is reused: writing into fresh pages is several times slower than into used ones. Several threads read at
-once, which disks are faster with. Knows no model.
+What is stored in the wanted dtype is read directly into CPU memory. All else goes through a staging buffer per thread,
+which is reused: writing to fresh pages is several times slower than to used ones. Several threads read at once, which
+is faster on disks.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import torch
 
@@ -29,8 +26,11 @@ class TensorReader:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="fsdp-shard-read")
 
     def fill_all(self, wanted: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """`fill` each, several at once; the first error is raised once none of them is being written to any more."""
-        self._together([partial(self.fill, name, out) for name, out in wanted])
+        """`fill` each, several at once; the first error is raised when none of them is being written to any more."""
+        futures = [self._pool.submit(self.fill, name, out) for name, out in wanted]
+        for error in [future.exception() for future in futures]:
+            if error is not None:
+                raise error
 
     def fill(self, name: str, out: torch.Tensor) -> None:
         """Copy the stored tensor `name` into `out` (contiguous, same shape), cast to its dtype."""
@@ -57,12 +57,3 @@ class TensorReader:
             part = staging[: len(out) - start]
             self.index.read_into(name, start, tensor_bytes(part))
             out[start : start + len(part)].copy_(part)
-
-    def _together(self, works: Sequence[Callable[[], None]]) -> None:
-        if len(works) == 1:
-            works[0]()
-            return
-        futures = [self._pool.submit(work) for work in works]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]

@@ -1,7 +1,4 @@
-"""How a saved step of a run is found again and restored: model, optimizer and trainer, all of it or nothing.
-
-Saving is `saving`'s; how bytes lie on the disk is `checkpoint`'s.
-"""
+"""Finds the step that a run resumes from, and restores model, optimizer and trainer state, all of it or nothing."""
 
 from __future__ import annotations
 
@@ -9,101 +6,83 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_shard.checkpoint import (
-    CHECKPOINTS,
-    MANIFEST,
-    OPTIMIZER,
-    TRAINER,
-    CheckpointConfig,
-    RemoteStore,
-    Store,
-    check_content,
-    check_files,
-    check_slots,
-    create_state,
-    fetch_latest,
-    has_file,
-    has_optimizer,
-    is_remote,
-    load_shards,
-    local_copy,
-    open_checkpoint,
-    optimizer_shards,
-    parse_step,
-    resolve as resolve_step,
-    used_parameters,
-)
+from fsdp_shard import checkpoint
+from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, TRAINER, CheckpointConfig, RemoteStore, Store
+from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.model_setup import LoadedModel
+from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from fsdp_shard.distributed import DistributedContext
-
 
 def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again: bool = False) -> Path | None:
-    """The step directory that a run goes on from, or None where it begins anew.
+    """Find the step directory that a run resumes from.
 
-    `resume` is auto (the latest step in `run_dir`, if there is one), never, or the path of a run or a step. Where
-    `remote` has a later step than `run_dir`, auto downloads it. With `is_again` the steps in `run_dir` are this run's
-    own, from before its ranks were started again, and it goes on from them whatever it began with.
+    Args:
+        resume: auto (the latest step in `run_dir` or, if it is later, on `remote`, which is downloaded), never, or the
+            path or address of a run or a step.
+        run_dir: The run directory.
+        remote: Address of the remote store of the run.
+        is_again: The steps in `run_dir` are of this run, from before its ranks were restarted, so it resumes from them
+            whatever `resume` says.
 
-    Raises ConfigError when steps would be written over, CheckpointError when a step cannot be resumed from,
-    RemoteError when a remote store cannot be read.
+    Returns:
+        The step directory, or None if the run starts at the beginning.
+
+    Raises:
+        ConfigError: Steps would be overwritten.
+        CheckpointError: The step cannot be resumed from.
+        RemoteError: The remote store cannot be read.
     """
-    store = Store(Path(run_dir) / CHECKPOINTS)
-    _refuse_nameless(store, store.latest())
+    store = Store(Path(run_dir) / checkpoint.CHECKPOINTS)
+    _refuse_missing_manifests(store)
     above = None if remote is None else RemoteStore(remote)
     if is_again and store.latest() is not None:
         resume = "auto"
-    if resume == "auto" and above is not None:
-        fetch_latest(above, store)
-    latest = store.latest()
     if resume == "auto":
+        if above is not None:
+            checkpoint.fetch_latest(above, store)
+        latest = store.latest()
         return None if latest is None else _check_complete(store.path(latest))
-    held = None if above is None else above.latest()
-    if resume == "never":
-        for there, place, name in (
-            (latest, f"run_dir={run_dir}", "run_dir"),
-            (held, f"checkpoint.remote={remote}", "checkpoint.remote"),
-        ):
-            if there is not None:
-                raise ConfigError(
-                    f"resume=never, but {place} already holds checkpoints up to step {there}; give another {name}, or "
-                    f"resume=auto to go on from there."
-                )
-        return None
-    resume = str(local_copy(resume)) if is_remote(resume) else os.path.expanduser(resume)
-    if not Path(resume).exists():
-        raise CheckpointError(f"resume={resume} does not exist; give a run directory, a step directory, auto or never.")
-    for root in (Path(resume), Path(resume) / CHECKPOINTS):
-        _refuse_nameless(Store(root), Store(root).latest())
-    found = _check_complete(resolve_step(Path(resume)))
-    if latest is not None and found.resolve() != store.path(latest).resolve():
-        raise ConfigError(
-            f"resume={resume} would go on beside the checkpoints that run_dir={run_dir} already holds, up to step "
-            f"{latest}, and in the end write over them; give another run_dir."
-        )
-    if above is not None and held is not None and above.manifest(held) != (found / MANIFEST).read_bytes():
-        raise ConfigError(
-            f"resume={resume} would go on beside the checkpoints that checkpoint.remote={remote} already holds, up to "
-            f"step {held}; give another checkpoint.remote."
-        )
+    found = None if resume == "never" else _find_other(resume)
+    local, uploaded = store.latest(), None if above is None else above.latest()
+    if local is not None and (found is None or found.resolve() != store.path(local).resolve()):
+        raise _would_overwrite(resume, "run_dir", run_dir, local)
+    content = None if found is None else (found / MANIFEST).read_bytes()
+    if above is not None and uploaded is not None and content != above.manifest(uploaded):
+        raise _would_overwrite(resume, "checkpoint.remote", above.url, uploaded)
     return found
 
 
+def _find_other(resume: str) -> Path:
+    """The step directory at the path or address `resume` of a run or a step."""
+    path = checkpoint.local_copy(resume) if checkpoint.is_remote(resume) else Path(os.path.expanduser(resume))
+    if not path.exists():
+        raise CheckpointError(f"resume={resume} does not exist; give a run directory, a step directory, auto or never.")
+    for root in (path, path / checkpoint.CHECKPOINTS):
+        _refuse_missing_manifests(Store(root))
+    return _check_complete(checkpoint.latest_step_directory(path))
+
+
+def _would_overwrite(resume: str, setting: str, value: str, step: int) -> ConfigError:
+    return ConfigError(
+        f"resume={resume} would in the end overwrite checkpoints: {setting}={value} already holds checkpoints up to "
+        f"step {step}. Give another {setting}, or resume=auto to resume from there."
+    )
+
+
 def read_trainer(step_directory: Path) -> TrainerState:
-    """The trainer's state in a step directory; CheckpointError when it is not what was written."""
+    """Read the trainer state of a step; raises CheckpointError if it is damaged."""
     path = step_directory / TRAINER
     return TrainerState.from_json(path.read_text(encoding="utf-8"), str(path))
 
 
 def open_trainer(step_directory: Path | None, seed: int, data: str) -> TrainerState:
-    """Where the run stands: as the step says, or at the beginning. Raises ConfigError when seed or data are others."""
+    """The trainer state of a step, or the initial one; raises ConfigError if it has another seed or other data."""
     if step_directory is None:
         return TrainerState(seed=seed, data=data)
     state = read_trainer(step_directory)
@@ -112,7 +91,7 @@ def open_trainer(step_directory: Path | None, seed: int, data: str) -> TrainerSt
 
 
 def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) -> bool:
-    """Whether the run in `run_dir` has come to its end and written its result: then there is nothing to do."""
+    """Whether the run in `run_dir` has ended and written its result, so that nothing is left to do."""
     if step_directory is None or not (Path(run_dir) / RESULT).exists():
         return False
     state = read_trainer(step_directory)
@@ -120,12 +99,12 @@ def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) 
 
 
 def check_optimizer(step_directory: Path | None) -> None:
-    """Raise CheckpointError where a run that is not finished would go on from a step without optimizer state."""
-    if step_directory is None or has_optimizer(check_files(step_directory)):
+    """Raise CheckpointError if the run would resume from a step that lacks the optimizer state."""
+    if step_directory is None or checkpoint.has_optimizer(checkpoint.check_files(step_directory)):
         return
     if _has_updated(step_directory):
         raise CheckpointError(
-            f"{step_directory} cannot be resumed from: it has no {OPTIMIZER}/, as it was saved with "
+            f"{step_directory} cannot be resumed from: it has no {OPTIMIZER}/, because it was saved with "
             f"checkpoint.optimizer=false or is older than checkpoint.keep_optimizer_last. To train from its weights "
             f"only, give it as model.path."
         )
@@ -134,31 +113,48 @@ def check_optimizer(step_directory: Path | None) -> None:
 def restore_optimizer(
     optimizer: Optimizer, loaded: LoadedModel, step_directory: Path, context: DistributedContext
 ) -> None:
-    """Fill the optimizer's state from a step directory of any layout, wrapper and number of ranks; a collective.
+    """Fill the optimizer's state from a step of any layout, wrapper and number of ranks; a collective.
 
-    Every state that this optimizer keeps must be there and no other, or CheckpointError on all ranks. Only of a
-    parameter that never had a gradient, such as a part of the model that sees pictures, there is none, and none at all
-    where every step so far was skipped.
+    The step must have exactly the states that this optimizer keeps, except for parameters that never had a gradient,
+    such as the image part of a model that saw only text. If every step so far was skipped, it has none.
+
+    Args:
+        optimizer: The optimizer, which has not stepped yet.
+        loaded: The model.
+        step_directory: The step.
+        context: The ranks.
+
+    Raises:
+        CheckpointError: A state is missing, unexpected, or has another shape.
     """
-    if not context.decide(lambda: _has_updated(step_directory)):
+    if not run_on_main(context, lambda: _has_updated(step_directory)):
         return
     shards = loaded.model.local_shards()
-    with context.together(lambda: open_checkpoint(step_directory / OPTIMIZER)) as index:
-        create_state(optimizer, [shards[name].tensor for name in used_parameters(index, shards)])
-        states = optimizer_shards(optimizer, shards)
+    with run_on_all(context, lambda: checkpoint.open_checkpoint(step_directory / OPTIMIZER)) as index:
+        used = checkpoint.used_parameters(index, shards)
+        checkpoint.create_state(optimizer, [shards[name].tensor for name in used])
+        states = checkpoint.optimizer_shards(optimizer, shards)
         names = set().union(*context.all_gather_object(set(states)))
-        context.together(lambda: check_slots(index, states, names))
-        context.together(lambda: load_shards(index, states))
+        run_on_all(context, lambda: checkpoint.check_slots(index, states, names))
+        run_on_all(context, lambda: checkpoint.load_shards(index, states))
 
 
 def verify_resumed(step_directory: Path | None, config: CheckpointConfig, context: DistributedContext) -> None:
-    """Compare every byte of the step to go on from with its digests, each rank a part; CheckpointError on all ranks.
+    """Check that a step has its optimizer state, and compare every byte of it with its digests, each rank a part.
 
-    Its optimizer state must be there.
+    A collective.
+
+    Args:
+        step_directory: The step that the run resumes from, if any.
+        config: With `verify_on_resume=false`, nothing is compared.
+        context: The ranks.
+
+    Raises:
+        CheckpointError: The step is damaged or incomplete.
     """
-    context.together(lambda: check_optimizer(step_directory))
+    run_on_all(context, lambda: check_optimizer(step_directory))
     if step_directory is not None and config.verify_on_resume:
-        context.together(lambda: check_content(step_directory, context.rank, context.world_size))
+        run_on_all(context, lambda: checkpoint.check_content(step_directory, context.rank, context.world_size))
 
 
 def _has_updated(step_directory: Path) -> bool:
@@ -167,25 +163,26 @@ def _has_updated(step_directory: Path) -> bool:
     return state.num_skipped < state.step
 
 
-def _refuse_nameless(store: Store, latest: int | None) -> None:
-    """Refuse to pass over a newer step that has lost its manifest: steps get their name together with it."""
+def _refuse_missing_manifests(store: Store) -> None:
+    """Refuse to ignore a later step that has lost its manifest: a step has its manifest before it gets its name."""
+    latest = store.latest()
     for entry in sorted(store.root.iterdir()) if store.root.is_dir() else ():
-        step = parse_step(entry.name)
-        if step is not None and (latest is None or step > latest) and not has_file(entry, MANIFEST):
+        step = checkpoint.parse_step(entry.name)
+        if step is not None and (latest is None or step > latest) and not checkpoint.has_file(entry, MANIFEST):
             raise CheckpointError(
-                f"{entry} has no {MANIFEST}, which it was given with its name: the checkpoint is damaged. Remove it to "
-                "go on from an earlier one, or to begin anew."
+                f"{entry} has no {MANIFEST}: the checkpoint is damaged. Delete it to resume from an earlier one, or to "
+                "start at the beginning."
             )
 
 
 def _check_complete(directory: Path) -> Path:
-    """Refuse a step from which not everything would be restored: what is missing would drift in silence."""
-    for name, what in ((MANIFEST, "the list of its files"), (TRAINER, "the trainer's state")):
-        if not has_file(directory, name):
+    """Refuse a step from which not everything would be restored: training would silently differ."""
+    for name, what in ((MANIFEST, "the list of its files"), (TRAINER, "the trainer state")):
+        if not checkpoint.has_file(directory, name):
             raise CheckpointError(
                 f"{directory} cannot be resumed from: it has no {name}, which is {what}. To train from its weights "
                 f"only, give it as model.path."
             )
-    if TRAINER not in check_files(directory).files:
+    if TRAINER not in checkpoint.check_files(directory).files:
         raise CheckpointError(f"{directory} cannot be resumed from: its {MANIFEST} does not list {TRAINER}.")
     return directory

@@ -1,9 +1,9 @@
-"""A lock on a run directory, so that two runs never write into one. Knows nothing of what is in it.
+"""A lock on a run directory, so that two runs never write to the same one.
 
-Rank 0 holds an advisory lock (flock) on RUN_DIR/.lock for as long as it lives: the system gives it back when the
-process ends, however it ends, so a lock is never stale. On a file, and not on the directory, since NFS has the machines
-agree on locks of files that are open for writing. What the file says is for people. Where the file system has no locks,
-runs are not kept out (`doctor` tells).
+Rank 0 holds an advisory lock (flock) on RUN_DIR/.lock while it lives: the system releases it when the process ends, in
+whatever way, so a lock is never stale. It is on a file, not on the directory, because NFS shares the locks only of files
+that are open for writing. The content of the file is for people. If the file system has no locks, other runs are not
+kept out (`doctor` warns).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def run_lock(run_dir: str, context: DistributedContext) -> Iterator[None]:
-    """Keep other runs out of `run_dir` while the block runs; ConfigError, on all ranks, if another one is in it."""
-    handle = context.together(lambda: _take(Path(run_dir)) if context.is_main else None)
+    """Lock `run_dir` against other runs while the block runs; raises ConfigError on all ranks if another run has it."""
+    handle = run_on_all(context, lambda: _acquire(Path(run_dir)) if context.is_main else None)
     try:
         yield
     finally:
@@ -41,7 +42,7 @@ def run_lock(run_dir: str, context: DistributedContext) -> Iterator[None]:
 
 
 def holder(run_dir: Path) -> str | None:
-    """Who is in `run_dir`, for people; None when nobody is. Changes nothing."""
+    """Description of the run that has locked `run_dir`, or None. Changes nothing."""
     try:
         handle = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -53,7 +54,7 @@ def holder(run_dir: Path) -> str | None:
 
 
 def _lock(handle: int, kind: int) -> bool:
-    """Lock an open file at once, unless another process has; True also where the file system has no locks."""
+    """Try to lock an open file; True also if the file system has no locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -65,9 +66,17 @@ def _lock(handle: int, kind: int) -> bool:
 
 
 def check_free(run_dir: str, *, may_join: bool) -> bool:
-    """Whether a run that this command joins is in `run_dir`; ConfigError if another one is. Changes nothing.
+    """Check early, before anything is written, that `run_lock` will succeed. Changes nothing.
 
-    `run_lock` has the last word: this is for finding out before anything is written.
+    Args:
+        run_dir: The run directory.
+        may_join: This command may join the run that has locked it, as in an elastic launch.
+
+    Returns:
+        Whether there is such a run to join.
+
+    Raises:
+        ConfigError: Another run has locked the directory.
     """
     other = holder(Path(run_dir))
     if other is not None and not may_join:
@@ -81,10 +90,10 @@ def _in_use(run_dir: Path, other: str) -> ConfigError:
     )
 
 
-def _take(run_dir: Path) -> int:
+def _acquire(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
-    while not _is_there(handle := _open(run_dir), run_dir):
-        os.close(handle)  # whoever had it has ended just now, and removed it
+    while not _is_current(handle := _open(run_dir), run_dir):
+        os.close(handle)  # the run that had it has just ended and deleted it
     os.ftruncate(handle, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
@@ -99,7 +108,7 @@ def _open(run_dir: Path) -> int:
     return handle
 
 
-def _is_there(handle: int, run_dir: Path) -> bool:
+def _is_current(handle: int, run_dir: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(handle), os.stat(run_dir / LOCK))
     except FileNotFoundError:
@@ -110,5 +119,5 @@ def _holder(run_dir: Path) -> str:
     try:
         known = json.loads((run_dir / LOCK).read_text())
         return f"process {known['pid']} on {known['host']}, since {known['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it is only just writing it
-        return "which has only just started"
+    except (OSError, ValueError, KeyError, TypeError):  # it is being written
+        return "which has just started"

@@ -1,31 +1,33 @@
-"""The loss curves of a run as a PNG, from the rows of its logs. Needs matplotlib, and says so before training."""
+"""The loss curves of a run as a PNG, drawn by matplotlib from the rows of its logs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import require_package
 
 _INK, _TRAIN, _HELD_OUT = "#333333", "#3b6fb6", "#d1495b"
 
 
 def check_plots() -> None:
-    """Raise ConfigError when curves were asked for and cannot be drawn."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            "train.plot=true needs matplotlib, which is not installed. Install it with "
-            "pip install 'fsdp-shard[plots]', or set train.plot=false."
-        )
+    """Raise ConfigError if matplotlib is not installed."""
+    require_package("matplotlib", "plots", "train.plot=true", "set train.plot=false")
 
 
 def plot_losses(
     train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]], target: Path, title: str
 ) -> None:
-    """Draw `loss` over `step` of the rows of both logs into the PNG file `target`; either may be empty."""
+    """Plot the loss over the steps.
+
+    Args:
+        train: Rows of metrics.jsonl, which may be empty.
+        held_out: Rows of evaluations.jsonl, which may be empty.
+        target: The PNG file.
+        title: Title of the plot.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -47,7 +49,7 @@ def plot_losses(
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Mean of the last `width` values at each place; of as many as there are at the start."""
+    """Return the mean of the last `width` values at each index; of fewer at the start."""
     return [math.fsum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
 
 

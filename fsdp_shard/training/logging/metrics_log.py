@@ -1,58 +1,52 @@
-"""A log of JSON lines, one row a step, that a resumed run goes on with as if it had never stopped."""
+"""A log of JSON lines, one row per step, that a resumed run continues as if it had never stopped."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from fsdp_shard.utils import write_atomically
 
 
 class MetricsLog:
-    """Appends rows that have a `step` to a file, each one written as soon as it is known.
+    """Appends rows that have a `step` to a file, each as soon as it is known.
 
-    Rows after `resumed_step` are left over from a run that went further than its last checkpoint: they are cut off at
-    the start, and so is a line that was never finished. With None the file begins anew.
+    Args:
+        path: The file.
+        resumed_step: Rows of later steps, left by a run that went beyond its last checkpoint, are removed, and so is
+            an incomplete line. None starts a new file.
     """
 
     def __init__(self, path: Path, resumed_step: int | None = None) -> None:
         kept = [] if resumed_step is None else [row for row in read_rows(path) if row["step"] <= resumed_step]
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        os.replace(temporary, path)
+        write_atomically(path, "".join(_line(row) for row in kept))
         self._stream = path.open("ab", buffering=0)
-        self._left = b""
+        self._pending = b""
 
     def write(self, row: Mapping[str, Any]) -> OSError | None:
-        """Append one row; it must have a `step`. What the disk has no room for is kept, and tried with the next row.
+        """Append a row. What cannot be written, as on a full disk, is kept and tried again with the next row.
 
-        Returns why, as training is not to end for it.
+        Returns:
+            The error, which need not end the training, or None.
         """
-        self._left += _line(row).encode()
+        self._pending += _line(row).encode()
         try:
-            while self._left:
-                self._left = self._left[self._stream.write(self._left) :]
+            while self._pending:
+                self._pending = self._pending[self._stream.write(self._pending) :]
         except OSError as error:
             return error
         return None
 
     def close(self) -> None:
+        """Close the file."""
         self._stream.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of such a log; none when there is no file. Lines that are not whole are left out."""
+    """Read the rows of a log, without incomplete lines; an empty list if there is no file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

@@ -1,19 +1,18 @@
-"""How much of a GPU's arithmetic a run uses (MFU): operations that the model needs, over what the device could do.
+"""Model FLOPs utilization (MFU): the operations that the model needs, over what the GPUs could do.
 
-Pure functions of a config and a device's name. What is not known is left out, never guessed.
+What is not known is None, never a guess.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fsdp_shard.distributed import DistributedContext
-    from fsdp_shard.training.model_setup import LoadedModel
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.training.load_model import LoadedModel
 
-# Dense bfloat16 operations a second, from NVIDIA's and AMD's data sheets (without sparsity); the first match counts.
+# Dense bfloat16 operations per second from the data sheets of NVIDIA and AMD, by the first pattern that matches.
 _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     (r"\bGB200\b", 2.5e15),
     (r"\bB200\b", 2.25e15),
@@ -31,32 +30,39 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations a second of a GPU by the name that torch gives it; None for others."""
+    """Return the dense bfloat16 operations per second of a GPU by its name in torch; None if it is not known."""
     return next((peak for pattern, peak in _PEAK_FLOPS if re.search(pattern, device_name, re.IGNORECASE)), None)
 
 
 def flops_per_token(config: Any, num_matmul_params: int, sequence_length: int) -> float | None:
-    """Operations of one token's forward and backward pass: 6 N + 12 L H Q T.
+    """Return the operations of the forward and backward pass per token: 6 N + 12 L H Q T.
 
-    From Chowdhery et al., PaLM (2022), appendix B, with N the parameters that are multiplied with (all but those that
-    are looked up), L layers, H heads of size Q and T tokens in a sequence. Recomputed activations do not count, and
-    causal attention counts in full, as there. None for configs whose layers, heads or experts it does not fit.
+    The formula is from Chowdhery et al., PaLM (2022), appendix B. Recomputed activations do not count; causal attention
+    counts in full.
+
+    Args:
+        config: The transformers config, with L layers and H heads of size Q.
+        num_matmul_params: N, the parameters without those that are only looked up.
+        sequence_length: T, in tokens.
+
+    Returns:
+        None for configs whose layers, heads or experts do not fit the formula.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _text_config(config)
     layers, heads, hidden = (
         getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
         return None
     if any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        return None  # N would have to be the parameters that a token meets
+        return None  # N would have to be the active parameters
     head_dim = getattr(text, "head_dim", None) or hidden // heads
     return 6.0 * num_matmul_params + 12.0 * layers * heads * head_dim * sequence_length
 
 
 def num_matmul_params(config: Any, num_params: int) -> int:
-    """All parameters of a model but an embedding that is not its output head too."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    """Return the number of parameters without an input embedding that is not tied to the output head."""
+    text = _text_config(config)
     is_tied = getattr(config, "tie_word_embeddings", True)
     return num_params if is_tied else num_params - int(text.vocab_size) * int(text.hidden_size)
 
@@ -64,10 +70,11 @@ def num_matmul_params(config: Any, num_params: int) -> int:
 def utilization(
     loaded: LoadedModel, param_dtype: str, sequence_length: int, context: DistributedContext
 ) -> Callable[[float], float] | None:
-    """From the tokens a second of all ranks to the part of their GPUs' arithmetic that the model needed, 0 to 1.
+    """Return a function from the tokens per second of all ranks to the utilization of their GPUs, from 0 to 1.
 
-    None on the CPU, on GPUs and for models that are not known, in other types than bfloat16, and with frozen
-    parameters, for which the formula would count gradients that nobody computes.
+    Returns:
+        None on the CPU, for unknown GPUs and models, for other dtypes than bfloat16, and with frozen parameters, whose
+        gradients the formula would count.
     """
     import torch
 
@@ -84,3 +91,7 @@ def utilization(
     if peak is None or each is None:
         return None
     return lambda tokens_per_second: tokens_per_second * each / (peak * context.world_size)
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -1,4 +1,4 @@
-"""What a person watching the run sees: a bar on a terminal, plain lines elsewhere. Only rank 0 makes one."""
+"""Progress of a run on standard error: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, TextIO
 
-from fsdp_shard.training.loop import StepReport
+from fsdp_shard.training.step import StepReport
 from fsdp_shard.utils import format_size
 
-_MOST_SOURCES = 6  # that are told of in a line
+_MAX_SOURCES = 6  # of a mixture, in a line
 
 
 class Progress:
-    """Shows reports of steps `first_step` + 1 to `num_steps`; in plain lines one for every `log_every` of them.
+    """Shows the reports of steps; to be closed.
 
-    Loss and tokens a second of a plain line are those of all steps since the line before; of a mixture, it also has
-    each source's part of all tokens so far. The time that is left counts what happens between steps too, evaluations
-    and saves. With `enabled` false (ranks other than 0) nothing is shown.
+    Loss and tokens per second of a plain line are those of all steps since the line before; for a mixture, it also has
+    the fraction of each source in all tokens so far. The remaining time includes evaluations and saves.
+
+    Args:
+        num_steps: Last step of the run.
+        first_step: Step that the run starts from.
+        log_every: Steps per plain line.
+        enabled: Whether to show anything; only rank 0 does.
+        stream: Where to write; standard error by default.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -33,17 +39,20 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._num_steps = num_steps
-        self._first_step = first_step
-        self._log_every = log_every
-        self._enabled = enabled
-        self._stream = stream or sys.stderr
+        self._num_steps, self._first_step, self._log_every = num_steps, first_step, log_every
+        self._enabled, self._stream = enabled, stream or sys.stderr
         self._clock, self._began = clock, 0.0
         self._since: list[StepReport] = []
-        self._bar = self._open_bar() if enabled and self._stream.isatty() else None
+        self._bar: Any = None
+        if enabled and self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=num_steps, initial=first_step, unit="step", file=self._stream, dynamic_ncols=True, leave=True
+            )
 
     def show(self, report: StepReport, mfu: float | None = None) -> None:
-        """Tell of one step, and what part of the GPUs' arithmetic it used, if that is known."""
+        """Show a step, with the model FLOPs utilization if it is known."""
         self._began = self._began or self._clock() - report.step_seconds
         if self._bar is not None:
             self._bar.set_postfix_str(_figures(report, mfu), refresh=False)
@@ -51,65 +60,42 @@ class Progress:
             return
         self._since.append(report)
         if report.step % self._log_every == 0 or report.step == self._num_steps:
-            figures = _figures(_together(self._since), mfu)
-            left = self._remaining(report.step)
-            self.note(f"step {report.step}/{self._num_steps}  {figures}{_parts(report)}  {left}")
+            figures, each = _figures(_mean(self._since), mfu), self._clock() - self._began
+            left = format_seconds((self._num_steps - report.step) * each / max(1, report.step - self._first_step))
+            self.note(f"step {report.step}/{self._num_steps}  {figures}{_sources(report)}  {left} left")
             self._since.clear()
 
     def note(self, text: str) -> None:
-        """One line that is not about a step, above the bar if there is one."""
+        """Show a line that is not about a step, above the bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         elif self._enabled:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
+        """Close the bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _open_bar(self) -> Any:
-        from tqdm import tqdm
-
-        return tqdm(
-            total=self._num_steps,
-            initial=self._first_step,
-            unit="step",
-            file=self._stream,
-            dynamic_ncols=True,
-            leave=True,
-        )
-
-    def _remaining(self, step: int) -> str:
-        each = (self._clock() - self._began) / max(1, step - self._first_step)
-        return f"{format_seconds((self._num_steps - step) * each)} left"
-
 
 def format_seconds(seconds: float) -> str:
-    """As a clock says it, in hours, minutes and seconds."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    """Format a duration in hours, minutes and seconds: 1:02:03."""
+    rounded = round(seconds)
+    return f"{rounded // 3600}:{rounded // 60 % 60:02}:{rounded % 60:02}"
 
 
-def _together(reports: Sequence[StepReport]) -> StepReport:
-    """The last of `reports`, with the mean loss of those that have one and the tokens a second of all."""
+def _mean(reports: Sequence[StepReport]) -> StepReport:
+    """The last of `reports`, with the mean loss of those that have one, and the tokens per second of all."""
     losses = [report.loss for report in reports if math.isfinite(report.loss)]
     rate = sum(report.tokens for report in reports) / sum(report.step_seconds for report in reports)
     loss = math.fsum(losses) / len(losses) if losses else math.nan
     return replace(reports[-1], loss=loss, tokens_per_second=rate)
 
 
-def _parts(report: StepReport) -> str:
-    """Each source's part of the tokens so far: samples are mixed by weights, but some are longer than others."""
+def _sources(report: StepReport) -> str:
+    """The fraction of each source in the tokens so far: weights are those of samples, which differ in length."""
     total = sum(source["tokens"] for source in report.sources.values())
-    if not total or len(report.sources) > _MOST_SOURCES:
+    if not total or len(report.sources) > _MAX_SOURCES:
         return ""
     return "  " + " ".join(f"{name} {source['tokens'] / total:.1%}" for name, source in report.sources.items())
 

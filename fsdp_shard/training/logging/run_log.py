@@ -1,6 +1,6 @@
-"""What a run writes about itself while it trains: progress for people, metrics for programs, the figures at the end.
+"""The log of a run: progress for people, metrics for programs and trackers, and result.json at the end.
 
-Every rank makes one; only rank 0's shows and writes anything, so that recipes need not ask. Knows no model.
+Every rank has one, but only that of rank 0 shows and writes anything, so recipes need not ask for the rank.
 """
 
 from __future__ import annotations
@@ -9,99 +9,108 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from fsdp_shard.errors import Interrupted, LossError
-from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.held_out import EvalReport
 from fsdp_shard.training.logging.loss_plot import plot_losses
 from fsdp_shard.training.logging.metrics_log import MetricsLog, read_rows
 from fsdp_shard.training.logging.progress import Progress
 from fsdp_shard.training.logging.trackers import Trackers
-from fsdp_shard.training.loop import EvalReport, StepReport
+from fsdp_shard.training.step import StepReport, TrainingRun
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT, write_result
-
-if TYPE_CHECKING:
-    from fsdp_shard.distributed import DistributedContext
 
 METRICS, EVALUATIONS, PLOT = "metrics.jsonl", "evaluations.jsonl", "loss.png"
 
 
-def stopped(report: StepReport, run_dir: str, resume: str) -> Interrupted:
-    """The error that ends a run after a signal, when the step is saved; `resume` is what it was started with."""
+def interrupted(run: TrainingRun, run_dir: str, resume: str) -> Interrupted:
+    """Return the error that ends an interrupted run, after its last step is saved.
+
+    Args:
+        run: The run.
+        run_dir: Its directory.
+        resume: The setting `resume` that it was started with.
+    """
     again = f"run_dir={run_dir}" if resume == "auto" else f"run_dir={run_dir} resume=auto"
     return Interrupted(
-        f"Stopped by {Signals(report.stop_signal).name} after step {report.step}, which is saved in {run_dir}. "
-        f"To go on from there, give the same command with {again}.",
-        signal_number=report.stop_signal,
+        f"Stopped by {Signals(run.interrupted_by).name} after step {run.state.step}, which is saved in {run_dir}. "
+        f"To resume, give the same command with {again}.",
+        signal_number=run.interrupted_by,
     )
 
 
 class RunLog:
-    """The log of a run in `run_dir` that goes on from `state`, which is that of `checkpoint` if there is one.
+    """The log of a run, open as a context.
 
-    `public_settings` go to the trackers; `utilization` tells the MFU from tokens a second, where it is known.
+    Args:
+        run_dir: Directory of the run.
+        run: The run, at the step that it starts from.
+        checkpoint: The checkpoint of that step, if any.
+        public_settings: The settings of the run, for the trackers.
+        utilization: Computes the model FLOPs utilization from the tokens per second, if it is known.
     """
 
     def __init__(
         self,
         run_dir: str,
-        config: TrainConfig,
-        context: DistributedContext,
-        state: TrainerState,
+        run: TrainingRun,
         checkpoint: Path | None = None,
         public_settings: Mapping[str, Any] | None = None,
         utilization: Callable[[float], float] | None = None,
     ) -> None:
-        self._run_dir, self._config, self._is_main = Path(run_dir), config, context.is_main
-        self._first_step, self._utilization = state.step, utilization
-        self._owes_evaluation = state.owes_evaluation
-        names = config.trackers if context.is_main else []
-        self._trackers = Trackers(names, config.tracker_project, self._run_dir, public_settings or {}, self.note)
+        self._run_dir, self._run, self._config, self._is_main = Path(run_dir), run, run.config, run.context.is_main
+        self._checkpoint, self._settings, self._utilization = checkpoint, public_settings or {}, utilization
         self._exit = ExitStack()
         self._seconds, self._tokens = 0.0, 0
         self._memory: int | None = None
-        self._checkpoint = checkpoint
         self._unwritten: set[str] = set()
 
-    def __enter__(self) -> RunLog:
-        self._progress = self._exit.enter_context(
-            Progress(self._config.steps, self._first_step, self._config.log_every, enabled=self._is_main)
-        )
-        self._exit.enter_context(self._trackers)
+    def __enter__(self) -> Self:
+        config, state = self._config, self._run.state
+        self._progress = Progress(config.steps, state.step, config.log_every, enabled=self._is_main)
+        self._exit.callback(self._progress.close)
+        names = config.trackers if self._is_main else []
+        trackers = Trackers(names, config.tracker_project, self._run_dir, self._settings, self.note)
+        self._trackers = self._exit.enter_context(trackers)
         if self._is_main:
-            (self._run_dir / RESULT).unlink(missing_ok=True)  # of a run that was finished, and now is longer
-            resumed = self._first_step or None
-            evaluated = resumed - self._owes_evaluation if resumed else None
-            self._metrics = self._exit.enter_context(MetricsLog(self._run_dir / METRICS, resumed))
-            self._evaluations = self._exit.enter_context(MetricsLog(self._run_dir / EVALUATIONS, evaluated))
+            (self._run_dir / RESULT).unlink(missing_ok=True)  # of a finished run that now continues
+            resumed = state.step or None
+            evaluated = resumed - state.owes_evaluation if resumed else None
+            self._files = {
+                METRICS: MetricsLog(self._run_dir / METRICS, resumed),
+                EVALUATIONS: MetricsLog(self._run_dir / EVALUATIONS, evaluated),
+            }
+            for file in self._files.values():
+                self._exit.callback(file.close)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._exit.close()
         if isinstance(error, LossError):
-            raise LossError(f"{error} {self._last_good()}") from error
+            hint = "There is no checkpoint yet: checkpoint.every=N saves one every N steps."
+            if self._checkpoint is not None:
+                hint = f"The last good checkpoint is {self._checkpoint}; resume from it with resume=auto or its path."
+            raise LossError(f"{error} {hint}") from error
 
-    def _last_good(self) -> str:
-        if self._checkpoint is None:
-            return "There is no checkpoint yet: checkpoint.every=N saves one every N steps."
-        return f"The last good checkpoint is {self._checkpoint}; a run goes on from it with resume=auto or its path."
-
-    def _append(self, log: MetricsLog, name: str, row: Mapping[str, Any]) -> None:
-        error = log.write(row)
-        if error is not None and name not in self._unwritten:
-            self.note(f"{self._run_dir / name} cannot be written now: {error.strerror or error}. Rows wait in memory.")
-        (self._unwritten.discard if error is None else self._unwritten.add)(name)
+    def _append(self, name: str, group: str, row: Mapping[str, Any]) -> None:
+        if not self._is_main:
+            return
+        error = self._files[name].write(row)
+        if error is None:
+            self._unwritten.discard(name)
+        elif name not in self._unwritten:
+            self._unwritten.add(name)
+            self.note(f"{self._run_dir / name} cannot be written: {error.strerror or error}. Rows wait in memory.")
+        self._trackers.log(group, row)
 
     def note(self, lines: str | Iterable[str]) -> None:
-        """Lines for whoever watches."""
+        """Show lines to whoever watches the run."""
         for line in [lines] if isinstance(lines, str) else lines:
             self._progress.note(line)
 
     def step(self, report: StepReport) -> None:
+        """Log a finished step."""
         self._seconds += report.step_seconds
         self._tokens += report.tokens
         self._memory = report.memory_bytes
@@ -109,56 +118,54 @@ class RunLog:
         self._progress.show(report, mfu)
         if report.fault:
             self.note(f"step {report.step} changed no weights: {report.fault} ({report.skipped} skipped so far)")
-        if self._is_main:
-            row = report.row() if mfu is None else {**report.row(), "mfu": mfu}
-            self._append(self._metrics, METRICS, row)
-            self._trackers.log("train", row)
+        self._append(METRICS, "train", report.row() if mfu is None else {**report.row(), "mfu": mfu})
 
     def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
-        """Tell of an evaluation, which `state` has taken note of unless it was before the first step."""
+        """Log an evaluation, which `state` has recorded unless it was before the first step."""
         self.note(
             f"held out after step {step}: loss {report.loss:.4f}, perplexity {report.perplexity:.3f}"
-            + _standing(state, self._config.patience)
+            + _trend(state, self._config.patience)
         )
-        if self._is_main:
-            row = {"step": step, **vars(report)}
-            self._append(self._evaluations, EVALUATIONS, row)
-            self._trackers.log("held_out", row)
+        self._append(EVALUATIONS, "held_out", {"step": step, **vars(report)})
 
     def saved(self, checkpoint: Path) -> None:
+        """Log a saved checkpoint."""
         self._checkpoint = checkpoint
         self.note(f"saved {checkpoint}")
 
-    def finish(self, title: str, state: TrainerState, figures: dict[str, Any]) -> None:
-        """Draw the curves if asked for, and write result.json: last, so that its being there means completed."""
+    def finish(self, title: str, figures: Mapping[str, Any]) -> None:
+        """Plot the loss if `train.plot` asks for it, and write result.json: last, as it means that the run completed.
+
+        Args:
+            title: Title of the plot.
+            figures: More figures for result.json.
+        """
         if not self._is_main:
             return
         steps, held_out = read_rows(self._run_dir / METRICS), read_rows(self._run_dir / EVALUATIONS)
         if self._config.plot:
             plot_losses(steps, held_out, self._run_dir / PLOT, title)
-        whole = self._figures(steps, held_out, state) | {"checkpoint": str(self._checkpoint)}
-        write_result(self._run_dir, whole | figures)
+        result = self._figures(steps, held_out) | {"checkpoint": str(self._checkpoint)}
+        write_result(self._run_dir, result | dict(figures))
         for name, seen in figures.get("sources", {}).items():
             self.note(f"{name}: {seen['samples']:,} samples, {seen['tokens']:,} tokens, {seen['epochs']:g} epochs")
-        self.note(self._summary(whole))
+        self.note(self._summary(result))
 
     def _summary(self, figures: dict[str, Any]) -> str:
-        """The last line, for whoever comes back when all is done."""
-        said = [f"done: {figures['steps']:,} steps, {figures['tokens']:,} tokens"]
+        parts = [f"done: {figures['steps']:,} steps, {figures['tokens']:,} tokens"]
         if rate := figures["tokens_per_second"]:
-            said.append(f"{rate:,.0f} tokens/s")
+            parts.append(f"{rate:,.0f} tokens/s")
         if skipped := figures["skipped_steps"]:
-            said.append(f"{skipped} steps skipped")
+            parts.append(f"{skipped} steps skipped")
         if "best_step" in figures:
-            said.append(f"best held-out loss {figures['best_loss']:.4f} after step {figures['best_step']}")
+            parts.append(f"best held-out loss {figures['best_loss']:.4f} after step {figures['best_step']}")
         if self._config.plot:
-            said.append(f"curves in {PLOT}")
-        return ", ".join(said) + f"; all of it is in {self._run_dir}"
+            parts.append(f"curves in {PLOT}")
+        return ", ".join(parts) + f"; all of it is in {self._run_dir}"
 
-    def _figures(
-        self, steps: list[dict[str, Any]], held_out: list[dict[str, Any]], state: TrainerState
-    ) -> dict[str, Any]:
-        """Over the whole run, but for the rate and the memory, which are of this part of it."""
+    def _figures(self, steps: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> dict[str, Any]:
+        """Figures of the whole run, except for rate and memory, which are of the part since it was resumed."""
+        state = self._run.state
         figures: dict[str, Any] = {
             "steps": state.step,
             "final_loss": next((row["loss"] for row in reversed(steps) if row["loss"] is not None), None),
@@ -177,8 +184,8 @@ class RunLog:
         return figures
 
 
-def _standing(state: TrainerState, patience: int | None) -> str:
-    """How a run does by its latest evaluation, after the first of them."""
+def _trend(state: TrainerState, patience: int | None) -> str:
+    """How the latest evaluation compares with the ones before."""
     if state.best_step is None:
         return ""
     if state.is_best:

@@ -1,13 +1,13 @@
-"""Cross-entropy of the next token over a large vocabulary, without ever holding the logits in float32 as a whole.
+"""Cross-entropy over a large vocabulary, without the logits in float32 as a whole.
 
-The plain loss keeps three float32 arrays [num_tokens, vocabulary]: the logits upcast, their log-softmax and its
-gradient. Here a few tokens at a time are upcast, and their gradient is computed in the forward pass and kept in the
-logits' own dtype. Both are torch's own for that chunk: where one chunk is all, they equal the plain loss bit by bit.
-Knows nothing of ranks: the caller says what the sum is divided by.
+The plain loss keeps three float32 arrays [num_tokens, vocabulary]: the upcast logits, their log-softmax and its
+gradient. Here a few tokens at a time are upcast, and their gradient is computed with the loss and kept in the dtype of
+the logits. Each chunk uses torch's own functions, so with a single chunk the result is bit-equal to the plain loss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,50 +22,53 @@ _CHUNK_BYTES_ELSEWHERE = 128 << 20
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Summed cross-entropy of `labels` [...] under `logits` [..., vocabulary], over `divisor`: a float32 scalar, nats.
+    """Compute the summed cross-entropy over `divisor`.
 
-    Labels are already shifted; those equal to -100 do not count. The result can be differentiated once. The division
-    is made in float32, before the gradient is rounded to the dtype of the logits.
+    Args:
+        logits: [..., vocabulary], of any dtype.
+        labels: [...], already shifted; those equal to -100 do not count.
+        divisor: What the sum is divided by, in float32, before the gradient is rounded to the dtype of the logits.
+
+    Returns:
+        A float32 scalar in nats, which can be differentiated once.
     """
-    flat = logits.flatten(0, -2)
-    if not torch.is_grad_enabled():  # which `needs_input_grad` does not tell
-        flat = flat.detach()
-    result: torch.Tensor = _ChunkedCrossEntropy.apply(flat, labels.flatten(), divisor)  # type: ignore[no-untyped-call]
+    flat, targets = logits.flatten(0, -2), labels.flatten()
+    gradient = torch.empty_like(flat) if needs_gradient(flat) else None
+    total = torch.zeros((), dtype=torch.float32, device=flat.device)
+    num_rows = max(1, _CHUNK_BYTES.get(flat.device.type, _CHUNK_BYTES_ELSEWHERE) // (4 * flat.shape[-1]))
+    for start in range(0, len(targets), num_rows):
+        rows = slice(start, start + num_rows)
+        upcast = flat[rows].detach().float().requires_grad_(gradient is not None)
+        loss = F.cross_entropy(upcast, targets[rows], ignore_index=MASKED, reduction="sum")
+        if gradient is not None:
+            gradient[rows] = torch.autograd.grad(loss / divisor, upcast)[0]
+        total += loss.detach()
+    return with_gradients(total / divisor, [gradient], flat)
+
+
+def needs_gradient(tensor: torch.Tensor | None) -> bool:
+    """Whether a gradient of `tensor` is wanted here."""
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def with_gradients(
+    loss: torch.Tensor, gradients: Sequence[torch.Tensor | None], *inputs: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `loss` as a function of `inputs` with these gradients, for one backward pass, which overwrites them."""
+    result: torch.Tensor = _WithGradients.apply(loss, gradients, *inputs)  # type: ignore[no-untyped-call]
     return result
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The gradient is made with the loss and handed out, once, when it is asked for."""
-
+class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, divisor: float) -> torch.Tensor:
-        """Sum over chunks; logits [num_tokens, vocabulary], labels [num_tokens]."""
-        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
-        total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        num_rows = max(1, _CHUNK_BYTES.get(logits.device.type, _CHUNK_BYTES_ELSEWHERE) // (4 * logits.shape[-1]))
-        for start in range(0, len(labels), num_rows):
-            rows = slice(start, start + num_rows)
-            total += _sum_and_slope(logits[rows], labels[rows], divisor, None if gradient is None else gradient[rows])
-        ctx.gradient = gradient
-        return total / divisor
+    def forward(ctx: Any, loss: torch.Tensor, gradients: Sequence[torch.Tensor | None], *inputs: Any) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """The kept gradient times `slope`, in its own memory: a second backward pass is refused."""
-        gradient, ctx.gradient = ctx.gradient, None
-        if gradient is None:
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
             raise RuntimeError("the gradient of this loss was already used; run the forward pass again")
-        return gradient.mul_(slope), None, None
-
-
-def _sum_and_slope(
-    logits: torch.Tensor, labels: torch.Tensor, divisor: float, gradient: torch.Tensor | None
-) -> torch.Tensor:
-    """The summed loss of a chunk; `gradient`, unless it is None, is filled with the slope of (the sum / divisor)."""
-    with torch.set_grad_enabled(gradient is not None):
-        upcast = logits.detach().float().requires_grad_(gradient is not None)
-        total = F.cross_entropy(upcast, labels, ignore_index=MASKED, reduction="sum")
-        if gradient is not None:
-            gradient.copy_(torch.autograd.grad(total / divisor, upcast)[0])
-    return total.detach()
+        return (None, None, *(None if gradient is None else gradient.mul_(slope) for gradient in gradients))

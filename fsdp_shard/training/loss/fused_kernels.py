@@ -1,16 +1,16 @@
-"""Fused kernels of another package in the place of a model's own norms, rotary positions and gated layers.
+"""Fused kernels of Liger Kernel for a model's norms, rotary embeddings and gated MLPs.
 
-They are put in by transformers' own support for them. The loss is left alone: it divides by the predictions of all
-ranks and micro-batches, and `loss_head.py` never has the logits whole either. Knows no wrapper.
+transformers' own integration applies them. The loss is not replaced: it is divided by the predictions of all ranks and
+micro-batches, and `linear_cross_entropy.py` avoids the full logits too.
 """
 
 from __future__ import annotations
 
 import inspect
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import require_package
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -19,63 +19,69 @@ if TYPE_CHECKING:
 
 NONE = "none"
 
-# Of liger's switches: the activation that a fused layer computes, whatever the model's config says.
+# Switch of Liger Kernel -> the activations that its fused layer computes, whatever the config of the model says.
 _COMPUTES = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 _OUR_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def check_kernels(kernels: str, shard: ShardConfig, *, on_gpu: bool) -> None:
-    """Raise ConfigError when `model.kernels` cannot be had on this machine, or not under `shard`."""
+    """Raise ConfigError if `model.kernels` is not available on this machine, or not with `shard`."""
     if kernels == NONE:
         return
     if not on_gpu:
         raise ConfigError(
-            f"model.kernels={kernels} is for GPUs, for which its kernels are compiled, but the ranks of this run are "
-            f"on the CPU; set model.kernels=none."
+            f"model.kernels={kernels} is for GPUs, but the ranks of this run are on the CPU; set model.kernels=none."
         )
-    if find_spec("liger_kernel") is None:
-        raise ConfigError(
-            f"model.kernels={kernels} needs liger-kernel, which is not installed. Install it with "
-            f"pip install 'fsdp-shard[liger]', or set model.kernels=none."
-        )
+    require_package("liger_kernel", "liger", f"model.kernels={kernels}", "set model.kernels=none")
     for name in ("tensor_parallel", "expert_parallel"):
         if (num_ranks := getattr(shard, name)) > 1:
             raise ConfigError(
-                f"model.kernels={kernels} does not go together with shard.{name}={num_ranks}: its kernels take whole "
-                f"layers, not parts of them that are divided over ranks. Leave one of them out."
+                f"model.kernels={kernels} does not go together with shard.{name}={num_ranks}, which divides layers "
+                f"over ranks. Leave one of them out."
             )
 
 
 def check_known(config: PretrainedConfig, kernels: str) -> None:
-    """Raise ConfigError when liger has nothing for the model, or would compute another activation than it has.
+    """Check that Liger Kernel supports a model, without changing it.
 
-    Nothing is put in: that changes transformers' classes too, for every model that is built after it.
+    Applying the kernels would change transformers' classes too, for every model that is built later.
+
+    Raises:
+        ConfigError: It has no kernels for the model, or they compute another activation.
     """
     if kernels == NONE:
         return
     try:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as SUPPORTED
     except ImportError as error:
         raise _cannot(kernels, config.model_type, error) from error
-    if config.model_type not in KNOWN:
+    if config.model_type not in SUPPORTED:
         raise ConfigError(
-            f"model.kernels={kernels} would do nothing: liger-kernel has no kernels for models of type "
-            f"{config.model_type}, only for {', '.join(sorted(KNOWN))}. Set model.kernels=none."
+            f"model.kernels={kernels} has no effect: liger-kernel has no kernels for models of type "
+            f"{config.model_type}, only for {', '.join(sorted(SUPPORTED))}. Set model.kernels=none."
         )
     text = config.get_text_config()
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None)
-    for switch in inspect.signature(KNOWN[config.model_type]).parameters:
+    for switch in inspect.signature(SUPPORTED[config.model_type]).parameters:
         if isinstance(activation, str) and activation not in _COMPUTES.get(switch, (activation,)):
             raise ConfigError(
-                f"model.kernels={kernels} would change what the model computes: its activation is {activation}, and "
+                f"model.kernels={kernels} would change the model: its activation is {activation}, and "
                 f"liger-kernel's {switch} for {config.model_type} has {_COMPUTES[switch][0]}. Set model.kernels=none."
             )
 
 
 def use_kernels(model: PreTrainedModel, kernels: str) -> int:
-    """Put the fused kernels into `model` (not sharded yet, of any device); the number of modules that then have them.
+    """Apply fused kernels to a model, once per process.
 
-    For one model in a process. Raises ConfigError as `check_known` does, and where nothing was changed.
+    Args:
+        model: The model, not sharded yet, on any device.
+        kernels: The setting `model.kernels`.
+
+    Returns:
+        The number of modules with fused kernels.
+
+    Raises:
+        ConfigError: The kernels do not support the model, or changed none of its modules.
     """
     if kernels == NONE:
         return 0
@@ -90,7 +96,7 @@ def use_kernels(model: PreTrainedModel, kernels: str) -> int:
     fused = sum(module.__dict__.get("forward") is not forward for module, forward in own.items())
     if not fused:
         raise ConfigError(
-            f"model.kernels={kernels} would do nothing: liger-kernel changed no module of {type(model).__name__}. Set "
+            f"model.kernels={kernels} has no effect: liger-kernel changed no module of {type(model).__name__}. Set "
             f"model.kernels=none."
         )
     return fused
@@ -98,4 +104,4 @@ def use_kernels(model: PreTrainedModel, kernels: str) -> int:
 
 def _cannot(kernels: str, what: str, error: Exception) -> ConfigError:
     reason = " ".join(str(error).split()).rstrip(".")
-    return ConfigError(f"model.kernels={kernels} cannot be put into {what}: {reason}. Set model.kernels=none.")
+    return ConfigError(f"model.kernels={kernels} cannot be applied to {what}: {reason}. Set model.kernels=none.")

@@ -1,10 +1,9 @@
-"""The loss out of hidden states and the output head together, so that the logits are never there as a whole.
+"""The loss from hidden states and the output head together, so that the logits are never in memory as a whole.
 
-The head's `forward` is replaced by one that returns the loss of some labels instead of logits, a few rows at a time,
-its gradient made in the forward pass. It runs as the head does, inside the model's own forward pass: whatever shards
-the model has the head's weight whole at that moment, tied or not, and reduces its gradient as it always does. Whether a
-model hands on what its head gives, unchanged, is tried and not assumed (`_hands_on`): Cohere scales it, Gemma caps it.
-Knows no wrapper and no rank.
+The `forward` of the head is replaced by one that returns the loss of some labels instead of logits, a few rows at a
+time, with the gradient. It runs where the head does, inside the model's own forward pass: whatever shards the model
+gathers the weight of the head at that moment, tied or not, and reduces its gradient as always. Whether a model returns
+the logits of its head unchanged is tried, not assumed (`_returns_logits`): Cohere scales them, Gemma caps them.
 """
 
 from __future__ import annotations
@@ -17,24 +16,31 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from fsdp_shard.data import MASKED
 from fsdp_shard.errors import ModelError
+from fsdp_shard.training.loss.cross_entropy import needs_gradient, with_gradients
 
-# From this vocabulary on the logits are what fills the memory, and products of a chunk are large enough to be quick.
+# From this vocabulary on, logits dominate the memory, and the products of a chunk are large enough to be fast.
 _LARGE_VOCABULARY = 1 << 16
-# Bytes of float32 logits in a chunk: not too few, as the gradient of the head's weight is read and written for each.
-CHUNK_BYTES = 128 << 20
+# Bytes of float32 logits in a chunk: not too few, as each reads and writes the gradient of the head's weight.
+LOSS_CHUNK_BYTES = 128 << 20
 
 
 def use_loss_head(model: PreTrainedModel, when: bool | str) -> bool:
-    """Let the output head of `model` (on meta, not sharded yet) give the loss: `when` is auto, true or false.
+    """Make the output head of a model compute the loss.
 
-    With auto it does where the vocabulary is large and the model allows it. Whether it does; raises ModelError for true
-    where the model does not allow it.
+    Args:
+        model: The model, on the meta device and not sharded yet.
+        when: True, False, or "auto": if the vocabulary is large and the model allows it.
+
+    Returns:
+        Whether the head computes the loss.
+
+    Raises:
+        ModelError: `when` is true, but the model does not allow it.
     """
     if when is False:
         return False
@@ -44,14 +50,18 @@ def use_loss_head(model: PreTrainedModel, when: bool | str) -> bool:
     reason = _install(model, head)
     if reason is not None and when is True:
         raise ModelError(
-            f"model.chunked_loss=true cannot be had with {type(model).__name__}: {reason}. Set model.chunked_loss=auto."
+            f"model.chunked_loss=true does not work with {type(model).__name__}: {reason}. Set model.chunked_loss=auto."
         )
     return reason is None
 
 
 @contextmanager
 def giving_loss(module: nn.Module, labels: torch.Tensor, divisor: float) -> Iterator[bool]:
-    """Whether `module` has a loss head. Inside, its `logits` are then the loss of `labels` over `divisor`."""
+    """Within the block, a model with a loss head returns the loss of `labels` over `divisor` as its `logits`.
+
+    Yields:
+        Whether the model has a loss head.
+    """
     head = _head_of(module)
     if head is None:
         yield False
@@ -64,7 +74,7 @@ def giving_loss(module: nn.Module, labels: torch.Tensor, divisor: float) -> Iter
 
 
 class LossHead:
-    """The `forward` of an output head that gives the loss when one is `wanted`, and logits otherwise."""
+    """The `forward` of an output head that returns the loss if one is `wanted`, and logits otherwise."""
 
     def __init__(self, head: nn.Linear, softcap: float | None) -> None:
         self._head = head
@@ -78,7 +88,7 @@ class LossHead:
             return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
         labels, divisor = self.wanted
         flat, counted = hidden.flatten(0, -2), labels.flatten()
-        assert len(flat) == len(counted), "the model gave its head other positions than there are labels for"
+        assert len(flat) == len(counted), "the model passed other positions to its head than there are labels for"
         loss = linear_cross_entropy(flat, weight, bias, counted, divisor, self._softcap)
         return loss + loss.new_zeros([1] * hidden.ndim)  # the dimensions of logits; FSDP2 warns of a view
 
@@ -91,78 +101,58 @@ def linear_cross_entropy(
     divisor: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Summed cross-entropy of `labels` [n] over `divisor`; logits are `hidden` [n, h] x `weight` [v, h] + `bias` [v].
+    """Compute the summed cross-entropy over `divisor` of the logits `hidden @ weight.T + bias`, in chunks.
 
-    With `softcap` the logits are softcap * tanh(logits / softcap). Labels of -100 do not count, and cost nothing. A
-    float32 scalar in nats that can be differentiated once.
+    Args:
+        hidden: Hidden states [num_tokens, hidden_size].
+        weight: Weight of the output head [vocabulary, hidden_size].
+        bias: Bias of the output head [vocabulary], if any.
+        labels: [num_tokens]; those equal to -100 do not count, and cost nothing.
+        divisor: What the sum is divided by.
+        softcap: Replaces the logits by softcap * tanh(logits / softcap).
+
+    Returns:
+        A float32 scalar in nats, which can be differentiated once.
     """
-    if not torch.is_grad_enabled():
-        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    result: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor, softcap)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradients are made with the loss and handed out, once, when they are asked for."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        divisor: float,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        wanted = of_hidden or of_weight or of_bias
+    of_hidden, of_weight, of_bias = map(needs_gradient, (hidden, weight, bias))
+    with torch.no_grad():
         rows = torch.nonzero(labels != MASKED).flatten()
-        num_rows = max(1, CHUNK_BYTES // (4 * len(weight)))
-        chunks = [rows[start : start + num_rows] for start in range(0, len(rows), num_rows)]
+        chunks = rows.split(max(1, LOSS_CHUNK_BYTES // (4 * len(weight)))) if len(rows) else ()
         precise = weight.dtype if len(chunks) <= 1 else torch.float32
-        slope_hidden = torch.zeros_like(hidden) if of_hidden else None
-        slope_weight = torch.zeros(weight.shape, dtype=precise, device=weight.device) if of_weight else None
-        slope_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if of_bias else None
+        grad_hidden = torch.zeros_like(hidden) if of_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=precise) if of_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias and bias is not None else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for chunk in chunks:
             part = hidden[chunk]
+            wanted = of_hidden or of_weight or of_bias
             loss, slope = _sum_and_slope(F.linear(part, weight, bias), labels[chunk], divisor, softcap, wanted)
             total += loss
-            if slope_bias is not None:
-                slope_bias += slope.sum(0)
+            if grad_bias is not None:
+                grad_bias += slope.sum(0)
             slope = slope.to(hidden.dtype)
-            if slope_hidden is not None:
-                slope_hidden[chunk] = slope @ weight
-            if slope_weight is not None:
-                _add_product(slope_weight, slope, part)
-            del part, slope  # before the next chunk has its own
-        ctx.slopes = (
-            slope_hidden,
-            None if slope_weight is None else slope_weight.to(weight.dtype),
-            None if slope_bias is None or bias is None else slope_bias.to(bias.dtype),
-        )
-        return total / divisor
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The kept gradients times `slope`, in their own memory: a second backward pass is refused."""
-        slopes, ctx.slopes = ctx.slopes, None
-        if slopes is None:
-            raise RuntimeError("the gradient of this loss was already used; run the forward pass again")
-        return (*(None if kept is None else kept.mul_(slope) for kept in slopes), None, None, None)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = slope @ weight
+            if grad_weight is not None:
+                _add_product(grad_weight, slope, part)
+            del part, slope  # before the next chunk allocates its own
+        gradients = [
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        ]
+    return with_gradients(total / divisor, gradients, hidden, weight, bias)
 
 
 def _sum_and_slope(
     logits: torch.Tensor, labels: torch.Tensor, divisor: float, softcap: float | None, wanted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of a chunk, and the float32 slope of (the sum / divisor) by the logits, which are overwritten."""
+    """The summed loss of a chunk, and the float32 gradient of (sum / divisor) by the logits, which are overwritten."""
     values = logits.float()
     inner = None
     if softcap is not None:
         values.div_(softcap).tanh_()
-        inner = (1 - values * values) if wanted else None  # the slope of the cap
+        inner = (1 - values * values) if wanted else None  # the derivative of the cap
         values.mul_(softcap)
     picked = values.gather(1, labels[:, None])
     highest = values.amax(1, keepdim=True)
@@ -178,7 +168,7 @@ def _sum_and_slope(
 
 
 def _add_product(into: torch.Tensor, slope: torch.Tensor, part: torch.Tensor) -> None:
-    """Add slope^T @ part to `into`, which may be more precise than they are; then a part of its rows at a time."""
+    """Add slope^T @ part to `into`; if that is more precise than they are, some of its rows at a time."""
     if into.dtype == part.dtype:
         into.addmm_(slope.T, part)
         return
@@ -187,14 +177,14 @@ def _add_product(into: torch.Tensor, slope: torch.Tensor, part: torch.Tensor) ->
 
 
 def _install(model: PreTrainedModel, head: nn.Module | None) -> str | None:
-    """Put a LossHead into `model`; why that cannot be, if it cannot."""
+    """Install a LossHead in `model`; returns the reason if that is not possible."""
     if type(head) is not nn.Linear:
         return "its output head is not a plain linear layer"
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap is not None:
-        config.final_logit_softcapping = None  # the head does it
-    if not _hands_on(model, head):
+        config.final_logit_softcapping = None  # the head applies it
+    if not _returns_logits(model, head):
         if softcap is not None:
             config.final_logit_softcapping = softcap
         return "it changes the logits after its output head"
@@ -202,9 +192,11 @@ def _install(model: PreTrainedModel, head: nn.Module | None) -> str | None:
     return None
 
 
-def _hands_on(model: PreTrainedModel, head: nn.Linear) -> bool:
-    """Whether the logits of `model` are exactly what its head gives: tried with stand-ins for all that is not on the
-    way to the head, and one for the head that gives known numbers.
+def _returns_logits(model: PreTrainedModel, head: nn.Linear) -> bool:
+    """Whether the logits of `model` are exactly the output of its head.
+
+    It is tried with stand-ins for all modules that are not on the path to the head, and one for the head that returns
+    known numbers.
     """
     known = torch.tensor([[[1.0, -2.0, 30.0]]])
     path = next(name for name, module in model.named_modules() if module is head).split(".")
@@ -216,7 +208,7 @@ def _hands_on(model: PreTrainedModel, head: nn.Linear) -> bool:
     try:
         body = _Outputs(last_hidden_state=torch.zeros(1, 1, head.in_features))
         for parent, name, child in replaced:
-            parent._modules[name] = _Gives(known if child is head else body)
+            parent.register_module(name, _Returns(known if child is head else body))
         names = ["input_ids", *(["decoder_input_ids"] if model.config.is_encoder_decoder else [])]
         with torch.no_grad():
             inputs = {name: torch.zeros(1, 1, dtype=torch.long) for name in names}
@@ -226,11 +218,11 @@ def _hands_on(model: PreTrainedModel, head: nn.Linear) -> bool:
         return False
     finally:
         for parent, name, child in replaced:
-            parent._modules[name] = child
+            parent.register_module(name, child)
 
 
-class _Gives(nn.Module):
-    """A stand-in for a module, which gives the same whatever it is given."""
+class _Returns(nn.Module):
+    """A stand-in for a module, which returns the same for any input."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -241,7 +233,7 @@ class _Gives(nn.Module):
 
 
 class _Outputs(BaseModelOutputWithPastAndCrossAttentions):
-    """Outputs that have None for all that a model may ask of its body beside the hidden state."""
+    """Outputs that are None for everything but the hidden state."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -253,7 +245,7 @@ _heads: WeakKeyDictionary[nn.Module, LossHead | None] = WeakKeyDictionary()
 
 
 def _head_of(module: nn.Module) -> LossHead | None:
-    """The LossHead in `module`, looked for once."""
+    """The LossHead in `module`, which is searched once."""
     if module not in _heads:
         found = (inner.__dict__.get("forward") for inner in module.modules())
         _heads[module] = next((forward for forward in found if isinstance(forward, LossHead)), None)

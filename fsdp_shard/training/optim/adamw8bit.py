@@ -1,53 +1,31 @@
-"""`optim=adamw8bit`: torchao's AdamW with 8-bit state. Imports torch and torchao only when it builds the optimizer."""
+"""`optim=adamw8bit`: torchao's AdamW with 8-bit state."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fsdp_shard.errors import ConfigError
-from fsdp_shard.training.config import OptimConfig
-from fsdp_shard.training.optim.adamw import check_betas
-from fsdp_shard.training.optim.param_groups import decay_groups
-from fsdp_shard.utils import setting
+from fsdp_shard.training.optim.adamw import AdamConfig
+from fsdp_shard.utils import require_package
 
 if TYPE_CHECKING:
-    import torch
+    from torch.optim import Optimizer
 
 
 @dataclass
-class AdamW8bitConfig(OptimConfig):
-    """Dettmers et al., 8-bit Optimizers via Block-wise Quantization (2021), as torchao.optim.AdamW8bit has it.
+class AdamW8bitConfig(AdamConfig):
+    """AdamW with 8-bit state (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021), as in torchao.
 
-    Blocks are of 256 elements in a row of the whole parameter, so that they are the same on any number of ranks. What
-    has less than 4,096 elements, or is not made of whole blocks, keeps its state in full.
+    A block is 256 consecutive elements of the unsharded parameter, so blocks are the same on any number of ranks. A
+    parameter of fewer than 4,096 elements, or not of complete blocks, keeps its state unquantized.
     """
 
-    needs_whole: ClassVar[bool] = True
-
-    betas: list[float] = field(
-        default_factory=lambda: [0.9, 0.999],
-        metadata={"help": "Decay rates of the running means of the gradient and of its square."},
-    )
-    eps: float = setting(1e-8, "Added to the denominator of the update.", above=0.0)
-    weight_decay: float = setting(0.01, "Decay of matrices; norms and biases are not decayed.", minimum=0.0)
-
-    def check(self, prefix: str) -> None:
-        check_betas(self.betas, prefix)
+    needs_full_params: ClassVar[bool] = True
 
     def check_installed(self) -> None:
-        if find_spec("torchao") is None:
-            raise ConfigError(
-                "optim=adamw8bit needs torchao, which is not installed. Install it with "
-                "pip install 'fsdp-shard[quantize]', or take optim=adamw."
-            )
+        require_package("torchao", "quantize", "optim=adamw8bit", "set optim=adamw")
 
-    def build(
-        self, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]]
-    ) -> torch.optim.Optimizer:
-        """See `OptimConfig.build`."""
+    def create(self, groups: list[dict[str, Any]]) -> Optimizer:
         import torch
         from torchao.optim import AdamW8bit
 
@@ -59,6 +37,5 @@ class AdamW8bitConfig(OptimConfig):
                 with torch.compiler.set_stance("default" if on_gpu else "force_eager"):
                     super().step()
 
-        groups = decay_groups(parameters, shapes, self.weight_decay)
-        optimizer: torch.optim.Optimizer = Eager(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps)
+        optimizer: Optimizer = Eager(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps)
         return optimizer

@@ -1,7 +1,7 @@
-"""The learning rate as a function of the step alone, so that nothing of it has to be saved. Pure, without torch.
+"""The learning rate as a function of the step alone, so that a checkpoint need not keep it. Pure, without torch.
 
-The curves are those of transformers' `get_scheduler`, by its names, each with a floor (`train.final_lr_fraction`); the
-cosine and its restarts after Loshchilov & Hutter, SGDR (2017). The tests compare them. A curve is one line below.
+The schedules are those of transformers' `get_scheduler`, each with a floor (`train.final_lr_fraction`); the cosine and
+its restarts after Loshchilov & Hutter, SGDR (2017). A schedule is one line in `_DECAYS`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from fsdp_shard.training.config import SCHEDULES, TrainConfig, num_decay_steps
 
 
 def learning_rate(config: TrainConfig, peak: float, step: int) -> float:
-    """The learning rate of the update that follows `step` finished ones, with `peak` reached after warm-up."""
+    """Return the learning rate of the update after `step` finished steps; `peak` is reached after warm-up."""
     if step < config.warmup_steps:
         return peak * step / config.warmup_steps
-    fall = _FALLS[config.schedule](config, step - config.warmup_steps)
-    return peak * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * fall)
+    decay = _DECAYS[config.schedule](config, step - config.warmup_steps)
+    return peak * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * decay)
 
 
 def is_due(step: int, every: int, num_steps: int) -> bool:
-    """Whether what happens every `every` steps (0: never) and after the last one happens after `step`."""
+    """Whether something that happens every `every` steps (0: never) and after the last step happens after `step`."""
     return step == num_steps or (every > 0 and step % every == 0)
 
 
@@ -34,7 +34,7 @@ def _cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _with_restarts(config: TrainConfig, since_warmup: int) -> float:
+def _cosine_with_restarts(config: TrainConfig, since_warmup: int) -> float:
     progress = _progress(config, since_warmup)
     return 0.0 if progress >= 1.0 else _cosine(config.num_cycles * progress % 1.0)
 
@@ -51,14 +51,14 @@ def _stable_then_decay(config: TrainConfig, since_warmup: int) -> float:
     return _cosine(min(1.0, max(0, since_warmup - num_stable) / max(1, num_decay)))
 
 
-# What is left of the learning rate above the floor, a number of steps after warm-up: 1 at first.
-_FALLS: dict[str, Callable[[TrainConfig, int], float]] = {
+# Fraction of the learning rate above the floor, by the number of steps since warm-up; 1 at first.
+_DECAYS: dict[str, Callable[[TrainConfig, int], float]] = {
     "linear": lambda config, since: 1.0 - _progress(config, since),
     "cosine": lambda config, since: _cosine(_progress(config, since)),
-    "cosine_with_restarts": _with_restarts,
+    "cosine_with_restarts": _cosine_with_restarts,
     "polynomial": lambda config, since: (1.0 - _progress(config, since)) ** config.power,
     "inverse_sqrt": _inverse_sqrt,
     "warmup_stable_decay": _stable_then_decay,
     "constant": lambda config, since: 1.0,
 }
-assert _FALLS.keys() == set(SCHEDULES)
+assert _DECAYS.keys() == set(SCHEDULES)

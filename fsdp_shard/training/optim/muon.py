@@ -1,15 +1,14 @@
-"""`optim=muon`: Muon for the matrices inside the layers, AdamW for all else. Imports torch only to build them."""
+"""`optim=muon`: Muon for the hidden matrices, AdamW for embeddings, output heads, norms and biases."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fsdp_shard.training.config import OptimConfig
-from fsdp_shard.training.optim.adamw import check_betas
-from fsdp_shard.training.optim.param_groups import decay_groups
+from fsdp_shard.training.optim.adamw import AdamConfig, AdamWConfig
+from fsdp_shard.training.optim.config import decay_groups, decay_setting
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:
@@ -17,79 +16,59 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class MuonConfig(OptimConfig):
-    """Jordan et al., Muon (2024), as torch.optim.Muon has it: updates are the nearest orthogonal matrix.
+class MuonConfig(AdamConfig):
+    """Muon (Jordan et al., 2024), as in torch.optim.Muon: each update is orthogonalized.
 
-    That is computed from the whole matrix. The learning rate is AdamW's: the updates are scaled to the size of its.
+    That needs the unsharded matrix. `betas` and `eps` are those of AdamW.
     """
 
-    needs_whole: ClassVar[bool] = True
+    needs_full_params: ClassVar[bool] = True
 
-    momentum: float = setting(0.95, "Decay rate of the running mean of the gradient.", minimum=0.0, maximum=1.0)
-    nesterov: bool = setting(True, "Look ahead by the momentum before the gradient is made orthogonal.")
-    num_iterations: int = setting(5, "Newton-Schulz iterations.", minimum=1, maximum=99)
+    weight_decay: float = decay_setting(0.1)
+    momentum: float = setting(0.95, "Decay rate of the running average of the gradient.", minimum=0.0, maximum=1.0)
+    nesterov: bool = setting(True, "Use Nesterov momentum.")
+    num_iterations: int = setting(5, "Number of Newton-Schulz iterations.", minimum=1, maximum=99)
     adjust_lr: str = setting(
         "match_rms_adamw",
-        "match_rms_adamw: updates as large as AdamW's, so that its learning rates fit (Liu et al. 2025); original: "
-        "as Jordan has it.",
+        "match_rms_adamw: scale updates to the RMS of AdamW's, so that its learning rates fit (Liu et al. 2025); "
+        "original: the scale of Jordan et al.",
         choices=("match_rms_adamw", "original"),
     )
-    weight_decay: float = setting(0.1, "Decay of matrices; norms and biases are not decayed.", minimum=0.0)
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999], metadata={"help": "AdamW's, for all else."})
-    eps: float = setting(1e-8, "AdamW's, for all else.", above=0.0)
-    not_muon: list[str] = field(
-        default_factory=lambda: ["*embed*", "wte", "wpe", "shared", "lm_head", "classifier", "score"],
-        metadata={
-            "help": "Matrices of modules with one of these names go to AdamW, a * standing for anything: embeddings "
-            "and output heads. What is no matrix always does."
-        },
+    not_muon: list[str] = setting(
+        ["*embed*", "wte", "wpe", "shared", "lm_head", "classifier", "score"],
+        "Names of modules whose matrices AdamW updates, with * as a wildcard: embeddings and output heads. Parameters "
+        "that are not matrices always go to AdamW.",
     )
-
-    def check(self, prefix: str) -> None:
-        check_betas(self.betas, prefix)
 
     def build(
         self, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]]
     ) -> torch.optim.Optimizer:
-        """See `OptimConfig.build`."""
-        from torch.optim import AdamW, Muon, Optimizer
+        from torch.optim import Muon, Optimizer
 
         hidden = {name: param for name, param in parameters.items() if self._is_hidden(name, shapes[name])}
         others = {name: param for name, param in parameters.items() if name not in hidden}
-        parts: list[Optimizer] = []
+        optimizers: list[Optimizer] = []
         if groups := decay_groups(hidden, shapes, self.weight_decay):
-            parts.append(
-                Muon(
-                    groups,
-                    lr=self.lr,
-                    momentum=self.momentum,
-                    nesterov=self.nesterov,
-                    ns_steps=self.num_iterations,
-                    adjust_lr_fn=self.adjust_lr,
-                )
-            )
+            options: dict[str, Any] = {"momentum": self.momentum, "nesterov": self.nesterov}
+            options |= {"ns_steps": self.num_iterations, "adjust_lr_fn": self.adjust_lr}
+            optimizers.append(Muon(groups, lr=self.lr, **options))
         if groups := decay_groups(others, shapes, self.weight_decay):
-            betas = (self.betas[0], self.betas[1])
-            parts.append(AdamW(groups, lr=self.lr, betas=betas, eps=self.eps, fused=True))
-        return _joined(parts)
+            optimizers.append(AdamWConfig(lr=self.lr, betas=self.betas, eps=self.eps).create(groups))
+
+        class Combined(Optimizer):
+            """The optimizers as one, with their parameter groups and a common state."""
+
+            def __init__(self) -> None:
+                super().__init__([group for part in optimizers for group in part.param_groups], {})
+                for part in optimizers:
+                    part.state = self.state
+
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
+                for part in optimizers:
+                    part.step()
+
+        return Combined()
 
     def _is_hidden(self, name: str, shape: tuple[int, ...]) -> bool:
         parts = name.split(".")
         return len(shape) == 2 and not any(fnmatch.filter(parts, pattern) for pattern in self.not_muon)
-
-
-def _joined(parts: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Several optimizers of different parameters as one: its groups and its state are theirs."""
-    from torch.optim import Optimizer
-
-    class Joined(Optimizer):
-        def __init__(self) -> None:
-            super().__init__([group for part in parts for group in part.param_groups], {})
-            for part in parts:
-                part.state = self.state
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]  # there is no closure
-            for part in parts:
-                part.step()
-
-    return Joined()

@@ -1,77 +1,84 @@
-"""The frozen part of a model under an adapter, held in fewer bits (QLoRA): which layers, and what fills them.
+"""Quantization of the frozen layers under an adapter (QLoRA).
 
-Plain frozen linear layers of the repeated blocks are quantized; embeddings, norms and the output head, which lose most
-by it, stay as they are. Knows no file: what is read into the layers is told by the names of stored tensors.
+The frozen linear layers of the repeated blocks are quantized; embeddings, norms and the output head, which lose most by
+it, are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import no_split_blocks, tied_names
-
-if TYPE_CHECKING:
-    from fsdp_shard.models import Code
-    from fsdp_shard.sharding import ShardConfig
+from fsdp_shard.models import QUANTIZATION_CODES, QuantizationCode, QuantizedLinear, no_split_blocks, tied_names
+from fsdp_shard.sharding import ShardConfig
 
 
 @dataclass(frozen=True)
 class QuantizedBase:
-    """`names` maps the parameter of a quantized weight to the stored tensor that fills it; `num_weights` are in all."""
+    """The quantized weights of a model.
 
-    code: Code
+    Attributes:
+        code: How they are quantized.
+        names: Parameter of a quantized weight -> stored tensor that fills it.
+        num_weights: Number of quantized weights.
+    """
+
+    code: QuantizationCode
     names: Mapping[str, str]
     num_weights: int
 
     def describe(self) -> str:
-        """For people."""
+        """Describe how much is quantized."""
         return (
             f"{self.num_weights / 1e6:,.2f} M of it in {len(self.names)} matrices as {self.code.name}, "
-            f"{self.code.bits} bits a weight"
+            f"{self.code.bits} bits per weight"
         )
 
 
 def quantize_base(
     model: nn.Module, kind: str, shard: ShardConfig, names: Mapping[str, str]
 ) -> tuple[QuantizedBase | None, dict[str, str]]:
-    """Hold the frozen linear layers of `model` (on meta, with its adapter) as `kind`, in place.
+    """Quantize the frozen linear layers of a model in place.
 
-    `names` says which stored tensor fills each parameter; returned is the same for those that stay as they were. None
-    and all of them for `none`. Raises ConfigError where `shard` or the model does not allow it.
+    Args:
+        model: The model, on the meta device, with its adapter.
+        kind: The setting `adapter.quantize`.
+        shard: Settings of the wrapper.
+        names: Parameter -> stored tensor that fills it.
+
+    Returns:
+        The quantized weights, or None for `none`; and `names` without them.
+
+    Raises:
+        ConfigError: The wrapper or the model does not allow it.
     """
-    import torch
-
-    from fsdp_shard.models import CODES, QuantizedLinear
-
     left = dict(names)
     if kind == "none":
         return None, left
-    _refuse(kind, shard)
+    _check_shard(kind, shard)
     found, num_weights = {}, 0
     for fqn in list(_frozen_linears(model, shard.blocks)):
         linear = model.get_submodule(fqn)
         assert isinstance(linear, nn.Linear)
-        held_as, dtype = getattr(torch, shard.held_bytes), getattr(torch, shard.param_dtype)
-        model.set_submodule(fqn, QuantizedLinear(linear, CODES[kind], held_as, dtype))
+        held_as, dtype = getattr(torch, shard.quantized_dtype), getattr(torch, shard.param_dtype)
+        model.set_submodule(fqn, QuantizedLinear(linear, QUANTIZATION_CODES[kind], held_as, dtype))
         num_weights += linear.weight.numel()
         if (stored := left.pop(f"{fqn}.weight", None)) is not None:
             found[f"{fqn}.quantized.rows"] = stored
     if not num_weights:
         raise ConfigError(
-            f"adapter.quantize={kind} would do nothing: the blocks of {type(model).__name__} have no plain linear "
-            f"layer (torch.nn.Linear) that is frozen. Give adapter.quantize=none."
+            f"adapter.quantize={kind} has no effect: the blocks of {type(model).__name__} have no plain linear "
+            f"layer (torch.nn.Linear) that is frozen. Set adapter.quantize=none."
         )
-    return QuantizedBase(CODES[kind], found, num_weights), left
+    return QuantizedBase(QUANTIZATION_CODES[kind], found, num_weights), left
 
 
 def _frozen_linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
-    """FQNs of the linear layers that are multiplied with and not trained; a layer that is trained whole as a copy of
-    itself (peft's `original_module`) is not."""
+    """FQNs of the frozen linear layers that are used; peft's `original_module` of a trained copy is not."""
     ties = tied_names(model)
     shared = {*ties, *ties.values()}
     for block in no_split_blocks(model, blocks):
@@ -85,13 +92,13 @@ def _frozen_linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
                 yield fqn
 
 
-def _refuse(kind: str, shard: ShardConfig) -> None:
+def _check_shard(kind: str, shard: ShardConfig) -> None:
     if shard.tensor_parallel > 1:
         raise ConfigError(
-            f"adapter.quantize={kind} does not go together with shard.tensor_parallel={shard.tensor_parallel}: 64 "
-            f"neighbors that share a scale would be divided by columns. Give shard.tensor_parallel=1."
+            f"adapter.quantize={kind} does not go together with shard.tensor_parallel={shard.tensor_parallel}, which "
+            f"could divide the 64 weights of a scale. Set shard.tensor_parallel=1."
         )
-    if shard.compile and shard.held_bytes != "uint8":
+    if shard.compile and shard.quantized_dtype != "uint8":
         raise ConfigError(
             f"adapter.quantize={kind} does not go together with shard.compile={str(shard.compile).lower()} under "
             f"shard=fsdp1, which gathers each quantized weight on its own inside a block; use shard=fsdp2."

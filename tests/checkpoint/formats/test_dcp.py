@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.integrity.verify import verify
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError
 from tests.checkpoint.files import assert_refused, assert_same, write_huggingface
@@ -276,5 +276,5 @@ def test_damage_is_refused(tmp_path: Path, name: str) -> None:
 def test_an_optimizer_alone_is_no_model(tmp_path: Path) -> None:
     state = {"optimizer": {"state": {"a": {"exp_avg": torch.ones(2)}}}}
     quietly(lambda: dcp.save(state, checkpoint_id=tmp_path))
-    with pytest.raises(CheckpointError, match="1 tensors of the kind optimizer but no weights"):
+    with pytest.raises(CheckpointError, match="1 tensors of the kind optimizer, and no weights"):
         open_checkpoint(tmp_path)

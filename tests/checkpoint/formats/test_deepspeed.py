@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_refused, assert_same
 
@@ -96,17 +96,21 @@ def changed(change: Callable[[dict[str, Any]], object], name: str) -> Callable[[
 
 MODEL = "mp_rank_00_model_states.pt"
 DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
-    "no rank 0": (2, lambda p: (p / zero(0)).unlink(), "no optimizer file of rank 0"),
+    "no rank 0": (2, lambda p: (p / zero(0)).unlink(), "optimizer file of rank 0 is missing"),
     "no rank 1": (2, lambda p: (p / zero(1)).unlink(), "files of 1 ranks, but 2 ranks wrote it"),
     "two of a rank": (2, lambda p: shutil.copy(p / zero(1), p / zero(1)[5:]), "two files of rank 1"),
     "tensor parallel": (2, lambda p: shutil.copy(p / zero(1), p / zero(1).replace("00", "01")), "tensor parallelism"),
     "another stage": (
         3,
         lambda p: shutil.copy(p.parents[1] / "2-bf16/global_step1" / zero(1), p / zero(1)),
-        "of stage 3",
+        "of ZeRO stage 2 .* but of ZeRO stage 3 ",
     ),
-    "no model": (2, lambda p: (p / MODEL).unlink(), "no model states of rank 0"),
-    "no model of a rank": (3, lambda p: (p / f"zero_pp_rank_1_{MODEL}").unlink(), "no model states of rank 1"),
+    "no model": (2, lambda p: (p / MODEL).unlink(), "file with the model states of rank 0 is missing"),
+    "no model of a rank": (
+        3,
+        lambda p: (p / f"zero_pp_rank_1_{MODEL}").unlink(),
+        "file with the model states of rank 1 is missing",
+    ),
     "a parameter more": (
         2,
         changed(lambda s: s["param_shapes"][0].update(x=torch.Size([40])), MODEL),

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.errors import CheckpointError, ModelError
-from fsdp_shard.models import side_directory
+from fsdp_shard.models import gguf_model_files
 from tests.checkpoint.files import raw_bytes
 from tests.support.tiny import byte_tokenizer
 
@@ -158,25 +158,25 @@ def test_long_rotary_frequencies_are_those_of_the_file(tmp_path: Path, monkeypat
     assert factors.max() == pytest.approx(8)
     base = {"llama.rope.freq_base": (500000.0, f32)}
     path = write_gguf(tmp_path / "a.gguf", "llama", kind, extra={"rope_freqs.weight": factors}, values=base)
-    found = LlamaConfig.from_pretrained(side_directory(path))
+    found = LlamaConfig.from_pretrained(gguf_model_files(path))
     assert torch.allclose(LlamaRotaryEmbedding(found).inv_freq, wanted)
     path = write_gguf(tmp_path / "b.gguf", "llama", kind, extra={"rope_freqs.weight": factors[::-1]}, values=base)
     with pytest.raises(ModelError, match=r"b\.gguf divides its rotary frequencies by factors"):
-        side_directory(path)
+        gguf_model_files(path)
     scaled = {"llama.rope.scaling.type": ("yarn", text), "llama.rope.scaling.factor": (4.0, f32)}
     scaled |= {"llama.rope.scaling.original_context_length": (16, u32)}
     path = write_gguf(tmp_path / "c.gguf", "llama", kind, values=scaled)
-    found = LlamaConfig.from_pretrained(side_directory(path))
+    found = LlamaConfig.from_pretrained(gguf_model_files(path))
     assert found.rope_parameters["rope_type"] == "yarn"
     assert (found.rope_parameters["factor"], found.rope_parameters["original_max_position_embeddings"]) == (4.0, 16)
     one = {"llama.rope.scaling.type": ("linear", text), "llama.rope.scaling.factor": (0.0, f32)}
-    found = LlamaConfig.from_pretrained(side_directory(write_gguf(tmp_path / "d.gguf", "llama", kind, values=one)))
+    found = LlamaConfig.from_pretrained(gguf_model_files(write_gguf(tmp_path / "d.gguf", "llama", kind, values=one)))
     assert found.rope_parameters["rope_type"] == "default"
     path = write_gguf(
         tmp_path / "e.gguf", "llama", kind, values=scaled | {"llama.rope.scaling.attn_factor": (0.5, f32)}
     )
-    with pytest.raises(ModelError, match=r"not known here \(type yarn, llama\.rope\.scaling\.attn_factor\)"):
-        side_directory(path)
+    with pytest.raises(ModelError, match=r"not supported \(type yarn, llama\.rope\.scaling\.attn_factor\)"):
+        gguf_model_files(path)
 
 
 def test_neither_a_part_nor_a_neighbor_is_taken_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_neither_a_part_nor_a_neighbor_is_taken_for_the_model(tmp_path: Path, mo
         open_checkpoint(part)
     path = write_gguf(tmp_path / "model.gguf", "llama", kind)
     byte_tokenizer().save_pretrained(tmp_path)
-    assert len(AutoTokenizer.from_pretrained(side_directory(path))) == VOCABULARY
+    assert len(AutoTokenizer.from_pretrained(gguf_model_files(path))) == VOCABULARY
 
 
 def test_damage_is_one_error_that_names_the_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_same, random_tensor, write_huggingface
 from tests.support.tiny import llama
@@ -140,7 +140,7 @@ def test_a_file_of_torch_needs_no_suffix(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "weights")
     with open_checkpoint(tmp_path / "weights") as index:
         assert index.names == ["w"]
-        assert index.place == tmp_path / "weights"
+        assert index.path == tmp_path / "weights"
 
 
 def test_an_optimizer_is_no_model(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_refused, assert_same
@@ -168,9 +168,13 @@ def swap(root: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "the first rank": ("three", lambda p: (p / name_of(0)).unlink(), "no file of rank 0"),
-    "a middle rank": ("three", lambda p: (p / name_of(1)).unlink(), "no file of rank 1"),
-    "the last rank": ("three", lambda p: (p / name_of(2)).unlink(), "no file of rank 2 .* 3 ranks wrote it"),
+    "the first rank": ("three", lambda p: (p / name_of(0)).unlink(), "file of rank 0 is missing"),
+    "a middle rank": ("three", lambda p: (p / name_of(1)).unlink(), "file of rank 1 is missing"),
+    "the last rank": (
+        "three",
+        lambda p: (p / name_of(2)).unlink(),
+        "file of rank 2 is missing; the checkpoint was written by 3 ranks",
+    ),
     "mixed world sizes": (
         "three",
         lambda p: shutil.copy(p.parent.parent / "two" / name_of(0, 2), p / name_of(0, 2)),
@@ -184,14 +188,14 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "another kind of save": (
         "three",
         lambda p: shutil.copy(p.parent.parent / "fsdp1" / name_of(1), p / name_of(1)),
-        "another kind of tensor",
+        ", but .* in .*: these are files of different saves",
     ),
     "ranks swapped": ("three", swap, "renamed or mixed up"),
-    "a shape that differs": ("three", other_shape, "F32 .3. there, but F32 .5. in"),
+    "a shape that differs": ("three", other_shape, "F32 .3., but F32 .5. in"),
     "two files of a rank": (
         "three",
         lambda p: shutil.copy(p / name_of(1), p / "model_world_size_3_rank_01.pt"),
-        "second file of rank 1",
+        "two files of rank 1",
     ),
     "a rank too many": (
         "three",

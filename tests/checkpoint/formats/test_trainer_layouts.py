@@ -15,15 +15,20 @@ import torch.distributed.checkpoint as dcp
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.digests import digest_tensor
 from fsdp_shard.checkpoint.formats.registry import recognize
-from fsdp_shard.checkpoint.formats.trainer_layouts import Place, find
-from fsdp_shard.checkpoint.model_files import side_files
-from fsdp_shard.checkpoint.open import open_checkpoint
-from fsdp_shard.checkpoint.open_local import locate
+from fsdp_shard.checkpoint.formats.trainer_layouts import CheckpointLocation, find_checkpoint
+from fsdp_shard.checkpoint.location import locate, open_checkpoint
+from fsdp_shard.checkpoint.model_files import list_model_files
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import write_huggingface
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, save_model
+
+
+def found_at(path: Path) -> CheckpointLocation:
+    """Where `locate` finds what `path` leads to."""
+    found = locate(path)
+    return CheckpointLocation(found.weights, found.side, found.step)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -78,7 +83,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     on_ranks(2, save_with_accelerate, output / "checkpoint-7", "SHARDED_STATE_DICT")
     on_ranks(2, save_with_accelerate, output / "full" / "checkpoint-9", "FULL_STATE_DICT")
     save_model(output / "source")
-    for name in side_files(output / "source"):
+    for name in list_model_files(output / "source"):
         shutil.copy(output / "source" / name, output / name)
     shutil.rmtree(output / "source")
     return output
@@ -88,17 +93,19 @@ def test_what_accelerate_leaves(state: Path) -> None:
     inner = state / "checkpoint-7" / "pytorch_model_fsdp_0"
     assert inner.is_dir()
     assert (state / "checkpoint-7" / "optimizer_0" / ".metadata").is_file()
-    assert find(state, is_checkpoint) == Place(inner, state, 7)
-    assert find(state / "checkpoint-7", is_checkpoint) == Place(inner, state, 7)
-    assert find(inner, is_checkpoint) == Place(inner, None, None), "nothing two levels up is looked at"
+    assert find_checkpoint(state, is_checkpoint) == CheckpointLocation(inner, state, 7)
+    assert find_checkpoint(state / "checkpoint-7", is_checkpoint) == CheckpointLocation(inner, state, 7)
+    assert find_checkpoint(inner, is_checkpoint) == CheckpointLocation(inner, None, None), (
+        "nothing two levels up is looked at"
+    )
     full = state / "full" / "checkpoint-9"
-    assert find(state / "full", is_checkpoint).weights in (full, full / "pytorch_model_fsdp.bin")
+    assert find_checkpoint(state / "full", is_checkpoint).weights in (full, full / "pytorch_model_fsdp.bin")
 
 
 def test_an_optimizer_is_never_taken_for_weights(state: Path, tmp_path: Path) -> None:
     shutil.copytree(state / "checkpoint-7" / "optimizer_0", tmp_path / "checkpoint-7" / "optimizer_0")
-    assert find(tmp_path, is_checkpoint) == Place(tmp_path)
-    assert find(tmp_path / "checkpoint-7", is_checkpoint).weights == tmp_path / "checkpoint-7"
+    assert find_checkpoint(tmp_path, is_checkpoint) == CheckpointLocation(tmp_path)
+    assert find_checkpoint(tmp_path / "checkpoint-7", is_checkpoint).weights == tmp_path / "checkpoint-7"
 
 
 def test_accelerate_to_a_model_directory(state: Path, tmp_path: Path) -> None:
@@ -118,7 +125,7 @@ def test_newest_step_by_number(tmp_path: Path) -> None:
         weights(tmp_path / "outputs" / "checkpoint" / f"step-{step}", step)
     newest = tmp_path / "outputs" / "checkpoint" / "step-1000"
     for path in (tmp_path / "outputs", tmp_path / "outputs" / "checkpoint", newest):
-        assert locate(path) == Place(newest, None, 1000)
+        assert found_at(path) == CheckpointLocation(newest, None, 1000)
     (newest / "model.safetensors").unlink()  # as an interrupted save leaves it
     with open_checkpoint(tmp_path / "outputs") as index:
         assert (index.step, index.read("w").tolist()) == (500, [500.0] * 3)
@@ -138,9 +145,9 @@ def test_a_dcp_directory_by_torch(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         for step in (9, 10):
             dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "checkpoint" / f"step-{step}", no_dist=True)
-    assert find(tmp_path, is_checkpoint) == Place(tmp_path / "checkpoint" / "step-10", None, 10)
+    assert find_checkpoint(tmp_path, is_checkpoint) == CheckpointLocation(tmp_path / "checkpoint" / "step-10", None, 10)
     touch(tmp_path / "checkpoint" / "step-11", "__0_0.distcp")  # no .metadata: the save did not end
-    assert find(tmp_path, is_checkpoint).step == 10
+    assert find_checkpoint(tmp_path, is_checkpoint).step == 10
 
 
 def test_verl(tmp_path: Path) -> None:
@@ -193,8 +200,7 @@ def test_trainer_directory_itself_comes_first(tmp_path: Path) -> None:
 def test_parts_left_over_by_an_interrupted_consolidation(tmp_path: Path) -> None:
     config(tmp_path / "step-5")
     weights(tmp_path / "step-5" / "sharded", 5)
-    place = locate(tmp_path)
-    assert place == Place(tmp_path / "step-5" / "sharded", tmp_path / "step-5", 5)
+    assert found_at(tmp_path) == CheckpointLocation(tmp_path / "step-5" / "sharded", tmp_path / "step-5", 5)
 
 
 def test_config_one_level_up_only_of_known_layouts(tmp_path: Path) -> None:

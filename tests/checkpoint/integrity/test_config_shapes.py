@@ -96,7 +96,7 @@ def test_a_missing_head_is_named() -> None:
     config, shapes = model("llama")
     left = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     assert config_problems({**config, "architectures": ["LlamaForCausalLM"]}, left) == [
-        "tie_word_embeddings=false gives a LlamaForCausalLM a head beside model.embed_tokens.weight, which is "
+        "tie_word_embeddings=false gives a LlamaForCausalLM a head besides model.embed_tokens.weight, which is "
         "[97, 48], but no other tensor has as many rows."
     ]
     assert config_problems({**config, "architectures": ["LlamaModel"]}, left) == []

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.index import Extra
-from fsdp_shard.checkpoint.integrity.summary import describe
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.integrity.summary import summarize_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
+from fsdp_shard.checkpoint.tensor_entry import Extra
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import even_edges, write_huggingface, write_ranks
 
@@ -25,7 +25,7 @@ def layers(count: int) -> dict[str, torch.Tensor]:
 def test_what_is_in_a_checkpoint(tmp_path: Path) -> None:
     source = write_huggingface(tmp_path / "source", layers(12), head="embed.weight")
     convert(source, tmp_path / "ranks", format="sharded", ranks=2)
-    found = describe(tmp_path / "ranks")
+    found = summarize_checkpoint(tmp_path / "ranks")
     assert (found.format, found.layout, found.world_size, found.integrity) == ("sharded", "sharded", 2, "digests")
     assert found.num_tensors == 26
     assert found.num_parameters == 36 + 1 + 12 * 4 + 11 * 16 + 32
@@ -38,7 +38,7 @@ def test_what_is_in_a_checkpoint(tmp_path: Path) -> None:
 
 def test_the_tree_is_folded_by_layer(tmp_path: Path) -> None:
     with open_checkpoint(write_huggingface(tmp_path, layers(12))) as index:
-        text = describe(index).to_text()
+        text = summarize_checkpoint(index).to_text()
     assert "layers\n  0..10 (11 alike)\n" in text
     assert "    mlp.weight  BF16  4 x 4  352 B in 11\n" in text
     assert "    norm.bias  F32  4  176 B in 11\n" in text
@@ -49,7 +49,7 @@ def test_the_tree_is_folded_by_layer(tmp_path: Path) -> None:
 
 
 def test_json_and_chosen_tensors(tmp_path: Path) -> None:
-    document = json.loads(describe(write_huggingface(tmp_path, layers(2)), "*.mlp.*").to_json())
+    document = json.loads(summarize_checkpoint(write_huggingface(tmp_path, layers(2)), "*.mlp.*").to_json())
     assert [tensor["name"] for tensor in document["tensors"]] == ["layers.0.mlp.weight", "layers.1.mlp.weight"]
     assert document["num_tensors"] == 6
     assert document["tensors"][0] == {
@@ -64,30 +64,30 @@ def test_json_and_chosen_tensors(tmp_path: Path) -> None:
 def test_a_part_of_a_name_is_a_pattern_too(tmp_path: Path) -> None:
     source = write_huggingface(tmp_path / "source", layers(2), head="embed.weight")
     convert(source, tmp_path / "ranks", format="sharded", ranks=2)
-    found = describe(tmp_path / "ranks", "head")
+    found = summarize_checkpoint(tmp_path / "ranks", "head")
     assert [tensor.name for tensor in found.tensors] == ["embed.weight"]  # what it is tied to
     assert found.tensors[0].files == ("shard-00000-of-00002.safetensors", "shard-00001-of-00002.safetensors")
-    lines = describe(source, "mlp").to_list().splitlines()
+    lines = summarize_checkpoint(source, "mlp").to_list().splitlines()
     assert lines == [
         f"layers.{n}.mlp.weight  BF16  4 x {4 * (n + 1)}  {32 * (n + 1)} B  model.safetensors" for n in range(2)
     ]
     with pytest.raises(CheckpointError, match=r"no tensor that layers\.0\.mpl\.weight fits \(did you mean layers"):
-        describe(source, "layers.0.mpl.weight")
+        summarize_checkpoint(source, "layers.0.mpl.weight")
     with pytest.raises(CheckpointError, match=r"that attention fits; it has embed\.weight, .* and 3 more"):
-        describe(source, "attention")
+        summarize_checkpoint(source, "attention")
 
 
 def test_integrity_at_a_glance_reads_no_data(tmp_path: Path) -> None:
     source = write_huggingface(tmp_path / "source", layers(1))
-    assert "no manifest" in describe(source).to_text()
+    assert "no manifest" in summarize_checkpoint(source).to_text()
     convert(source, tmp_path / "model")
-    assert "all files are there" in describe(tmp_path / "model").to_text()
+    assert "all files are there" in summarize_checkpoint(tmp_path / "model").to_text()
     (tmp_path / "model" / "config.json").write_text("{}")
-    found = describe(tmp_path / "model")
+    found = summarize_checkpoint(tmp_path / "model")
     assert found.manifest_problems == (f"{tmp_path / 'model' / 'config.json'} has 2 bytes, but 43 were written.",)
     assert "DAMAGED: " in found.to_text()
     (tmp_path / "model" / "config.json").unlink()
-    assert "is missing" in describe(tmp_path / "model").to_text()
+    assert "is missing" in summarize_checkpoint(tmp_path / "model").to_text()
 
 
 def test_a_file_is_not_judged_by_the_manifest_of_its_directory(tmp_path: Path) -> None:
@@ -98,13 +98,13 @@ def test_a_file_is_not_judged_by_the_manifest_of_its_directory(tmp_path: Path) -
         .joinpath("model.safetensors")
         .rename(tmp_path / "model" / "ema.safetensors")
     )
-    assert "no manifest" in describe(file).to_text()
+    assert "no manifest" in summarize_checkpoint(file).to_text()
     convert(file, tmp_path / "converted")
     with open_checkpoint(tmp_path / "converted") as index:
         assert all(torch.equal(index.read(name), other[name]) for name in other)
     part = file.rename(file.with_name("model-00001-of-00002.safetensors"))
-    assert describe(part).num_tensors == len(other)
-    with pytest.raises(CheckpointError, match="is one of 2 files that hold a model together; give their directory"):
+    assert summarize_checkpoint(part).num_tensors == len(other)
+    with pytest.raises(CheckpointError, match="is one of 2 files of a model; give their directory"):
         convert(part, tmp_path / "part")
 
 
@@ -112,23 +112,23 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     root = write_huggingface(tmp_path / "step", layers(1))
     states = {"embed.weight.exp_avg": torch.zeros(9, 4), "embed.weight.step": torch.zeros(())}
     write_ranks(root / "optimizer", states, even_edges(states, 2))
-    found = describe(root)
+    found = summarize_checkpoint(root)
     assert found.extras == {"optimizer": Extra(2, 148)}
     assert "optimizer:   2 tensors, 148 B" in found.to_text()
     with open_checkpoint(root) as index:
         index.extras = {"adapter": Extra(1, 8), "optimizer": Extra(3, 10)}
-        assert describe(index).extras == {"adapter": Extra(1, 8), "optimizer": Extra(5, 158)}
+        assert summarize_checkpoint(index).extras == {"adapter": Extra(1, 8), "optimizer": Extra(5, 158)}
 
 
 def test_many_files_are_folded(tmp_path: Path) -> None:
     source = write_huggingface(tmp_path / "source", {"w": torch.zeros(80)})
     convert(source, tmp_path / "ranks", format="sharded", ranks=20)
-    assert "  ... and 4 more (--json lists all)" in describe(tmp_path / "ranks").to_text().splitlines()
+    assert "  ... and 4 more (--json lists all)" in summarize_checkpoint(tmp_path / "ranks").to_text().splitlines()
 
 
 def test_names_do_nothing_to_a_terminal(tmp_path: Path) -> None:
     write_huggingface(tmp_path, {"a\x1b[31m\nWEIGHT": torch.ones(2)})
-    found = describe(tmp_path)
+    found = summarize_checkpoint(tmp_path)
     assert "a\\x1b[31m\\nWEIGHT" in found.to_text()
     assert "\x1b" not in found.to_text() + found.to_list()
     assert found.tensors[0].name == "a\x1b[31m\nWEIGHT"

@@ -13,10 +13,10 @@ from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, frame_digest, header_digest
 from fsdp_shard.checkpoint.integrity.non_finite import DTYPES, NonFinite, find_non_finite
 from fsdp_shard.checkpoint.integrity.verify import verify
-from fsdp_shard.checkpoint.integrity.verify_report import Place, Problem
+from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
 from fsdp_shard.checkpoint.io.dtypes import itemsize, to_torch
-from fsdp_shard.checkpoint.open import open_checkpoint
-from fsdp_shard.checkpoint.steps.step_store import read_manifest
+from fsdp_shard.checkpoint.location import open_checkpoint
+from fsdp_shard.checkpoint.steps import read_manifest
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import edit_header, random_tensor, raw_bytes, write_huggingface
 
@@ -50,7 +50,7 @@ def test_verify_names_file_tensor_and_bytes(tmp_path: Path) -> None:
 def test_verify_names_both_files_where_a_chunk_lies_in_two(tmp_path: Path) -> None:
     root = converted(tmp_path)
     with open_checkpoint(root) as index:
-        ((file, start, stop), (other, _, _)) = index.places("b", 0, 12)
+        ((file, start, stop), (other, _, _)) = index.spans("b", 0, 12)
     with open(root / file, "r+b") as stream:
         stream.seek(start)
         stream.write(b"\x99\x99")
@@ -121,7 +121,7 @@ def test_one_large_tensor_is_shared_by_threads_and_damage_is_joined(tmp_path: Pa
     convert(write_huggingface(tmp_path / "source", {"w": tensor}), tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     with open_checkpoint(path) as index:
-        ((_, start, _),) = index.places("w", 0, 1)
+        ((_, start, _),) = index.spans("w", 0, 1)
     with open(path, "r+b") as file:
         for chunk in (3, 4, 35):
             file.seek(start + chunk * CHUNK_BYTES + 7)
@@ -163,7 +163,7 @@ def test_what_lies_around_the_tensors_of_dcp_is_checked(tmp_path: Path) -> None:
     path = root / "__1_0.distcp"
     content = path.read_bytes()
     with open_checkpoint(root) as index:
-        ((_, start, stop),) = [place for place in index.places("a", 0, 36) if place[0] == path.name]
+        ((_, start, stop),) = [place for place in index.spans("a", 0, 36) if place[0] == path.name]
     opened = 0
     for at in {*range(0, len(content), 61), start, stop - 1, len(content) - 1}:
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
@@ -224,11 +224,11 @@ def test_nan_is_reported_with_its_place(tmp_path: Path) -> None:
     report = verify(root)
     (problem,) = report.problems
     with open_checkpoint(root) as index:
-        ((file, start, stop),) = index.places("w", 500_003, 500_004)
+        ((file, start, stop),) = index.spans("w", 500_003, 500_004)
     assert problem == Problem(
         f"{root / file}, bytes {start}-{stop - 1}: tensor w is not finite from [500, 3] on: 1 NaN and 2 infinite of "
         "600,000 elements.",
-        (Place(file, start, stop),),
+        (ByteRange(file, start, stop),),
         "w",
     )
     assert "WRONG" in str(report)

@@ -13,7 +13,7 @@ import torch
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.io.atomicity import allocate
 from fsdp_shard.checkpoint.io.files import Handles, aligned
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
 from tests.checkpoint.files import assert_same, write_huggingface
 
 

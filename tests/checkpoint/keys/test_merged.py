@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from fsdp_shard.checkpoint.keys.matching import match_names
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.errors import CheckpointError
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, stored_twice
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.models import tied_names
 
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 11}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.integrity.verify import verify
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.checkpoint.sharded_state.load_shards import load_shards
 from fsdp_shard.checkpoint.sharded_state.optimizer_state import create_state, optimizer_shards
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState, save_step
@@ -20,9 +20,9 @@ from fsdp_shard.checkpoint.steps.step_store import Store
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.inference import load_dispatched
-from fsdp_shard.models import ModelSource, tied_names
+from fsdp_shard.models import tied_names
 from fsdp_shard.sharding import ShardConfig
-from fsdp_shard.training import side_files
+from fsdp_shard.training import collect_model_files
 from tests.support.ranks import on_ranks
 from tests.support.sharded import WRAPPERS, assembled, sharded
 from tests.support.tiny import llama, token_batch
@@ -42,7 +42,7 @@ def train_and_save(context: DistributedContext, config: ShardConfig, root: Path,
         tied_names(llama()),
         optimizer_shards(optimizer, shards),
         {"step": 1},
-        side_files(ModelSource(model_dir), "float32"),
+        collect_model_files(locate(model_dir), "float32"),
     )
     for layout in ("sharded", "gathered"):
         size = 40_000 if layout == "gathered" else None
@@ -117,8 +117,8 @@ def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -
     """A save that cannot be written on rank 1: what each rank is told, and what is there afterwards."""
     config = WRAPPERS["fsdp2"](param_dtype="float32")
     model = sharded(config, context)
-    beside = side_files(ModelSource(model_dir), "float32") | {TEMPLATE: b"{{ messages }}"}
-    state = RunState(model.local_shards(), tied_names(llama()), side_files=beside)
+    beside = collect_model_files(locate(model_dir), "float32") | {TEMPLATE: b"{{ messages }}"}
+    state = RunState(model.local_shards(), tied_names(llama()), model_files=beside)
     store = Store(root)
     save_step(context, store, 1, state, layout="sharded")
     if context.rank == 1:

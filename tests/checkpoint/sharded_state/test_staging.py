@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState
-from fsdp_shard.checkpoint.sharded_state.staging import Copy, Staging
+from fsdp_shard.checkpoint.sharded_state.staging import StagedCopy, Staging
 from fsdp_shard.distributed import LocalShard
 
 
@@ -16,7 +16,7 @@ def shard(tensor: torch.Tensor, *, writes: bool = True) -> LocalShard:
 
 
 def reading(
-    copy: Copy, shard: LocalShard, start: int = 0, stop: int | None = None
+    copy: StagedCopy, shard: LocalShard, start: int = 0, stop: int | None = None
 ) -> AbstractContextManager[memoryview]:
     size, end = shard.data.element_size(), shard.data.numel() if stop is None else stop
     return copy.reading(shard, slice(start * size, end * size))
@@ -26,7 +26,7 @@ def values(content: memoryview, dtype: torch.dtype = torch.float32) -> list[floa
     return [float(value) for value in torch.frombuffer(content, dtype=dtype)]
 
 
-def read(copy: Copy, shard: LocalShard, start: int = 0, stop: int | None = None) -> list[float]:
+def read(copy: StagedCopy, shard: LocalShard, start: int = 0, stop: int | None = None) -> list[float]:
     with reading(copy, shard, start, stop) as content:
         return values(content, shard.data.dtype)
 

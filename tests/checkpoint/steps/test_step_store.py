@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_shard.checkpoint.formats.trainer_layouts import resolve
+from fsdp_shard.checkpoint.formats.trainer_layouts import latest_step_directory
 from fsdp_shard.checkpoint.io import atomicity
-from fsdp_shard.checkpoint.steps.step_store import FileRecord, Manifest, Store, TensorRecord, read_manifest
+from fsdp_shard.checkpoint.steps import FileRecord, Manifest, Store, TensorRecord, read_manifest
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
 
 MANIFEST = Manifest(
@@ -45,7 +45,7 @@ def test_a_step_is_there_only_once_committed(tmp_path: Path) -> None:
 def test_a_committed_step_is_never_written_over(tmp_path: Path) -> None:
     store = Store(tmp_path)
     path = save(store, 3, "old")
-    with pytest.raises(SaveError, match="step-00000003 is there already"):
+    with pytest.raises(SaveError, match="step-00000003 exists already"):
         save(store, 3, "new")
     assert (path / "data").read_text() == "old"
 
@@ -125,13 +125,13 @@ def test_resolve_leads_to_the_weights(tmp_path: Path) -> None:
     store = Store(tmp_path / "checkpoints")
     step = save(store, 4)
     for path in (tmp_path, store.root, step):
-        assert resolve(path) == step
+        assert latest_step_directory(path) == step
     other = tmp_path / "other"
     other.mkdir()
-    assert resolve(other) == other
+    assert latest_step_directory(other) == other
     (other / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="no finished checkpoint"):
-        resolve(other)
+        latest_step_directory(other)
 
 
 def test_manifest_comes_back_as_written(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_shard.checkpoint.open import open_checkpoint
+from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_refused
 
@@ -201,7 +201,7 @@ CASES: dict[str, Case] = {
     "cut in the directory": (single, lambda p: cut(p.stat().st_size - 60)(p), "without its end"),
     "cut in the end": (single, lambda p: cut(p.stat().st_size - 5)(p), "without its end"),
     "only a signature": (single, lambda p: p.write_bytes(b"PK\x03\x04"), "without its end"),
-    "something appended": (single, lambda p: p.write_bytes(p.read_bytes() + b"xyz"), "something behind its end"),
+    "something appended": (single, lambda p: p.write_bytes(p.read_bytes() + b"xyz"), "something after its end"),
     "something in front": (single, lambda p: p.write_bytes(b"PK\x03\x04" + p.read_bytes()), "zip64 locator that leads"),
     "a directory elsewhere": (single, end_record(16, 77, "<I"), "at its end that its central directory"),
     "a directory of another length": (single, end_record(12, 7, "<I"), "at its end that its central directory"),
@@ -211,7 +211,7 @@ CASES: dict[str, Case] = {
     "a member beyond the file": (
         single,
         lambda p: (entry(24, 10**6)(p), entry(20, 10**6)(p)),
-        "overlap|into the central directory",
+        "overlap|in the central directory",
     ),
     "a bomb": (
         single,
@@ -248,14 +248,14 @@ CASES: dict[str, Case] = {
     "pickle of nothing": (single, member("data.pkl", b""), "cut short"),
     "an unknown dtype": (single, pickled(b"FloatStorage", b"FancyStorage"), "asks to run 'torch.FancyStorage'"),
     "a wider dtype": (single, pickled(b"FloatStorage", b"DoubleStorage"), "storage '0'"),
-    "a larger shape": (single, pickled(b"K\x14K\x1e\x86", b"K\x15K\x1e\x86"), "reaches to byte"),
+    "a larger shape": (single, pickled(b"K\x14K\x1e\x86", b"K\x15K\x1e\x86"), "ends at byte"),
     "a negative shape": (single, pickled(b"K\x14K\x1e\x86", b"J\xff\xff\xff\xffK\x1e\x86"), "than counts"),
     "a huge shape": (
         single,
         pickled(b"K\x14K\x1e\x86", b"\x8a\x07" + b"\xff" * 6 + b"\x01K\x1e\x86"),
-        "reaches to byte",
+        "ends at byte",
     ),
-    "other strides": (single, pickled(b"K\x1eK\x01\x86", b"K\xffK\x01\x86"), "reaches to byte"),
+    "other strides": (single, pickled(b"K\x1eK\x01\x86", b"K\xffK\x01\x86"), "ends at byte"),
     "too few strides": (single, pickled(b"K\x1eK\x01\x86", b"K\x1e\x85"), "2 dimensions with 1 strides"),
     "another storage": (single, pickled(b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x009"), "no storage '9'"),
     "no storage reference": (single, pickled(b"storage", b"strange"), "in a way that torch does not"),
@@ -285,7 +285,7 @@ CASES: dict[str, Case] = {
     # The older stream.
     "stream cut in the pickle": (stream, cut(200), "cut short"),
     "stream cut in the data": (stream, lambda p: cut(p.stat().st_size - 8)(p), "damaged or cut short"),
-    "stream with an end": (stream, lambda p: p.write_bytes(p.read_bytes() + b"x"), "1 bytes behind its last storage"),
+    "stream with an end": (stream, lambda p: p.write_bytes(p.read_bytes() + b"x"), "1 bytes after its last storage"),
     "stream of big endian": (stream, replaced(b"little_endianq\x02\x88", b"little_endianq\x02\x89"), "big-endian"),
     "stream of another version": (stream, replaced(b"\x80\x02M\xe9\x03.", b"\x80\x02M\xe8\x03."), "version"),
     "a plain pickle": (stream, lambda p: p.write_bytes(b"\x80\x02}."), "plain pickle"),
@@ -308,7 +308,7 @@ CASES: dict[str, Case] = {
     "a tensor in two shards": (
         indexed,
         lambda p: torch.save({"a": TENSORS["b"], "b": TENSORS["b"].clone()}, p.parent / SECOND),
-        "tensor a stands both in",
+        "tensor a is both in",
     ),
 }
 

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 
 from fsdp_shard.checkpoint.io.dtypes import from_torch_name
-from fsdp_shard.checkpoint.torch_pickle import allow_list
+from fsdp_shard.checkpoint.torch_pickle import allow_list, metadata_classes
 from fsdp_shard.errors import CheckpointError
 
 
@@ -77,7 +77,7 @@ def test_harmless_objects_of_libraries_are_records(protocol: int) -> None:
     assert found["namespace"].get("lr") == 0.1
     assert (found["dtype"], found["device"]) == ("torch.bfloat16", "cuda:1")
     assert found["scalar"].name.endswith("multiarray.scalar")
-    assert isinstance(found["array"], allow_list.Record)
+    assert isinstance(found["array"], metadata_classes.Record)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,14 +90,14 @@ def test_metadata_of_dcp_equals_what_torch_reads(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=str(tmp_path), no_dist=True)
     data = (tmp_path / ".metadata").read_bytes()
     ours, theirs = allow_list.load(data, ".metadata"), pickle.loads(data)
-    assert isinstance(ours, allow_list.Metadata)
+    assert isinstance(ours, metadata_classes.Metadata)
     assert isinstance(theirs, TorchMetadata)
     assert ours.planner_data == theirs.planner_data
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
     for name, expected in theirs.state_dict_metadata.items():
         found = ours.state_dict_metadata[name]
         assert type(found).__name__ == type(expected).__name__
-        if isinstance(found, allow_list.TensorStorageMetadata):
+        if isinstance(found, metadata_classes.TensorStorageMetadata):
             assert found.size == tuple(expected.size)
             assert from_torch_name(found.properties.dtype) == from_torch_name(str(expected.properties.dtype))
             assert [dataclasses.astuple(chunk) for chunk in found.chunks] == [
@@ -166,7 +166,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"\x80\x02.", "more or less than one object"),
     "two objects": (opcodes(b"NN"), "more or less than one object"),
     "an open mark": (opcodes(b"(N"), "more or less than one object"),
-    "behind the end": (opcodes(b"N") + b"x", "1 bytes behind the end"),
+    "behind the end": (opcodes(b"N") + b"x", "1 bytes after the end"),
     "protocol 1": (b"\x80\x01N.", "protocol 1"),
     "protocol 9": (b"\x80\x09N.", "protocol 9"),
     "unknown opcode": (opcodes(b"\xff"), "opcode"),
@@ -183,13 +183,13 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "wrong arguments": (opcodes(_SIZE, b"NNN\x87R"), "gives torch.Size what it does not take"),
     "a negative size": (opcodes(_SIZE, b"J\xff\xff\xff\xff\x85\x85R"), "something else than counts"),
     "a size of text": (opcodes(_SIZE, b"X\x01\x00\x00\x00a\x85R"), "not a short tuple"),
-    "no such memo": (opcodes(b"h\x07"), "recalls object 7"),
+    "no such memo": (opcodes(b"h\x07"), "recalls object 7, which is not in its memo"),
     "no UTF-8": (opcodes(b"X\x01\x00\x00\x00\xff"), "UnicodeDecodeError"),
     "length of 4 GB": (opcodes(b"X\xff\xff\xff\xffabc"), "cut short"),
     "length of 2^63": (opcodes(b"\x8e" + b"\xff" * 7 + b"\x7f"), "cut short"),
     "bytearray of 2^62": (opcodes(b"\x96" + b"\xff" * 7 + b"\x3f"), "cut short"),
     "an endless name": (opcodes(b"c" + b"a" * 5000), "cut short in a name"),
-    "an unknown persistent id": (opcodes(b"NQ"), "storage beside it"),
+    "an unknown persistent id": (opcodes(b"NQ"), "storage outside of it"),
     "a list as a key": (opcodes(b"}]Ns"), "has a list as a key"),
     "a dict as a key": (opcodes(b"}}Ns"), "has a dict as a key"),
     "a nested tuple as a key": (opcodes(b"})" + b"\x85" * 1_000_000 + b"Ns"), "has a tuple as a key"),

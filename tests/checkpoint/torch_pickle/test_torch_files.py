@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_shard.checkpoint.index import TensorEntry, TensorIndex
-from fsdp_shard.checkpoint.torch_pickle.torch_zip import (
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.tensor_entry import TensorEntry
+from fsdp_shard.checkpoint.torch_pickle import (
     StoredTensor,
     Unreadable,
     is_torch_file,

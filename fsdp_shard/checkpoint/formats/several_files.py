@@ -1,0 +1,110 @@
+"""Checks that the files of a checkpoint are complete and of one save, and the plan of one file per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fsdp_shard.checkpoint.io import TensorSpec, itemsize
+from fsdp_shard.checkpoint.steps import Extent, FilePlan, chunk_rows
+from fsdp_shard.checkpoint.tensor_entry import Extra, TensorEntry
+from fsdp_shard.errors import CheckpointError
+
+
+def files_by_rank(
+    root: Path, found: Iterable[tuple[int, str]], world_size: int | None = None, kind: str = "file"
+) -> list[str]:
+    """The names of rank files in the order of ranks, after checking that each rank has exactly one.
+
+    Args:
+        root: The directory of the files.
+        found: (rank, name) of each file.
+        world_size: The number of ranks that wrote the checkpoint; None if it is only known from the files.
+        kind: What the files are, for messages.
+    """
+    names: dict[int, str] = {}
+    for rank, name in sorted(found):
+        if rank in names:
+            raise CheckpointError(f"{root} has two files of rank {rank}: {names[rank]} and {name}.")
+        names[rank] = name
+    num_ranks = world_size if world_size is not None else max(names) + 1
+    missing = next((rank for rank in range(num_ranks) if rank not in names), None)
+    if missing is not None:
+        raise CheckpointError(
+            f"{root}: the {kind} of rank {missing} is missing; the checkpoint was written by {num_ranks} ranks."
+        )
+    if len(names) > num_ranks:
+        raise CheckpointError(
+            f"{root / names[max(names)]} is of a rank that a save by {num_ranks} ranks does not have."
+        )
+    return list(names.values())
+
+
+def one_world_size(root: Path, sizes: Iterable[int | None], unit: str = "ranks") -> int | None:
+    """The number of ranks (or another `unit`) that the names of all files agree on."""
+    first, *others = set(sizes)
+    if others:
+        some = " and ".join(sorted(str(size or "an unknown number of") for size in (first, *others)))
+        raise CheckpointError(f"{root} mixes rank files of saves by {some} {unit}; keep the files of one save only.")
+    return first
+
+
+class Agreement:
+    """What all files of a save must agree on: a CheckpointError names the first file that does not."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[Path, tuple[object, ...]]] = {}
+
+    def check(self, subject: str, where: Path, *description: object) -> None:
+        """Compare the `description` of `subject` in file `where` with that in the first file that had one."""
+        by, known = self._first.setdefault(subject, (where, description))
+        if known != description:
+            raise CheckpointError(
+                f"{where}: {subject} is {_words(description)}, but {_words(known)} in {by.name}: these are files "
+                "of different saves."
+            )
+
+
+def _words(description: Sequence[object]) -> str:
+    return " ".join(str(list(item) if isinstance(item, tuple) else item)[:200] for item in description)
+
+
+def add_entry(tensors: dict[str, TensorEntry], entry: TensorEntry, root: Path) -> None:
+    """Add an entry to those of the files before it, none of which may have a tensor of this name."""
+    other = tensors.setdefault(entry.name, entry)
+    if other is not entry:
+        files = f"{other.pieces[0].file} and in {entry.pieces[0].file}"
+        raise CheckpointError(f"{root}: tensor {entry.name} is both in {files}.")
+
+
+def sum_extras(extras: Mapping[str, Extra], more: Mapping[str, Extra]) -> dict[str, Extra]:
+    """The extras of two files, by kind."""
+    none = Extra(0, 0)
+    both = {kind: (extras.get(kind, none), more.get(kind, none)) for kind in (*extras, *more)}
+    return {kind: Extra(a.num_tensors + b.num_tensors, a.num_bytes + b.num_bytes) for kind, (a, b) in both.items()}
+
+
+def plan_ranks(
+    specs: Sequence[TensorSpec],
+    ranks: int,
+    plan_file: Callable[[int, Sequence[tuple[TensorSpec, int, int]]], FilePlan],
+) -> tuple[tuple[FilePlan, ...], Mapping[str, tuple[Extent, ...]]]:
+    """The files of a `TargetPlan` of one file per rank, and its extents; dim 0 of each tensor is chunked as by FSDP2.
+
+    Args:
+        specs: The tensors.
+        ranks: The number of ranks.
+        plan_file: Plans the file of a rank from its (tensor, flat start, number of elements).
+    """
+    parts = {spec.name: chunk_rows(spec, ranks) for spec in specs}
+    extents: dict[str, list[Extent]] = {spec.name: [] for spec in specs}
+    files = []
+    for rank in range(ranks):
+        pieces = [(spec, *parts[spec.name][rank]) for spec in specs]
+        file = plan_file(rank, pieces)
+        for spec, start, count in pieces:
+            if count:
+                size, offset = itemsize(spec.dtype), file.tensors[spec.name]
+                extents[spec.name].append(Extent(start * size, (start + count) * size, file.name, offset))
+        files.append(file)
+    return tuple(files), {name: tuple(held) for name, held in extents.items()}

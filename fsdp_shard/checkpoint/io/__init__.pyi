@@ -1,0 +1,42 @@
+from .atomicity import (
+    allocate as allocate,
+    make_directories as make_directories,
+    new_directory as new_directory,
+    recover as recover,
+    require_space as require_space,
+    start_writeback as start_writeback,
+    sync_directories as sync_directories,
+)
+from .dtypes import (
+    CASTABLE as CASTABLE,
+    TensorSpec as TensorSpec,
+    find_torch_name as find_torch_name,
+    from_torch_name as from_torch_name,
+    is_known as is_known,
+    itemsize as itemsize,
+    row_elements as row_elements,
+    to_torch as to_torch,
+    torch_name as torch_name,
+)
+from .fault_points import fault_point as fault_point
+from .files import (
+    Files as Files,
+    Handles as Handles,
+    aligned as aligned,
+    has_file as has_file,
+    member as member,
+    open_regular as open_regular,
+    page_aligned as page_aligned,
+    parse_json as parse_json,
+    pread_into as pread_into,
+    pwrite_all as pwrite_all,
+    read_json as read_json,
+)
+from .safetensors_header import (
+    PAGE_BYTES as PAGE_BYTES,
+    PAGED_BYTES as PAGED_BYTES,
+    Header as Header,
+    build_header as build_header,
+    read_header as read_header,
+)
+from .thread_pool import in_threads as in_threads

@@ -1,0 +1,168 @@
+"""Reads tensors, or parts of them, from the pieces of files that hold them. torch is imported only by `read`."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard.checkpoint import tensor_slices
+from fsdp_shard.checkpoint.io import Files, itemsize, page_aligned, to_torch
+from fsdp_shard.checkpoint.tensor_entry import Piece, Span, TensorEntry
+
+if TYPE_CHECKING:
+    import torch
+
+_ROW_GROUP_BYTES = 4 << 20  # a box with short runs is read in groups of whole rows of about this size, then narrowed
+
+
+class PieceReader:
+    """Reads the tensors of one checkpoint. Its files stay open until `close`; a later read opens them again.
+
+    Args:
+        root: The directory of the files.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.files = Files(root)
+        self._starts: dict[str, list[int] | None] = {}
+
+    def read_into(self, entry: TensorEntry, start: int, out: memoryview) -> None:
+        """Fill `out`, a view of bytes, with the flat elements of `entry` from element `start` on."""
+        size = itemsize(entry.dtype)
+        stop = start + len(out) // size
+        for piece in self._overlapping(entry, start, stop):
+            if not entry.has_long_runs(piece):
+                self._scatter(entry, piece, start, out)
+                continue
+            for at, inside, count in tensor_slices.runs(entry.shape, piece.offsets, piece.shape, start, stop):
+                self._fill(piece, size, inside, out[(at - start) * size : (at - start + count) * size])
+
+    def read(self, entry: TensorEntry, slices: Sequence[slice | int]) -> torch.Tensor:
+        """The part of a tensor that `slices` select, in new CPU memory; only its bytes are read."""
+        import torch
+
+        offsets, shape, rest = _box_of(entry, slices)
+        out = torch.empty(shape, dtype=to_torch(entry.dtype))
+        if out.numel():
+            self._read_box(entry, offsets, shape, out)
+        part = out[rest]
+        is_strided = any(isinstance(item, slice) and (item.step or 1) > 1 for item in rest)
+        return part.clone(memory_format=torch.contiguous_format) if is_strided else part
+
+    def spans(self, entry: TensorEntry, start: int, stop: int) -> list[Span]:
+        """The bytes of files that hold the flat elements [start, stop), in order; a piece with a codec is named whole.
+
+        Neighbors in a file are joined.
+        """
+        size = itemsize(entry.dtype)
+        parts: list[tuple[int, Span]] = []
+        for piece in self._overlapping(entry, start, stop):
+            for at, inside, count in tensor_slices.runs(entry.shape, piece.offsets, piece.shape, start, stop):
+                low, high = piece.start + inside * size, piece.start + (inside + count) * size
+                if piece.codec is not None:
+                    low, high = piece.start, piece.start + piece.codec.num_bytes
+                parts.append((at, Span(piece.file, low, high)))
+        found: list[Span] = []
+        for _, span in sorted(parts, key=lambda part: part[0]):
+            if found and found[-1].file == span.file and found[-1].stop == span.start:
+                span = Span(span.file, found.pop().start, span.stop)
+            found.append(span)
+        return found
+
+    def _overlapping(self, entry: TensorEntry, start: int, stop: int) -> Sequence[Piece]:
+        """The pieces that may hold elements of [start, stop); found by bisection if all are flat ranges."""
+        if len(entry.pieces) == 1:
+            return entry.pieces
+        if entry.name not in self._starts:
+            is_flat = all(tensor_slices.is_contiguous(entry.shape, piece.shape) for piece in entry.pieces)
+            starts = [tensor_slices.flat_start(entry.shape, piece.offsets) for piece in entry.pieces]
+            self._starts[entry.name] = starts if is_flat else None
+        known = self._starts[entry.name]
+        if known is None:
+            return entry.pieces
+        return entry.pieces[max(bisect.bisect_right(known, start) - 1, 0) : bisect.bisect_left(known, stop)]
+
+    def _scatter(self, entry: TensorEntry, piece: Piece, start: int, out: memoryview) -> None:
+        """Read short runs, which are contiguous in the file, at once; then copy each to its offset in `out`."""
+        import numpy as np
+
+        size = itemsize(entry.dtype)
+        stop = start + len(out) // size
+        parts = list(tensor_slices.strided_runs(entry.shape, piece.offsets, piece.shape, start, stop))
+        if not parts:
+            return
+        first, last = parts[0].inside, parts[-1].inside + parts[-1].repeats * parts[-1].size
+        stored = np.frombuffer(page_aligned((last - first) * size), np.uint8)
+        self._fill(piece, size, first, stored.data)
+        target = np.frombuffer(out, np.uint8)
+        for part in parts:
+            low, width = (part.inside - first) * size, part.size * size
+            rows = np.lib.stride_tricks.as_strided(
+                target[(part.at - start) * size :], (part.repeats, width), (part.step * size, 1)
+            )
+            rows[:] = stored[low : low + part.repeats * width].reshape(part.repeats, width)
+
+    def _fill(self, piece: Piece, size: int, inside: int, out: memoryview) -> None:
+        """Read the elements of a piece from its flat element `inside` on."""
+        if piece.codec is None:
+            self.files.read_into(piece.file, piece.start + inside * size, out)
+        else:
+            piece.codec.decode_into(
+                lambda offset, buffer: self.files.read_into(piece.file, piece.start + offset, buffer), inside, out
+            )
+
+    def _read_box(
+        self, entry: TensorEntry, offsets: tuple[int, ...], shape: tuple[int, ...], out: torch.Tensor
+    ) -> None:
+        if tensor_slices.is_contiguous(entry.shape, shape):
+            self.read_into(entry, tensor_slices.flat_start(entry.shape, offsets), tensor_bytes(out))
+            return
+        # Short runs: read groups of whole rows of the axis above them, and keep the wanted part.
+        axis = tensor_slices.inner_axis(entry.shape, shape)
+        row_bytes = math.prod(entry.shape[axis:]) * itemsize(entry.dtype)
+        num_rows = max(1, _ROW_GROUP_BYTES // row_bytes)
+        for outer in itertools.product(*map(range, shape[: axis - 1])):
+            above = [a + b for a, b in zip(offsets, outer, strict=False)]
+            for first in range(0, shape[axis - 1], num_rows):
+                count = min(num_rows, shape[axis - 1] - first)
+                rows = out.new_empty((count, *entry.shape[axis:]))
+                at = (*above, offsets[axis - 1] + first, *[0] * (len(shape) - axis))
+                self.read_into(entry, tensor_slices.flat_start(entry.shape, at), tensor_bytes(rows))
+                out[outer].narrow(0, first, count).copy_(rows.narrow(1, offsets[axis], shape[axis]))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor of any dtype as a writable view of bytes, for `read_into`."""
+    import torch
+
+    assert tensor.is_contiguous(), "only contiguous memory is one view of bytes"
+    assert tensor.device.type == "cpu", "a view of bytes is of CPU memory"
+    flat: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _box_of(
+    entry: TensorEntry, slices: Sequence[slice | int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[slice | int, ...]]:
+    """(offsets, shape) of the smallest box that holds the part, and how to index that box to get the part."""
+    if len(slices) > len(entry.shape):
+        raise IndexError(f"{len(slices)} slices of {entry.name}, which has {len(entry.shape)} dimensions")
+    offsets, shape = [0] * len(entry.shape), list(entry.shape)
+    rest: list[slice | int] = []
+    for axis, (part, size) in enumerate(zip(slices, entry.shape, strict=False)):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step < 1:
+                raise IndexError(f"{entry.name}: the step of a slice must be positive, and {part} has {step}")
+            offsets[axis], shape[axis] = start, max(stop - start, 0)
+            rest.append(slice(None, None, step))
+            continue
+        if not -size <= part < size:
+            raise IndexError(f"{entry.name}: index {part} is outside dimension {axis} of size {size}")
+        offsets[axis], shape[axis] = part % size, 1
+        rest.append(0)
+    return tuple(offsets), tuple(shape), tuple(rest)

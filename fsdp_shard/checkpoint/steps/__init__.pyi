@@ -1,0 +1,40 @@
+from .file_plan import (
+    DCP_METADATA as DCP_METADATA,
+    INDEX_FILE as INDEX_FILE,
+    SHARD_KEY as SHARD_KEY,
+    SINGLE_FILE as SINGLE_FILE,
+    Extent as Extent,
+    FilePlan as FilePlan,
+    ShardInfo as ShardInfo,
+    TargetPlan as TargetPlan,
+    WriteRequest as WriteRequest,
+    chunk_rows as chunk_rows,
+    parse_shard_info as parse_shard_info,
+    parse_shard_name as parse_shard_name,
+    plan_gathered as plan_gathered,
+    plan_sharded as plan_sharded,
+    shard_name as shard_name,
+    stored_shape as stored_shape,
+)
+from .manifest import (
+    MANIFEST as MANIFEST,
+    FileRecord as FileRecord,
+    Manifest as Manifest,
+    TensorRecord as TensorRecord,
+    is_ours as is_ours,
+    parse_manifest as parse_manifest,
+    read_manifest as read_manifest,
+)
+from .step_integrity import check_content as check_content, check_files as check_files, drop_cache as drop_cache
+from .step_store import (
+    BEST as BEST,
+    CHECKPOINTS as CHECKPOINTS,
+    OPTIMIZER as OPTIMIZER,
+    TRAINER as TRAINER,
+    Store as Store,
+    has_optimizer as has_optimizer,
+    parse_step as parse_step,
+    retired as retired,
+    step_name as step_name,
+    step_trainer as step_trainer,
+)

@@ -1,0 +1,155 @@
+"""The whole config of each command: its own settings, and those of the rooms that it uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from fsdp_shard.checkpoint import (
+    DEFAULT_SHARD_SIZE,
+    CheckpointConfig,
+    ConvertConfig as ConvertSettings,
+    Location,
+    locate,
+)
+from fsdp_shard.config.common import Ranks, RunConfig, default_run_dir
+from fsdp_shard.data import DataConfig
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.evaluation import EvaluateSettings
+from fsdp_shard.inference import GenerateSettings
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.planning import PlanSettings
+from fsdp_shard.sharding import ShardConfig
+from fsdp_shard.training import AdapterConfig, OptimConfig, TrainConfig
+from fsdp_shard.utils import setting
+
+
+@dataclass
+class FinetuneConfig(RunConfig):
+    """Fine-tune a causal language model under FSDP."""
+
+    # `shard`, `adapter` and `optim` have the type that all options of a group share; conf/finetune.yaml chooses one.
+    command: ClassVar[str] = "finetune"
+    ranks_are: ClassVar[Ranks] = "started"
+    unused: ClassVar[tuple[str, ...]] = ()
+
+    run_dir: str = default_run_dir("finetune")
+    resume: str = setting(
+        "auto",
+        "auto: resume from the latest checkpoint in run_dir, if there is one; never: start from scratch; or the PATH "
+        "of a run or checkpoint to resume from.",
+    )
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @cached_property
+    def source(self) -> Location:
+        """What `model.path` leads to, located once."""
+        return locate(self.model.path, self.model.gguf_file)
+
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError for settings of different sections that contradict each other."""
+        launch, checkpoint = self.launch, self.checkpoint
+        if not checkpoint.optimizer and (launch.max_restarts or launch.is_elastic):
+            name = "max_restarts" if launch.max_restarts else "nodes"
+            raise ConfigError(
+                f"{prefix}launch.{name}={getattr(launch, name)} resumes from the last checkpoint, which needs the "
+                f"optimizer state that {prefix}checkpoint.optimizer=false leaves out; leave one of them out."
+            )
+        if not self.adapter.trains_all and checkpoint.max_shard_size != DEFAULT_SHARD_SIZE:
+            raise ConfigError(
+                f"{prefix}checkpoint.max_shard_size={checkpoint.max_shard_size} would do nothing with an adapter, "
+                f"which peft loads from a single file; leave it out."
+            )
+        flash = self.model.attention == "flash_attention_2"
+        if self.data.packing and flash and self.train.micro_batch_size > 1:
+            raise ConfigError(
+                f"{prefix}data.packing=true with {prefix}model.attention=flash_attention_2 needs {prefix}"
+                f"train.micro_batch_size=1: in a larger batch transformers does not find the boundaries of documents, "
+                f"and they would attend to each other. Or use {prefix}model.attention=sdpa."
+            )
+
+
+@dataclass
+class ConvertConfig(RunConfig, ConvertSettings):
+    """Write the weights of any checkpoint in another layout, file size or dtype."""
+
+    command: ClassVar[str] = "convert"
+    unused: ClassVar[tuple[str, ...]] = ("seed", "launch")
+
+    run_dir: str = default_run_dir("convert")
+
+
+@dataclass
+class EvaluateConfig(RunConfig, EvaluateSettings):
+    """Evaluate a checkpoint: perplexity on a text, or tasks of lm-evaluation-harness."""
+
+    command: ClassVar[str] = "evaluate"
+    unused: ClassVar[tuple[str, ...]] = ("seed", "launch")
+
+    run_dir: str = default_run_dir("evaluate")
+
+
+@dataclass
+class GenerateConfig(RunConfig, GenerateSettings):
+    """Generate text from a checkpoint, with its blocks dispatched over GPUs, CPU and disk.
+
+    Several ranks each load the model, and divide the prompts.
+    """
+
+    command: ClassVar[str] = "generate"
+    ranks_are: ClassVar[Ranks] = "started"
+    unused: ClassVar[tuple[str, ...]] = ()
+
+    run_dir: str = default_run_dir("generate")
+
+
+@dataclass
+class PlanConfig(RunConfig, PlanSettings):
+    """Plan the memory that each rank of a run would need, from the config alone."""
+
+    command: ClassVar[str] = "plan"
+    ranks_are: ClassVar[Ranks] = "planned"
+    unused: ClassVar[tuple[str, ...]] = ("seed", "model.kernels")  # the activations of fused kernels cannot be measured
+
+    run_dir: str = default_run_dir("plan")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @cached_property
+    def source(self) -> Location:
+        """What `model.path` leads to, located once; of a hub id no weights are downloaded."""
+        return locate(self.model.path, self.model.gguf_file, fetch_weights=False)
+
+
+@dataclass
+class DoctorConfig(FinetuneConfig):
+    """Dry run of finetune: report the problems that it would hit with these settings."""
+
+    command: ClassVar[str] = "doctor"
+    ranks_are: ClassVar[Ranks] = "planned"
+    writes: ClassVar[bool] = False
+
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(path=""))
+    data: DataConfig = field(default_factory=lambda: DataConfig(path=""))
+
+
+_SCHEMAS: dict[str, type[RunConfig]] = {
+    schema.command: schema
+    for schema in (FinetuneConfig, ConvertConfig, EvaluateConfig, GenerateConfig, PlanConfig, DoctorConfig)
+}
+COMMANDS = tuple(_SCHEMAS)
+
+
+def schema_of(command: str) -> type[RunConfig]:
+    """The config dataclass of one of `COMMANDS`."""
+    return _SCHEMAS[command]

@@ -1,0 +1,228 @@
+"""From the settings of `data.*` to the samples that are trained and those that are held out.
+
+One process tokenizes (`tokenize_all`), and every process maps the result (`open_samples`). `prepare_data` does both in
+one process, `prepare_on_ranks` over the ranks of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from fsdp_shard.data.config import DataConfig, cache_directory, is_running_text, kind_of, mixture_of, sources_of
+from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
+from fsdp_shard.data.samples.factory import SampleFactory
+from fsdp_shard.data.samples.mixture import Mixture, seed_of
+from fsdp_shard.data.samples.mixture_schedule import counts_per_round
+from fsdp_shard.data.samples.protocol import Dataset, MapDataset
+from fsdp_shard.data.sources.source import open_source, skipped_files
+from fsdp_shard.data.streaming.dataset import StreamMixture, open_stream
+from fsdp_shard.data.task import SpecialTokens, Task
+from fsdp_shard.data.tokenized.example_cache import ExampleFile, encode_source
+from fsdp_shard.data.tokenized.token_cache import TokenFile, tokenize
+from fsdp_shard.distributed import run_on_all
+from fsdp_shard.errors import DataError, FsdpShardError
+
+if TYPE_CHECKING:
+    from fsdp_shard.distributed import DistributedContext
+
+File = TokenFile | ExampleFile
+
+_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # the death of a rank is noticed at once, and a hang by the launcher
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The tokenized files of a config.
+
+    Attributes:
+        train: The file of each source of the training data by name; empty for streamed data.
+        held_out: The file of `data.eval_path`, if that is given.
+        special: The special tokens of a masked language model.
+        notes: Notes on the files that were given, for people.
+    """
+
+    train: Mapping[str, File]
+    held_out: File | None
+    special: SpecialTokens | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The training data, the held-out data (None: nothing is held out), and what became of the rows, for people."""
+
+    train: Dataset
+    held_out: MapDataset | None
+    notes: tuple[str, ...]
+
+
+def tokenize_all(
+    config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None, task: str = CAUSAL
+) -> Tokenized:
+    """Tokenize what is not in the cache yet, in one process.
+
+    Args:
+        config: The settings of the data.
+        tokenizer: The tokenizer.
+        cache_dir: Directory for tokenized data; default is that of `config`.
+        task: The value of `model.task`.
+
+    Raises:
+        DataError: The data cannot be read, or the cache not be written.
+    """
+    special = SpecialTokens.of(tokenizer) if task == MASKED_LM else None
+    sources = {} if config.streaming else sources_of(config)
+    train = {name: _tokenize(source, False, tokenizer, cache_dir, task) for name, source in sources.items()}
+    held_out = _tokenize(config, True, tokenizer, cache_dir, task) if config.eval_path is not None else None
+    given = [*(source.path for source in sources.values()), *([config.eval_path] if config.eval_path else [])]
+    return Tokenized(train, held_out, special, tuple(filter(None, map(skipped_files, given))))
+
+
+def open_samples(
+    config: DataConfig,
+    tokenized: Tokenized,
+    task: Task | None = None,
+    seed: int = 0,
+    open_tokenizer: Callable[[], Tokenizer] | None = None,
+) -> Samples:
+    """Map the tokenized files and make samples of them, in every process.
+
+    Args:
+        config: The settings of the data.
+        tokenized: The files, as `tokenize_all` returned them.
+        task: The task of the model; default is a causal language model.
+        seed: Seed of masked tokens, and of the order of streamed data.
+        open_tokenizer: Returns the tokenizer; needed for streamed data only.
+
+    Raises:
+        DataError: A file cannot be read, or has nothing to train on.
+    """
+    task, special = task or Task(), tokenized.special
+    if config.streaming:
+        assert open_tokenizer is not None
+        train, notes = _open_streams(config, open_tokenizer(), task, seed)
+        held_out: MapDataset | None = None
+    else:
+        train, held_out, notes = _open_files(config, tokenized, task, seed)
+    if tokenized.held_out is not None:
+        held_out, note = SampleFactory(config, task, special, seed).open(tokenized.held_out)
+        notes.append(f"held out: {note}")
+    if not config.streaming and config.mixture:
+        notes.append(train.summary)
+    return Samples(train, held_out, (*tokenized.notes, *notes))
+
+
+def _open_files(
+    config: DataConfig, tokenized: Tokenized, task: Task, seed: int
+) -> tuple[MapDataset, MapDataset | None, list[str]]:
+    """Return what is trained, the part of it that is held out, and notes."""
+    train: dict[str, MapDataset] = {}
+    held_out: dict[str, MapDataset] = {}
+    notes, counts = [], _counts(config)
+    for name, source in sources_of(config).items():
+        train[name], note = SampleFactory(source, task, tokenized.special, seed).open(tokenized.train[name])
+        notes.append(f"{_title(name, counts)}: {note}")
+        if config.eval_fraction > 0:
+            train[name], held_out[name] = _divide(source, train[name])
+            notes.append(
+                f"held out: the last {len(held_out[name])} of these windows, so {len(train[name])} are trained"
+            )
+    return _mix(train, counts), _mix(held_out, counts) if held_out else None, notes
+
+
+def _open_streams(config: DataConfig, tokenizer: Tokenizer, task: Task, seed: int) -> tuple[Dataset, list[str]]:
+    special = SpecialTokens.of(tokenizer) if task.name == MASKED_LM else None
+    counts = _counts(config)
+    streams = {}
+    for name, source in sources_of(config).items():
+        factory = SampleFactory(source, task, special, seed_of(seed, name) if counts else seed)
+        streams[name] = open_stream(factory, tokenizer)
+    notes = [f"{_title(name, counts)}: {stream.summary}" for name, stream in streams.items()]
+    return StreamMixture(streams, counts, seed) if counts else streams[""], notes
+
+
+def _counts(config: DataConfig) -> dict[str, int]:
+    return counts_per_round({name: source.weight for name, source in mixture_of(config).items()})
+
+
+def _title(name: str, counts: Mapping[str, int]) -> str:
+    return f"train, {name} ({counts[name]} of {sum(counts.values())} samples)" if counts else "train"
+
+
+def _mix(parts: Mapping[str, MapDataset], counts: Mapping[str, int]) -> MapDataset:
+    return Mixture.of(parts, counts) if counts else parts[""]
+
+
+def _divide(config: DataConfig, windows: MapDataset) -> tuple[MapDataset, MapDataset]:
+    """Divide windows into those that are trained and those that are held out."""
+    num_windows = len(windows)
+    if num_windows < 2:
+        raise DataError(
+            f"data.eval_fraction={config.eval_fraction} cannot hold out a part of {config.where}.path={config.path}: "
+            f"the text is a single window of data.sequence_length={config.sequence_length} tokens. Give more text, "
+            f"shorter windows, or data.eval_path."
+        )
+    num_train = num_windows - min(num_windows - 1, max(1, round(num_windows * config.eval_fraction)))
+    return windows.slice(0, num_train), windows.slice(num_train, num_windows)
+
+
+def prepare_data(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None) -> Samples:
+    """Tokenize and open the data of a causal language model in one process; see `tokenize_all` and `open_samples`."""
+    return open_samples(config, tokenize_all(config, tokenizer, cache_dir), open_tokenizer=lambda: tokenizer)
+
+
+def prepare_held_out(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None) -> MapDataset:
+    """Return what training would hold out, or all of data.path if it would hold out nothing, in one process."""
+    if config.eval_path is not None:  # data.path is not needed
+        return SampleFactory(config, Task(), None, 0).open(_tokenize(config, True, tokenizer, cache_dir, CAUSAL))[0]
+    samples = prepare_data(config, tokenizer, cache_dir)
+    return samples.held_out or cast("MapDataset", samples.train)  # evaluations reject streamed data
+
+
+def prepare_on_ranks(
+    config: DataConfig,
+    open_tokenizer: Callable[[], Tokenizer],
+    context: DistributedContext,
+    cache_dir: Path | None = None,
+    task: Task | None = None,
+    seed: int = 0,
+) -> Samples:
+    """Tokenize on rank 0 and open the samples on every rank; a collective.
+
+    Args:
+        config: The settings of the data.
+        open_tokenizer: Returns the tokenizer; called on rank 0, and on every rank for streamed data.
+        context: The ranks. They wait for rank 0 in a group of their own, as large texts take hours.
+        cache_dir: Directory for tokenized data; default is that of `config`.
+        task: The task of the model; default is a causal language model.
+        seed: Seed of masked tokens, and of the order of streamed data.
+
+    Raises:
+        FsdpShardError: On all ranks, if rank 0 fails.
+    """
+    waiting = context.with_new_group(_TIMEOUT_SECONDS)
+    outcome: Tokenized | FsdpShardError | None = None
+    if context.is_main:
+        try:
+            outcome = tokenize_all(config, open_tokenizer(), cache_dir, (task or Task()).name)
+        except FsdpShardError as error:
+            outcome = error
+    outcome = waiting.broadcast_object(outcome)
+    if isinstance(outcome, FsdpShardError):
+        raise outcome
+    assert outcome is not None
+    if config.streaming:
+        return run_on_all(context, lambda: open_samples(config, outcome, task, seed, open_tokenizer))
+    return open_samples(config, outcome, task, seed)
+
+
+def _tokenize(config: DataConfig, held_out: bool, tokenizer: Tokenizer, cache_dir: Path | None, task: str) -> File:
+    """Tokenize to one stream of tokens for running text, and to examples for everything else."""
+    source, cache = open_source(config, held_out), cache_dir or cache_directory(config)
+    if is_running_text(config, task):
+        # Each window of a masked language model begins with special tokens, so documents do not.
+        return tokenize(source, tokenizer, cache, config.workers, begins=task != MASKED_LM)
+    return encode_source(source, kind_of(config, task), tokenizer, cache, config.workers)

@@ -1,0 +1,64 @@
+"""Work whose errors all ranks agree on, so that no rank goes on alone while another has failed."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from fsdp_shard.errors import FsdpShardError, StorageError
+
+if TYPE_CHECKING:
+    from fsdp_shard.distributed.process_group import Communicator
+
+T = TypeVar("T")
+
+
+def run_on_all(context: Communicator, work: Callable[[], T]) -> T:
+    """Call `work` on every rank, and raise on every rank what any rank raised. A collective.
+
+    Only errors of this package and of the operating system are shared; any other is a bug and ends its rank.
+
+    Args:
+        context: The ranks.
+        work: What this rank does.
+
+    Returns:
+        What `work` returned on this rank.
+
+    Raises:
+        FsdpShardError: The error of the first rank that raised one; an OSError becomes a StorageError.
+    """
+    value: T | None = None
+    error: FsdpShardError | None = None
+    try:
+        value = work()
+    except FsdpShardError as raised:
+        error = raised
+    except OSError as raised:
+        code = errno.errorcode.get(raised.errno or 0, "no errno")
+        what = f"{raised.filename or 'a file'}: {raised.strerror or raised} ({code})"
+        error = StorageError(f"Rank {context.rank}: {what}.")
+    first = next((found for found in context.all_gather_object(error) if found is not None), None)
+    if first is not None:
+        raise first
+    return value  # type: ignore[return-value]  # no error, so work() returned it
+
+
+def run_on_main(context: Communicator, work: Callable[[], T]) -> T:
+    """Call `work` on rank 0 and return its result on every rank. A collective.
+
+    Use it to look at a disk, which may change between the looks of two ranks.
+
+    Args:
+        context: The ranks.
+        work: What rank 0 does; its result must be a small object that can be pickled.
+
+    Returns:
+        What `work` returned on rank 0.
+
+    Raises:
+        FsdpShardError: As in `run_on_all`, on every rank.
+    """
+    value: T = context.broadcast_object(run_on_all(context, lambda: work() if context.is_main else None))
+    return value

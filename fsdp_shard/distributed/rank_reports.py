@@ -1,0 +1,186 @@
+"""What the ranks of a machine report to their launcher through files, and the cause of a failure.
+
+A rank touches a heartbeat file while it works, marks that it has finished, and reports the error that ended it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsdp_shard import errors
+from fsdp_shard.distributed.signals import Stopped
+
+_HEARTBEAT_SECONDS = 1.0
+
+# What gloo and NCCL say on the other ranks when one is gone.
+_LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "connection refused")
+_PEER_TIMEOUT = ("timed out waiting", "wait timeout", "watchdog caught collective operation timeout")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The error that ended a rank: its class, message, exit status, traceback, and the time of day in seconds."""
+
+    rank: int
+    kind: str
+    message: str
+    exit_status: int
+    traceback: str
+    time: float
+
+    @classmethod
+    def of(cls, error: BaseException) -> Report:
+        """Report `error` as the one that ended this rank."""
+        error = error.as_error() if isinstance(error, Stopped) else error
+        return cls(
+            rank=int(os.environ["RANK"]),
+            kind=type(error).__name__,
+            message=str(error),
+            exit_status=error.exit_status if isinstance(error, errors.FsdpShardError) else 1,
+            traceback="".join(traceback.format_exception(error)),
+            time=time.time(),
+        )
+
+    @property
+    def is_lost_peer(self) -> bool:
+        """Whether the rank failed because another one was gone or late."""
+        return self.mentions(_LOST_PEER + _PEER_TIMEOUT)
+
+    def mentions(self, phrases: tuple[str, ...]) -> bool:
+        """Whether the message has one of `phrases`, which are in lower case."""
+        return any(phrase in self.message.lower() for phrase in phrases)
+
+    def as_error(self) -> errors.FsdpShardError:
+        """Return the error as the rank raised it if it is one of this package, else a errors.RankError."""
+        known = getattr(errors, self.kind, None)
+        if not (isinstance(known, type) and issubclass(known, errors.FsdpShardError)):
+            message = f"Rank {self.rank} raised {self.kind}: {self.message.rstrip('.')}."
+            return errors.RankError(message, traceback=self.traceback)
+        if known is errors.Interrupted:
+            return errors.Interrupted(self.message, signal_number=self.exit_status - 128)
+        error: errors.FsdpShardError = known(self.message)
+        error.__cause__ = errors.RankError(f"Rank {self.rank}", traceback=self.traceback)
+        return error
+
+
+@dataclass(frozen=True)
+class AttemptDirectory:
+    """The files through which the ranks of one attempt and their launcher communicate."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, reports: Path, attempt: str) -> AttemptDirectory:
+        """Make the directory of an attempt below `reports` if it does not exist."""
+        path = reports / f"attempt-{attempt}"
+        path.mkdir(exist_ok=True)
+        return cls(path)
+
+    @classmethod
+    def last(cls, reports: Path) -> AttemptDirectory:
+        """Return the directory of the last attempt; earlier ones failed for reasons of their own."""
+        attempts = sorted(reports.glob("attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-")))
+        return cls(attempts[-1] if attempts else reports)
+
+    def heartbeat(self, rank: int) -> Path:
+        """Return the file that a rank touches while it works."""
+        return self.path / f"rank-{rank}.alive"
+
+    def start_heartbeat(self, rank: int) -> None:
+        """Touch the heartbeat of this rank every second from a thread, as long as the process runs."""
+        file = self.heartbeat(rank)
+        file.touch()
+
+        def touch() -> None:
+            while True:
+                time.sleep(_HEARTBEAT_SECONDS)
+                try:
+                    os.utime(file)
+                except OSError:  # the launcher is gone, and its directory with it
+                    return
+
+        threading.Thread(target=touch, name="heartbeat", daemon=True).start()
+
+    def release(self) -> None:
+        """Let the ranks begin, which wait until all of them have been started."""
+        (self.path / "all-started").touch()
+
+    def wait_for_release(self) -> None:
+        """Wait for `release`; errors.RankError if the launcher dies before."""
+        launcher = os.getppid()
+        while not (self.path / "all-started").exists():
+            time.sleep(0.005)
+            if os.getppid() != launcher:
+                raise errors.RankError("The process that started the ranks has died.")
+
+    def mark_finished(self, rank: int) -> None:
+        """Record that the work of a rank is done."""
+        (self.path / f"rank-{rank}.done").touch()
+
+    def finished(self) -> set[int]:
+        """Return the ranks whose work is done; torch still stops them when another one fails."""
+        return {int(file.stem.removeprefix("rank-")) for file in self.path.glob("rank-*.done")}
+
+    def write(self, report: Report) -> None:
+        """Save the report of a rank."""
+        (self.path / f"rank-{report.rank}.json").write_text(json.dumps(asdict(report)), encoding="utf-8")
+
+    def reports(self) -> list[Report]:
+        """Return the reports of all ranks that left one, the first to fail first."""
+        reports = [Report(**json.loads(file.read_text(encoding="utf-8"))) for file in self.path.glob("rank-*.json")]
+        return sorted(reports, key=lambda report: report.time)
+
+
+def first_cause(reports: list[Report], died: tuple[int, str], unfinished: set[int]) -> errors.FsdpShardError:
+    """Find the failure that the others followed from.
+
+    A rank that is killed leaves no report: then the others report that they lost it, or that they were stopped.
+
+    Args:
+        reports: The reports of the last attempt, the first to fail first.
+        died: The rank that was found dead first, and how it died.
+        unfinished: The ranks of this machine that were still at work, where that is known.
+
+    Returns:
+        The error to raise in the launcher.
+    """
+    failed = [report for report in reports if report.kind != "Interrupted"]
+    silent = (unfinished | {died[0]}) - {report.rank for report in reports}
+    if failed and not (silent and failed[0].is_lost_peer):
+        return failed[0].as_error()
+    if not silent:
+        return reports[0].as_error()
+    rank = died[0] if died[0] in silent else min(silent)
+    if rank == died[0]:
+        how = died[1]
+    elif failed and failed[0].mentions(_PEER_TIMEOUT):
+        how = "kept the other ranks waiting for longer than launch.timeout_seconds"
+    else:
+        how = "exited without an error; it may have been killed by the out-of-memory killer"
+    return errors.RankError(f"Rank {rank} {how}. The other ranks were stopped.")
+
+
+def interruption(reports: list[Report], number: int) -> errors.FsdpShardError:
+    """Find what to raise after a signal: an error met while stopping, or what the first rank says of the stop.
+
+    Args:
+        reports: The reports of the last attempt.
+        number: The signal.
+
+    Returns:
+        The error to raise in the launcher.
+    """
+    failed = [report for report in reports if report.kind != "Interrupted" and not report.is_lost_peer]
+    if failed:
+        return failed[0].as_error()
+    stopped = [report for report in reports if report.kind == "Interrupted"]
+    first = min(stopped, key=lambda report: report.rank, default=None)
+    message = first.message if first else f"Stopped by {signal.Signals(number).name}."
+    return errors.Interrupted(message, signal_number=number)

@@ -1,0 +1,117 @@
+"""The work of `generate`: loads a model, completes prompts or holds a conversation, and reports figures."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from fsdp_shard.checkpoint import Location
+from fsdp_shard.distributed import DistributedContext, LaunchConfig, init_distributed, world_sizes
+from fsdp_shard.inference.available_memory import peak_gpu_bytes
+from fsdp_shard.inference.config import GenerateSettings
+from fsdp_shard.inference.dispatch import dispatch_model
+from fsdp_shard.inference.generation import batching, chat_session, kv_cache_size, prompts as prompt_files
+from fsdp_shard.inference.generation.completions_file import CompletionsFile, open_completions
+from fsdp_shard.inference.generation.decoder import Decoder, Figures
+from fsdp_shard.inference.generation.tokenize_prompts import tokenize_prompts
+from fsdp_shard.models import load_config, load_tokenizer
+from fsdp_shard.utils import format_size, peak_resident_bytes
+
+Log = Callable[[str], object]
+
+_write = partial(print, end="", flush=True)
+
+
+def join_ranks(launch: LaunchConfig, tensor_parallel: int) -> AbstractContextManager[DistributedContext | None]:
+    """The ranks that divide the prompts, and each layer if `tensor_parallel` > 1; None for a single process."""
+    if max(world_sizes(launch)) == 1:
+        return nullcontext()
+    return init_distributed(launch.device, timeout_seconds=launch.timeout_seconds, tensor_parallel=tensor_parallel)
+
+
+def generate(
+    settings: GenerateSettings, source: Location, run_dir: str, seed: int, context: DistributedContext | None = None
+) -> dict[str, Any]:
+    """Complete the prompts into a file, or hold a conversation on the terminal.
+
+    Args:
+        settings: The model, the prompts, and how to generate.
+        source: The located checkpoint.
+        run_dir: Directory of completions.jsonl, unless `settings.output` names another file.
+        seed: Seed of sampling.
+        context: The ranks that divide the work; None for a single process.
+
+    Returns:
+        The figures of result.json; of all ranks on rank 0, of little use elsewhere.
+    """
+    is_main = context is None or context.is_main
+    log: Log = partial(print, flush=True) if is_main else lambda text: None
+    sampling, trusted = settings.generation, settings.dispatch.trust_remote_code
+    config, tokenizer = load_config(source.directory, trusted), load_tokenizer(source.tokenizer, trusted)
+    prompts = [] if settings.is_conversation else prompt_files.read_prompts(settings)
+    encoded = tokenize_prompts(tokenizer, prompts, config, sampling.max_new_tokens, chat=settings.chat)
+
+    start, budget = time.perf_counter(), kv_cache_size.kv_cache_budget(encoded, sampling)
+    model = dispatch_model(source, config, settings.dispatch, budget, log=log, context=context)
+    load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, sampling)
+    if settings.is_conversation:
+        result: dict[str, Any] = {"num_prompts": chat_session.converse(decoder, input, _write, seed)}
+    else:
+        file = open_completions(settings, run_dir, prompts, seed) if is_main else None
+        _complete_into(file, decoder, prompts, encoded, seed, context, log)
+        result = {"num_prompts": len(prompts), "output": str(file.path) if file else ""}
+
+    figures, peak_bytes = _total(decoder.figures, context), peak_resident_bytes()
+    log(
+        f"\n{result['num_prompts']} completions, {figures.num_new_tokens} new tokens; loaded in {load_seconds:.1f} s, "
+        f"{figures.tokens_per_second:.1f} tokens/s, peak memory {format_size(peak_bytes)}, "
+        f"{format_size(figures.disk_bytes_per_token)} read from disk per token"
+    )
+    return result | {
+        "num_new_tokens": figures.num_new_tokens,
+        "load_seconds": load_seconds,
+        "first_token_seconds": figures.first_token_seconds,
+        "tokens_per_second": figures.tokens_per_second,
+        "disk_bytes_per_token": figures.disk_bytes_per_token,
+        "peak_memory_bytes": peak_bytes,
+        "peak_device_memory_bytes": peak_gpu_bytes(),
+        "device_map": model.hf_device_map,
+    }
+
+
+def _complete_into(
+    file: CompletionsFile | None,
+    decoder: Decoder,
+    prompts: Sequence[prompt_files.Prompt],
+    encoded: Sequence[Sequence[int]],
+    seed: int,
+    context: DistributedContext | None,
+    log: Log,
+) -> None:
+    """Append the completions to `file`, which only rank 0 has, and show the first of them; a single one as it comes."""
+    num_done = file.num_rows if file else 0
+    if context is not None:
+        num_done = context.broadcast_object(num_done)
+    if num_done:
+        log(f"{num_done} of {len(prompts)} completions exist already; resuming after them")
+    is_streamed = file is not None and len(prompts) == 1
+    if is_streamed:
+        log(f"\n> {prompts[0].text}")
+    on_text = _write if is_streamed else None
+    completions = batching.complete(
+        decoder, prompts, encoded, seed=seed, num_done=num_done, context=context, on_text=on_text
+    )
+    for number, completion in enumerate(file.append(completions) if file else completions):
+        if not is_streamed and (text := prompt_files.format_completion(completion, number)):
+            log(text)
+
+
+def _total(figures: Figures, context: DistributedContext | None) -> Figures:
+    """The figures of all ranks, on rank 0. Ranks that divide a layer do the same work, so one of them counts."""
+    if context is None:
+        return figures
+    total = Figures()
+    for part in context.gather_object(figures)[:: context.num_tensor_ranks]:
+        total.add(part)
+    return total

@@ -1,0 +1,41 @@
+"""Checks that need no torch, so that a mistake is reported at once."""
+
+from fsdp_shard.checkpoint import Location, refuse_unmerged_adapter
+from fsdp_shard.distributed import LaunchConfig, shares_memory, world_sizes
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.inference.config import GenerateSettings
+from fsdp_shard.inference.generation.completions_file import open_completions
+from fsdp_shard.inference.generation.prompts import check_standard_input, read_prompts
+from fsdp_shard.models import check_model_config
+
+
+def check_checkpoint(source: Location) -> None:
+    """Raise CheckpointError or ModelError unless `source` has weights and a config; of weights only headers are read."""
+    check_model_config(source.model_directory)
+    refuse_unmerged_adapter(source.model_index)
+
+
+def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: str, seed: int) -> None:
+    """Check the prompts, the output file and the number of ranks.
+
+    Args:
+        settings: The settings of `generate`.
+        launch: Number of ranks, and how they are started.
+        run_dir: Directory of the output, unless `settings.output` names a file.
+        seed: Seed of sampling; an output file of another seed is not resumed.
+
+    Raises:
+        ConfigError: The settings do not suit the number of ranks.
+        DataError: Prompts cannot be read, or the output file cannot be used.
+    """
+    num_ranks = max(world_sizes(launch))
+    check_standard_input(settings, is_shared=num_ranks > 1 and not shares_memory(launch))
+    if not settings.is_conversation:
+        open_completions(settings, run_dir, read_prompts(settings), seed)
+    elif num_ranks > 1:
+        raise ConfigError("launch.ranks divides prompts among ranks, and a conversation has none; remove it.")
+    if any(ranks % settings.tensor_parallel for ranks in world_sizes(launch)):
+        raise ConfigError(
+            f"tensor_parallel={settings.tensor_parallel} needs that many ranks or a multiple, and launch.ranks gives "
+            f"{num_ranks}; give launch.ranks={settings.tensor_parallel}."
+        )

@@ -1,0 +1,51 @@
+"""The settings of `model.*`: which model, and how its weights are held while it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp_shard.utils import REQUIRED, setting
+
+# The warning that a run prints when one of the settings `trust_remote_code` is on.
+REMOTE_CODE = (
+    "Python files that come with the model run on every rank with your permissions: they can read and change your "
+    "files and secrets and use the network. Review them first, or turn this off."
+)
+
+
+@dataclass
+class ModelConfig:
+    """Which model to load, and the dtype, task and kernels to use with it."""
+
+    path: str = setting(
+        REQUIRED, "Model directory, GGUF file, checkpoint or run directory, or a hub id such as org/name."
+    )
+    gguf_file: str | None = setting(None, "Name of the GGUF file in model.path, if that is a directory or a hub id.")
+    dtype: str = setting(
+        "float32",
+        "Dtype of the weights that the optimizer updates; shard.param_dtype is the dtype of the computation.",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    task: str = setting(
+        "causal_lm",
+        "Training task: next-token prediction, sequence to sequence, masked-token prediction, or classification.",
+        choices=("causal_lm", "seq2seq", "masked_lm", "sequence_classification"),
+    )
+    attention: str = setting(
+        "sdpa", "Attention implementation, as named by transformers.", choices=("sdpa", "eager", "flash_attention_2")
+    )
+    chunked_loss: bool | str = setting(
+        "auto",
+        "Compute the output head and the loss in chunks of tokens, so that the full logits are never in memory. "
+        "auto: for vocabularies of 65,536 tokens or more, if the model supports it.",
+        choices=("auto", True, False),
+    )
+    kernels: str = setting(
+        "none",
+        "Fused kernels for norms, rotary embeddings and gated MLPs. liger: Liger Kernel, on GPUs (needs the extra "
+        "`liger`); model.chunked_loss still decides about the loss.",
+        choices=("none", "liger"),
+    )
+    trust_remote_code: bool = setting(
+        False, "Run Python code that comes with the model. Use only with sources you trust.", warning=REMOTE_CODE
+    )

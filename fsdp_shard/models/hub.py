@@ -1,0 +1,41 @@
+"""Downloads models from the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp_shard.errors import ModelError
+from fsdp_shard.utils import first_line
+
+# The files of a hub repository to download: no weights of other frameworks, and pickles only without safetensors.
+_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.spm", "*.codes", "*.tiktoken", "*.tokenizer")
+_PICKLES = ("*.bin", "*.bin.index.json")
+
+
+def download_model(name: str, gguf_file: str | None = None, fetch_weights: bool = True) -> Path:
+    """Download a model from the hub; what is in its cache already is not downloaded again.
+
+    Args:
+        name: The hub id, org/name.
+        gguf_file: A GGUF file to download instead of other weights.
+        fetch_weights: Whether to download weights; config and tokenizer are always downloaded.
+
+    Returns:
+        The snapshot in the hub's cache.
+
+    Raises:
+        ModelError: There is no such model, or the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    weights = [gguf_file] if gguf_file else ["*.safetensors"] if fetch_weights else []
+    try:
+        snapshot = Path(snapshot_download(name, allow_patterns=[*_FILES, *weights]))
+        if fetch_weights and not gguf_file and not any(snapshot.glob("*.safetensors")):
+            snapshot = Path(snapshot_download(name, allow_patterns=[*_FILES, *_PICKLES]))
+        return snapshot
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"{name} is neither a local directory nor a hub model that could be fetched: {first_line(error)}"
+        ) from error

@@ -1,0 +1,80 @@
+"""All private names of transformers that the package uses; CONTRIBUTING.md says where each would break."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def parallel_plan(model: Any, kind: str) -> dict[str, str]:
+    """The style of each module and parameter that the plan of `model` names, by FQN; parameters before their module.
+
+    Without `_expand_parallel_plan`, the patterns of a plan would have to be matched to modules by hand.
+
+    Args:
+        model: A transformers model; others have no plan.
+        kind: `tp_plan` or `ep_plan`.
+
+    Returns:
+        FQN -> style, empty when there is no plan.
+    """
+    plan = getattr(model, kind, None)
+    if not plan or not hasattr(model, "_expand_parallel_plan"):
+        return {}
+    return dict(model._expand_parallel_plan(dict(plan)))
+
+
+def no_split_modules(model: nn.Module) -> set[str]:
+    """Class names of the modules that must stay on one device; without it, blocks are found by structure alone."""
+    return {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
+
+
+def model_classes(auto_class: Any, config: PretrainedConfig) -> list[type]:
+    """The classes that `auto_class` builds for `config`; without it, a wrong `model.task` is found after loading."""
+    found = auto_class._model_mapping.get(type(config), None)
+    return [cls for cls in (found if isinstance(found, tuple) else (found,)) if cls is not None]
+
+
+def build_from_config(model_class: Any, config: PretrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    """A model of exactly `model_class`, with dtype and attention; public are only the classes that choose one."""
+    model: PreTrainedModel = model_class._from_config(config, **kwargs)
+    return model
+
+
+def initialize_buffers(model: Any, module: nn.Module) -> None:
+    """Compute the non-persistent buffers of `module` inside `model` (rotary frequencies), as `from_pretrained` does."""
+    model._init_weights(module)
+
+
+def dtypes_to_keep(model: Any, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+    """Glob of parameter names -> the dtype that `from_pretrained` keeps them in when it loads in `dtype`."""
+    plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
+    return plan
+
+
+def ignored_unexpected_keys(model: Any) -> list[str]:
+    """Patterns of stored names that `from_pretrained` skips; without it, old checkpoints with such tensors fail."""
+    return list(model._keys_to_ignore_on_load_unexpected or ())
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether the model keeps a recurrent state, which reads padding; without it, shorter prompts would be wrong."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def attention_implementation(model: PreTrainedModel) -> str:
+    """The attention that `model` was built with, such as `sdpa`; `set_attn_implementation` has no public getter."""
+    return str(model.config._attn_implementation)
+
+
+def is_plain_fast_tokenizer(tokenizer: Any) -> bool:
+    """Whether a call of `tokenizer` only calls its Rust backend, so that texts can be passed there directly."""
+    from transformers import PreTrainedTokenizerFast
+
+    cls, plain = type(tokenizer), PreTrainedTokenizerFast
+    return cls.__call__ is plain.__call__ and getattr(cls, "_encode_plus", None) is plain._encode_plus

@@ -1,0 +1,54 @@
+"""The arithmetic of the device mesh: how a number of ranks is divided by the shard settings, and whether it can be."""
+
+from __future__ import annotations
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.sharding.config import ShardConfig
+
+
+def num_shards(shard: ShardConfig, num_ranks: int) -> int:
+    """Number of ranks that one replica of the model is sharded over."""
+    return num_ranks // (shard.replicas * shard.tensor_parallel) if shard.is_sharded else 1
+
+
+def num_data_ranks(shard: ShardConfig, num_ranks: int) -> int:
+    """Number of ranks, or of tensor-parallel groups, that each see samples of their own."""
+    return num_ranks // shard.tensor_parallel
+
+
+def check_mesh(shard: ShardConfig, num_ranks: int) -> None:
+    """Raise ConfigError when `num_ranks` ranks cannot be arranged in the mesh of these settings."""
+    for divided in ("tensor_parallel", "expert_parallel"):
+        if (ranks := getattr(shard, divided)) > 1 and num_ranks % (shard.replicas * ranks):
+            raise ConfigError(
+                f"shard.replicas={shard.replicas} times shard.{divided}={ranks} does not divide the {num_ranks} "
+                f"ranks of this run."
+            )
+    if num_ranks % shard.replicas:
+        raise ConfigError(f"shard.replicas={shard.replicas} does not divide the {num_ranks} ranks of this run.")
+    every, shards = shard.reshard_after_forward, num_shards(shard, num_ranks)
+    if type(every) is int and (shards % every or every >= shards):
+        raise ConfigError(
+            f"shard.reshard_after_forward={every} must divide the {shards} ranks that a replica is sharded over, and "
+            f"be less; true reshards over all of them."
+        )
+
+
+def check_ranks(shard: ShardConfig, num_ranks: int, *, on_gpu: bool) -> None:
+    """Raise ConfigError when the shard settings cannot work, or would do nothing, on `num_ranks` ranks."""
+    check_mesh(shard, num_ranks)
+    for name in ("cpu_offload", "activation_offload"):
+        if getattr(shard, name) and not on_gpu:
+            raise ConfigError(f"shard.{name}=true needs a GPU to offload from; this run is on the CPU already.")
+
+
+def check_accumulation(shard: ShardConfig, num_micro_batches: int) -> None:
+    """Raise ConfigError when the wrapper cannot sum the gradients of `num_micro_batches` micro-batches."""
+    if shard.accumulates_offloaded or not (shard.cpu_offload and shard.sync_every_micro_batch):
+        return
+    if num_micro_batches > 1:
+        raise ConfigError(
+            f"shard=fsdp1 with shard.cpu_offload=true keeps the gradients of the last of {num_micro_batches} "
+            f"micro-batches only, a limit of torch's; use shard=fsdp2, a larger train.micro_batch_size, or "
+            f"shard.sync_every_micro_batch=false with the same dtype for shard.param_dtype and shard.reduce_dtype."
+        )

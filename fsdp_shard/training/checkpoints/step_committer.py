@@ -1,0 +1,122 @@
+"""Commits steps of a run, deletes those that retention does not keep, and does both on a remote store too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from fsdp_shard import checkpoint
+from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore, RunState, Store
+from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
+from fsdp_shard.errors import CheckpointError, SaveError, StorageError
+from fsdp_shard.utils import parse_size
+
+
+class SavedStep(NamedTuple):
+    """A committed step, and the error that kept older steps from being deleted or the best one from being marked."""
+
+    directory: Path
+    retention_error: StorageError | None
+
+
+class StepCommitter:
+    """Commits steps to `store` and to `checkpoint.remote`; every method is a collective.
+
+    It has a process group of its own, so that a thread may call it during training. Nothing here logs.
+
+    Args:
+        context: The ranks.
+        store: The checkpoints of the run.
+        config: The settings `checkpoint.*`.
+        is_adapter: The weights are an adapter, which peft reads from one file only.
+    """
+
+    def __init__(
+        self, context: DistributedContext, store: Store, config: CheckpointConfig, *, is_adapter: bool = False
+    ) -> None:
+        self._context = context.with_new_group(config.timeout_seconds)
+        self._store, self._config = store, config
+        self.remote = None if config.remote is None else RemoteStore(config.remote)
+        self._layout = "gathered" if is_adapter else config.layout
+        is_split = config.layout == "gathered" and not is_adapter
+        self._max_shard_bytes = parse_size(config.max_shard_size, "checkpoint.max_shard_size") if is_split else None
+        self._best: dict[Store | RemoteStore, int] = {}  # of the steps that this process has committed
+
+    def commit(self, step: int, state: RunState, *, is_best: bool) -> SavedStep:
+        """Commit a step, apply retention (`checkpoint.keep_*`), then upload the step and do the same there.
+
+        Args:
+            step: The step.
+            state: This rank's part of the state.
+            is_best: Make `best` point to the step.
+
+        Raises:
+            RemoteError: The step is committed in the run directory but could not be uploaded.
+            StorageError: A disk is full or fails; nothing was committed.
+            SaveError: The step could not be committed for another reason, or does not read back as it was written.
+        """
+        directory = checkpoint.save_step(
+            self._context, self._store, step, state, layout=self._layout, max_shard_bytes=self._max_shard_bytes
+        )
+        if self._config.verify:
+            self._read_back(step, directory)
+        error = self._try_on_main(lambda: self._prune(step, is_best=is_best))
+        if (remote := self.remote) is not None:
+            checkpoint.upload_step(self._context, remote, step, directory)
+            error = self._try_on_main(lambda: self._prune_remote(remote, step, is_best=is_best)) or error
+        return SavedStep(directory, error)
+
+    def upload_missing(self) -> int | None:
+        """Upload the latest step if an earlier part of the run could not; returns it."""
+        return None if self.remote is None else checkpoint.catch_up(self._context, self.remote, self._store)
+
+    def mark_best(self, step: int) -> None:
+        """Make `best` point to a step, on each store that has it."""
+        for store in (self._store, self.remote):
+            if store is not None and step in store.steps():  # it may be of another run
+                store.set_best(step)
+
+    def _try_on_main(self, work: Callable[[], None]) -> StorageError | None:
+        """Do something that the checkpoint does not depend on, and return the error if it fails."""
+        try:
+            run_on_main(self._context, work)
+        except StorageError as error:
+            return error
+        return None
+
+    def _read_back(self, step: int, directory: Path) -> None:
+        """Compare what is on the disk with the manifest, each rank a part."""
+        context = self._context
+        try:
+            run_on_all(context, lambda: checkpoint.drop_cache(directory, checkpoint.check_files(directory)))
+            run_on_all(context, lambda: checkpoint.check_content(directory, context.rank, context.world_size))
+        except CheckpointError as error:
+            raise SaveError(f"Step {step} was saved, but does not read back as it was written. {error}") from error
+        checkpoint.fault_point("verified")
+
+    def _prune(self, step: int, *, is_best: bool) -> None:
+        config = self._config
+        if is_best:
+            self._replace_best(self._store, step)
+        if config.keep_last is not None:
+            self._store.prune(config.keep_last, config.keep_every)
+        if config.keep_optimizer_last is not None:
+            self._store.drop_optimizer(config.keep_optimizer_last)
+
+    def _prune_remote(self, remote: RemoteStore, step: int, *, is_best: bool) -> None:
+        if is_best:
+            self._replace_best(remote, step)
+        checkpoint.prune_remote(remote, step, self._config.keep_last, self._config.keep_every)
+
+    def _replace_best(self, store: Store | RemoteStore, step: int) -> None:
+        """Make `best` point to a better step, and delete the previous one if it was saved for being the best only.
+
+        Steps of an earlier part of the run are kept: one of them may be the step that it ended with.
+        """
+        intervals = [interval for interval in (self._config.every, self._config.keep_every) if interval]
+        store.set_best(step)
+        before = self._best.get(store)
+        if before is not None and all(before % interval for interval in intervals) and before in store.steps():
+            store.delete(before)
+        self._best[store] = step

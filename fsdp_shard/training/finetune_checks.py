@@ -1,0 +1,127 @@
+"""What is wrong with the settings of a run, found before any rank starts: for its machine, its data and its model."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from fsdp_shard import checkpoint, data, models, sharding
+from fsdp_shard.distributed import is_restarted, uses_gpus, world_sizes
+from fsdp_shard.errors import ConfigError, ModelError
+from fsdp_shard.training.checkpoints import resume
+from fsdp_shard.training.checkpoints.run_lock import check_free
+from fsdp_shard.training.config import FinetuneSettings, check_batch, check_held_out
+from fsdp_shard.training.load_model import check_adapter, chunk_loss
+from fsdp_shard.training.logging.loss_plot import check_plots
+from fsdp_shard.training.logging.trackers import check_trackers
+from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
+from fsdp_shard.training.model_origin import decoder_start, empty_model, model_source, pad_token
+from fsdp_shard.training.peft import lora
+from fsdp_shard.training.peft.config import LoraConfig
+from fsdp_shard.training.peft.qlora import quantize_base
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def check_finetune(config: FinetuneSettings) -> None:
+    """Raise an InputError for everything that can be found wrong with a run before it starts."""
+    on_gpu = uses_gpus(config.launch)
+    for num_ranks in world_sizes(config.launch):
+        sharding.check_ranks(config.shard, num_ranks, on_gpu=on_gpu)
+        num_micro_batches = check_batch(config.train, sharding.num_data_ranks(config.shard, num_ranks))
+        sharding.check_accumulation(config.shard, num_micro_batches)
+    check_kernels(config.model.kernels, config.shard, on_gpu=on_gpu)
+    config.optim.check_installed()
+    data.check_task(config.model.task, config.data)
+    data.check_data(config.data, config.model.task)
+    check_held_out(config.train, config.data)
+    config.adapter.check_installed()
+    is_again = check_free(config.run_dir, may_join=config.launch.is_elastic) or is_restarted()
+    resumed = resume.find_step(config.resume, config.run_dir, config.checkpoint.remote, is_again=is_again)
+    if not resume.is_finished(resumed, config.run_dir, config.train):
+        resume.check_optimizer(resumed)
+    lora.check_continues(config.adapter, resumed)
+    check_model(config, model_source(config, resumed))
+    check_trackers(config.train.trackers)
+    if config.train.plot:
+        check_plots()
+
+
+def check_model(config: FinetuneSettings, source: checkpoint.Location) -> None:
+    """Build the model on the meta device, and check that it fits the settings.
+
+    Raises:
+        ModelError, ConfigError, DataError: The model cannot be built, sharded or adapted as the settings ask, or it or
+            its tokenizer does not support the data.
+    """
+    task, shard, adapter = config.model.task, config.shard, config.adapter
+    model_config = models.load_config(source.directory, config.model.trust_remote_code)
+    models.check_model_task(model_config, task)
+    checkpoint.refuse_unmerged_adapter(source.model_index)
+    if task == data.CLASSIFICATION:
+        _check_classifier(model_config)
+    if config.data.packing:
+        models.check_packing(model_config, config.model.attention)
+    if task == data.MASKED_LM:
+        data.SpecialTokens.of(models.load_tokenizer(source.tokenizer, config.model.trust_remote_code))
+    if any(part.kind != "text" for part in data.all_sources(config.data)):
+        data.check_tokenizer(config.data, models.load_tokenizer(source.tokenizer, config.model.trust_remote_code), task)
+    model = empty_model(config.model, source)
+    _check_lengths(model, config)
+    if task == data.SEQ2SEQ:
+        decoder_start(model)
+    sharding.check_shardable(model, shard)
+    check_known(model_config, config.model.kernels)
+    check_adapter(adapter, shard)
+    if isinstance(adapter, LoraConfig):
+        lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task)
+        quantize_base(model, adapter.quantize, shard, {})
+        sharding.check_shardable(model, shard)  # quantized weights may be units of their own
+        _check_adapted_experts(model, shard)
+    sharding.check_dtypes(model, shard)
+    _check_float16(model)
+    chunk_loss(model, config.model, shard)
+
+
+def _check_classifier(model: PretrainedConfig) -> None:
+    if (num_labels := len(model.id2label or {})) < 2:
+        raise ModelError(
+            f"The model has num_labels={num_labels} in its config.json, and with one class there is nothing to learn; "
+            f"set two or more."
+        )
+    if pad_token(model) is None:
+        raise ModelError(
+            "The model has no pad_token_id in its config.json, which a classifier needs to find the end of a text; add "
+            "one, such as its end-of-text token."
+        )
+
+
+def _check_adapted_experts(model: PreTrainedModel, shard: sharding.ShardConfig) -> None:
+    """peft adds to experts' parameters in place, but in a flat parameter they are views that must not be changed."""
+    names = [name for name, _ in model.named_parameters() if re.search(r"experts\.(base_layer\.)?lora_A", name)]
+    if names and shard.flattens_units:
+        raise ConfigError(
+            f"adapter=lora with shard=fsdp1 cannot adapt experts ({names[0]}); use shard=fsdp2, or set "
+            f"adapter.target_modules to other modules."
+        )
+
+
+def _check_lengths(model: PreTrainedModel, config: FinetuneSettings) -> None:
+    """Learned positions limit the length: beyond it, a GPU stops with an error that does not name the cause."""
+    limit = models.num_positions(model)
+    lengths = {"data.sequence_length": config.data.sequence_length}
+    if config.model.task == data.SEQ2SEQ and config.data.target_length is not None:
+        lengths["data.target_length"] = config.data.target_length
+    for name, length in lengths.items():
+        if limit is not None and length > limit:
+            raise ConfigError(f"{name}={length} exceeds the {limit} positions of the model; set at most {limit}.")
+
+
+def _check_float16(model: PreTrainedModel) -> None:
+    trained = ((name, str(param.dtype)) for name, param in model.named_parameters() if param.requires_grad)
+    if name := next((name for name, dtype in trained if dtype == "torch.float16"), ""):
+        raise ConfigError(
+            f"model.dtype=float16 is too narrow to train in: most squared gradients underflow to zero ({name}). Use "
+            f"float32 or bfloat16; shard.param_dtype is the dtype of the computation."
+        )

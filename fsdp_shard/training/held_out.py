@@ -1,0 +1,102 @@
+"""Evaluation on held-out samples during training."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fsdp_shard.data import MapDataset, evaluation_batches
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import LossError
+from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.training.optim.lr_schedule import is_due
+from fsdp_shard.training.step import TrainingRun, forward_loss
+from fsdp_shard.training.trainer_state import TrainerState
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Held-out `loss` in nats per token and its exponential, over `num_tokens` predictions."""
+
+    loss: float
+    perplexity: float
+    num_tokens: int
+    seconds: float
+
+
+class EvaluationLog(Protocol):
+    """Receives evaluations, on all ranks."""
+
+    def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None: ...
+
+
+class HeldOutEvaluator:
+    """Evaluates a run on held-out samples when `train.eval_every` asks for it, for the log and for early stopping.
+
+    Args:
+        run: The run.
+        held_out: The samples, of which the first `train.eval_windows` are used; None evaluates nothing.
+        log: Receives the evaluations.
+    """
+
+    def __init__(self, run: TrainingRun, held_out: MapDataset | None, log: EvaluationLog) -> None:
+        self._run, self._log = run, log
+        self._samples = None if held_out is None else held_out.head(run.config.eval_windows)
+
+    def before_training(self) -> None:
+        """Evaluate before the first step, or when the run was interrupted before an evaluation; a collective."""
+        if self._run.state.step == 0 or self._run.state.owes_evaluation:
+            self._evaluate()
+
+    def after_step(self) -> None:
+        """Evaluate if it is due; a collective. An interrupted run leaves it to the run that resumes it."""
+        run, step = self._run, self._run.state.step
+        due = self._samples is not None and is_due(step, run.config.eval_every, run.config.steps)
+        run.state.owes_evaluation = due
+        if due and not run.interrupted_by:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        run, state = self._run, self._run.state
+        if self._samples is None:
+            return
+        report = evaluate_loss(run.model, self._samples, run.config.micro_batch_size, run.context)
+        if state.owes_evaluation:
+            state.evaluated(report.loss, run.config.min_delta)
+        self._log.evaluation(state.step, report, state)
+
+
+def evaluate_loss(
+    model: ShardedModel, dataset: MapDataset, micro_batch_size: int, context: DistributedContext
+) -> EvalReport:
+    """Compute the mean loss over every prediction of a data set, each counted once; a collective.
+
+    Args:
+        model: The model; it is in the mode that it was in afterwards.
+        dataset: The samples.
+        micro_batch_size: Samples per rank and forward pass.
+        context: The ranks that evaluate.
+
+    Raises:
+        LossError: The loss is not finite.
+    """
+    began, was_training = time.perf_counter(), model.module.training
+    model.module.eval()
+    total, num_tokens = 0.0, 0
+    with torch.no_grad():
+        for indices in evaluation_batches(len(dataset), micro_batch_size, context.data_rank, context.num_data_ranks):
+            batch = dataset.batch(indices)
+            total += float(forward_loss(model, batch, 1.0, context.device))
+            num_tokens += batch.num_predictions
+    model.module.train(was_training)
+    # Tensor-parallel ranks evaluate the same samples.
+    all_loss, all_tokens = (value / context.num_tensor_ranks for value in context.all_reduce([total, num_tokens]))
+    loss = all_loss / all_tokens if all_tokens else math.nan
+    if not math.isfinite(loss):
+        raise LossError(f"The held-out loss is {loss} over {int(all_tokens)} tokens: the weights are not usable.")
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return EvalReport(loss, perplexity, int(all_tokens), time.perf_counter() - began)

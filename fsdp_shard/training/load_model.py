@@ -1,0 +1,189 @@
+"""Building a model on the meta device, sharding it along its blocks, and loading this rank's shards of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_shard import checkpoint
+from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all, run_on_main
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import ModelConfig, no_split_blocks, rebuild_buffers, tied_names
+from fsdp_shard.sharding import ShardConfig, ShardedModel, plan_units, unit_tree
+from fsdp_shard.training.loss.fused_kernels import use_kernels
+from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
+from fsdp_shard.training.model_origin import empty_model
+from fsdp_shard.training.peft import lora
+from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
+from fsdp_shard.training.peft.qlora import quantize_base
+from fsdp_shard.utils import format_count, format_size, peak_resident_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """What loading cost, of the worst rank, in bytes.
+
+    Attributes:
+        peak_memory_bytes: Peak of the resident memory.
+        shard_bytes: The rank's shards of parameters and buffers.
+        largest_block_bytes: The largest block.
+        excess_bytes: The peak without shards and largest block: the program itself, and buffers.
+    """
+
+    peak_memory_bytes: int
+    shard_bytes: int
+    largest_block_bytes: int
+    excess_bytes: int
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A sharded model with its weights.
+
+    Attributes:
+        model: The sharded model.
+        num_params: Number of parameters, without those of an adapter.
+        num_blocks: Number of blocks that it is sharded along.
+        aliases: Names of tied parameters that are not stored -> the names that are.
+        figures: What loading cost.
+        tree: The units with their sizes, one line each, with `shard.explain`.
+        adapter: The adapter that is trained, if any.
+        num_fused: Number of modules with fused kernels.
+        config: The config of the model.
+    """
+
+    model: ShardedModel
+    num_params: int
+    num_blocks: int
+    aliases: Mapping[str, str]
+    figures: LoadFigures
+    tree: list[str] = field(default_factory=list)
+    adapter: lora.Adapter | None = None
+    num_fused: int = 0
+    config: PretrainedConfig | None = None
+
+
+def load_sharded(
+    config: ModelConfig,
+    shard: ShardConfig,
+    source: checkpoint.Location,
+    context: DistributedContext,
+    adapter: AdapterConfig | None = None,
+    seed: int = 0,
+    resumed: Path | None = None,
+) -> LoadedModel:
+    """Build a model, shard it, and read each rank's shards from the files; a collective.
+
+    Args:
+        config: Dtype, task and kernels.
+        shard: The wrapper and its settings.
+        source: Where config and weights are.
+        context: The ranks to shard over.
+        adapter: The adapter to add.
+        seed: Seed of a new adapter's weights.
+        resumed: Step directory with the adapter's weights; None makes a new one.
+
+    Raises:
+        ModelError, ConfigError, CheckpointError: On all ranks: model, weights and adapter do not match.
+    """
+    check_adapter(adapter, shard)
+    model = run_on_all(context, lambda: empty_model(config, source))
+    num_fused = run_on_all(context, lambda: use_kernels(model, config.kernels))
+    added, quantized = None, None
+    with run_on_all(context, lambda: source.model_index) as index:
+        run_on_all(context, lambda: checkpoint.refuse_unmerged_adapter(index))
+        run_on_all(context, lambda: checkpoint.untie(model, index))
+        blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
+        names = run_on_all(context, lambda: checkpoint.match_names(model, index))
+        if isinstance(adapter, LoraConfig):
+            digest = run_on_main(context, lambda: lora.fingerprint(index))
+            base = lora.Base(lora.base_path(config, source), digest, adapter.quantize)
+            added, names = lora.inject_lora(model, adapter, base.path, names, config.task)
+            quantized, names = quantize_base(model, adapter.quantize, shard, names)
+            added = added.on(base, quantized.describe() if quantized else None)
+        run_on_all(context, lambda: chunk_loss(model, config, shard))  # the adapter may add an output head
+        tree = _unit_tree(model, shard, context.world_size) if shard.explain else []
+        largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
+        rebuild_buffers(model, context.device)
+        sharded = shard.shard(model, context)
+        shards = sharded.local_shards()
+        stored = {name: part for name, part in shards.items() if name in names}
+        run_on_all(context, lambda: checkpoint.load_shards(index, stored, names))
+        if quantized is not None:
+            encoded = {name: shards[name] for name in quantized.names}
+            run_on_all(context, lambda: checkpoint.encode_shards(index, encoded, quantized.names, quantized.code))
+    if added is not None and resumed is not None:
+        run_on_all(context, lambda: lora.restore(added, shards, resumed))
+    elif added is not None:
+        lora.fill_new(shards, names if quantized is None else {**names, **quantized.names}, seed)
+    figures = _figures(shards, largest, context)
+    num_params = sum(block.num_params for block in blocks)
+    return LoadedModel(sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused, model.config)
+
+
+def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
+    """Raise ConfigError if the adapter cannot be combined with the parallelism of `shard`."""
+    for name in ("tensor_parallel", "expert_parallel"):  # peft wraps layers and experts, and plans know no wrapper
+        if isinstance(adapter, LoraConfig) and getattr(shard, name) > 1:
+            raise ConfigError(
+                f"adapter=lora does not go together with shard.{name}={getattr(shard, name)} yet; leave one of them "
+                f"out."
+            )
+
+
+def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig) -> None:
+    """Apply `model.chunked_loss`, except where tensor parallelism divides the output head, which gathers the logits."""
+    if shard.tensor_parallel == 1:
+        use_loss_head(model, config.chunked_loss)
+    elif config.chunked_loss is True:
+        raise ConfigError(
+            f"model.chunked_loss=true does not go together with shard.tensor_parallel={shard.tensor_parallel}, which "
+            f"divides the output head; set model.chunked_loss=auto."
+        )
+
+
+def describe_model(
+    loaded: LoadedModel, config: ModelConfig, shard: ShardConfig, context: DistributedContext
+) -> list[str]:
+    """Describe the model, how it is sharded, and what loading it cost, one line each."""
+    figures = loaded.figures
+    mesh = f"{context.world_size} {context.device.type} rank{'s' if context.world_size > 1 else ''}"
+    if context.num_tensor_ranks > 1:
+        mesh += f" (layers divided over {context.num_tensor_ranks})"
+    if context.num_expert_ranks > 1:
+        mesh += f" (experts divided over {context.num_expert_ranks})"
+    if context.num_replicas > 1:
+        mesh += f" ({context.num_replicas} replicas of {context.world_size // context.num_replicas})"
+    lines = [
+        f"{config.path}: {loaded.num_params / 1e6:,.1f} M parameters in {loaded.num_blocks} blocks on {mesh}, "
+        f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}",
+        f"loaded: {format_size(figures.shard_bytes)} of weights per rank, peak memory "
+        f"{format_size(figures.peak_memory_bytes)}",
+        *loaded.tree,
+    ]
+    if loaded.num_fused:
+        lines.append(f"{format_count(loaded.num_fused, 'module')} with fused kernels ({config.kernels})")
+    if loaded.adapter is not None:
+        lines.append(loaded.adapter.describe(loaded.model.local_shards()))
+    if getattr(loaded.config, "output_router_logits", False):
+        lines.append(
+            "config.json has output_router_logits, but the loss here does not include the router's auxiliary loss"
+        )
+    return lines
+
+
+def _unit_tree(model: PreTrainedModel, shard: ShardConfig, num_ranks: int) -> list[str]:
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    return unit_tree(plan_units(model, shard), shapes, shard, num_ranks)
+
+
+def _figures(shards: Mapping[str, LocalShard], block_bytes: int, context: DistributedContext) -> LoadFigures:
+    peak = peak_resident_bytes()
+    shard_bytes = sum(part.data.numel() * part.data.element_size() for part in shards.values())
+    worst = context.all_reduce([peak, shard_bytes, peak - shard_bytes - block_bytes], "max")
+    return LoadFigures(int(worst[0]), int(worst[1]), block_bytes, int(worst[2]))

@@ -1,0 +1,97 @@
+"""Where a run takes its model from: config, tokenizer and weights, and the files for its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from fsdp_shard.checkpoint import Location, copy_model_files, locate
+from fsdp_shard.data import SEQ2SEQ, Task
+from fsdp_shard.errors import ModelError
+from fsdp_shard.models import ModelConfig, build_on_meta, load_config
+from fsdp_shard.training.config import FinetuneSettings
+from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
+from fsdp_shard.utils import first_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def model_source(config: FinetuneSettings, step_directory: Path | None) -> Location:
+    """Return the source of config, tokenizer and weights: the step to resume from, unless it holds only an adapter, or
+    `model.path`.
+    """
+    if step_directory is not None and not is_adapter_step(step_directory):
+        return locate(step_directory)
+    return config.source
+
+
+def empty_model(config: ModelConfig, source: Location) -> PreTrainedModel:
+    """Build the model on the meta device, with the dtype and attention of `config`."""
+    return build_on_meta(
+        load_config(source.directory, config.trust_remote_code),
+        config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        attention=config.attention,
+    )
+
+
+def data_task(config: ModelConfig, source: Location) -> Task:
+    """Return what the data must be prepared for: the task, and the special tokens and labels of the model."""
+    model = load_config(source.directory, config.trust_remote_code)
+    start = decoder_start(empty_model(config, source)) if config.task == SEQ2SEQ else 0
+    label_ids = dict(getattr(model, "label2id", None) or {})
+    return Task(config.task, start, getattr(model, "num_labels", 0), label_ids, pad_token(model) or 0)
+
+
+def decoder_start(model: PreTrainedModel) -> int:
+    """Return the token that the decoder's input starts with, as the model itself prepends it to a target.
+
+    mBART prepends the last token of the target, which names its language; its config must name one for the run.
+
+    Raises:
+        ModelError: The model has no such token.
+    """
+    import torch
+
+    name, config = type(model).__name__, model.config
+    configured: int | None = getattr(config, "decoder_start_token_id", None)
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    found = {configured}
+    try:
+        if shift is not None:
+            found = {int(shift(labels=torch.tensor([[first, first + 1]]))[0, 0]) for first in (5, 7)}
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ModelError(f"{name} cannot make the decoder's input from a target: {first_line(error)}") from error
+    start = found.pop() if len(found) == 1 else configured
+    if start is None:
+        raise ModelError(
+            f"{name} has no decoder_start_token_id in its config.json, the token that a target starts with; add it "
+            f"there: for a multilingual model, the token of the target language."
+        )
+    return start
+
+
+def pad_token(model: PretrainedConfig) -> int | None:
+    """Return the padding token of the model, if it has one."""
+    found: int | None = getattr(model.get_text_config(), "pad_token_id", None)
+    return found
+
+
+def collect_model_files(source: Location, dtype: str, adapter: Adapter | None = None) -> dict[str, bytes]:
+    """Collect the files that make a directory of weights a model: config, generation config and tokenizer.
+
+    Args:
+        source: The model.
+        dtype: Dtype of the weights, for the config.
+        adapter: The adapter that is saved instead of the model, with files of its own.
+
+    Returns:
+        File name -> content.
+    """
+    if adapter is not None:
+        return adapter.files()
+    with TemporaryDirectory() as directory:
+        names = copy_model_files(source.model_files, Path(directory), dtype)
+        return {name: (Path(directory) / name).read_bytes() for name in names}

@@ -1,0 +1,69 @@
+"""The settings that all optimizers share, and the parameter groups that they are built from. Imports no torch.
+
+An optimizer is one file with a subclass of `OptimConfig`, and one line in `registry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fsdp_shard.utils import setting
+
+if TYPE_CHECKING:
+    import torch
+
+
+def decay_setting(default: float) -> float:
+    """Declare the setting `weight_decay`, whose default depends on the optimizer."""
+    return setting(default, "Weight decay of matrices and embeddings; norms and biases have none.", minimum=0.0)
+
+
+@dataclass
+class OptimConfig:
+    """Settings of `optim.*`; a subclass adds those of one optimizer and creates it.
+
+    With `needs_full_params` an update of a parameter needs all of its elements: one rank gathers, updates and scatters
+    it, and keeps its state. Otherwise each rank updates its own shard.
+    """
+
+    needs_full_params: ClassVar[bool] = False
+
+    lr: float = setting(2e-5, "Peak learning rate, reached after warm-up.", above=0.0)
+    weight_decay: float = decay_setting(0.0)
+
+    def check_installed(self) -> None:
+        """Raise ConfigError if a package of this optimizer is not installed."""
+
+    def build(
+        self, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]]
+    ) -> torch.optim.Optimizer:
+        """Build the optimizer of the trainable parameters.
+
+        Args:
+            parameters: Parameters by FQN, sharded or not; frozen ones are ignored.
+            shapes: Unsharded shapes by FQN: a wrapper may keep its shard of a matrix as a flat vector.
+        """
+        return self.create(decay_groups(parameters, shapes, self.weight_decay))
+
+    def create(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Create the optimizer of `groups`, each with its own `weight_decay`."""
+        raise NotImplementedError
+
+
+def decay_groups(
+    parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Divide the trainable parameters into groups with and without weight decay, for any torch optimizer."""
+    groups: dict[float, list[torch.nn.Parameter]] = {weight_decay: [], 0.0: []}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            groups[weight_decay if is_decayed(name, shapes[name]) else 0.0].append(parameter)
+    return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]
+
+
+def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether weight decay applies to a parameter with this FQN and unsharded shape: not to norms and biases."""
+    *modules, last = name.lower().split(".")
+    return len(shape) >= 2 and last != "bias" and not any("norm" in module for module in modules[-1:])

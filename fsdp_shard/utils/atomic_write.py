@@ -1,0 +1,94 @@
+"""Files and directories that appear complete or not at all, and that survive a power cut where that is asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Replace the content of a small file in one step: readers see the old content or the new one, never a part.
+
+    Args:
+        path: The file. Its directory must exist.
+        content: The new content; text is written as UTF-8.
+        sync: Wait until content and name are on the disk, so that they survive a power cut too.
+
+    Raises:
+        OSError: The file could not be written, and is what it was before.
+    """
+    # The process ID keeps apart two commands that write the same file at the same time.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write_file(temporary, content, sync=sync)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        fsync_directory(path.parent)
+
+
+def write_file(path: Path, content: str | bytes, *, sync: bool = True) -> None:
+    """Write a small file in place; with `sync`, return only when its content is on the disk."""
+    with name_in_errors(path), open(path, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory that is renamed to `target` when the block succeeds, and deleted when it fails.
+
+    If another process has created `target` in the meantime, that one is kept and this one is deleted.
+
+    Raises:
+        OSError: The directory could not be created or renamed.
+    """
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def name_in_errors(path: Path) -> Iterator[None]:
+    """Add the file name to an OSError of a call that only knows a descriptor, such as a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def fsync_file(path: Path) -> None:
+    """Flush the content of a file to the disk."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_directory(path: Path) -> None:
+    """Flush the names in a directory to the disk: only then does a rename survive a power cut."""
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        with name_in_errors(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

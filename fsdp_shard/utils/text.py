@@ -1,0 +1,69 @@
+"""Text for people: sizes in bytes, counts, the first line of an error, the closest known name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from fsdp_shard.errors import ConfigError
+
+# Decimal and binary suffixes, as in the IEC 80000-13 standard; "5G" is read as "5GB", as transformers does.
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_size(text: str | int, setting: str) -> int:
+    """Parse a size such as `200MB`, `5GB`, `2GiB` or a plain number.
+
+    Args:
+        text: The size as the user wrote it.
+        setting: Name of the setting, for the error message.
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        ConfigError: If `text` is not a positive size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
+    if match is None or match[2] not in _UNITS or not (num_bytes := int(float(match[1]) * _UNITS[match[2]])):
+        raise ConfigError(
+            f"{setting}={text} is not a size; write a positive number with a unit, such as 200MB or 2GiB."
+        )
+    return num_bytes
+
+
+def format_size(num_bytes: float) -> str:
+    """Format `num_bytes` in decimal units with three significant digits: 538 MB, 2.85 GB."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    unit = units.pop(0)
+    while abs(num_bytes) >= 999.5 and units:
+        num_bytes, unit = num_bytes / 1000, units.pop(0)
+    digits = 0 if unit == "B" or abs(num_bytes) >= 99.95 else 1 if abs(num_bytes) >= 9.995 else 2
+    return f"{num_bytes:.{digits}f} {unit}"
+
+
+def format_count(count: int, noun: str) -> str:
+    """Format a number of things: `1 tensor`, `2,048 tensors`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format `rows`, the first of which is the header, as aligned columns, numeric ones to the right."""
+    columns = list(zip(*rows, strict=True))
+    pads = [str.rjust if any(cell[:1].isdigit() for cell in column[1:]) else str.ljust for column in columns]
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return ` (did you mean X?)` for the name in `known` closest to `name`, or an empty string if none is close."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else ""

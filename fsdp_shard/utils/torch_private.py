@@ -1,0 +1,157 @@
+"""All private names of torch that the package uses; CONTRIBUTING.md says where each would break.
+
+Reached through the lazy door of `utils`, so that torch is loaded only where one of these is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+# Without them operators cannot be seen and models not be run without memory: `plan` needs both.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+    FakeTensorMode as FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.tensor import Placement
+
+# Matrix products and attention; names that torch does not have are left out. Without the private ones, selective
+# checkpointing recomputes attention and products in 8 bits.
+_COSTLY_OPERATORS = (
+    "mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
+
+
+@cache
+def costly_operators() -> frozenset[Any]:
+    """The operators of matrix products and attention, which take nearly all of the time of a forward pass."""
+    packets = (getattr(torch.ops.aten, name, None) for name in _COSTLY_OPERATORS)
+    return frozenset(packet.default for packet in packets if packet is not None)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """(owner, name in the owner, FQN, buffer) of each buffer that a checkpoint has; shared ones under every name.
+
+    Without `_non_persistent_buffers_set`, one would have to ask for a state dict, which gathers a sharded model.
+    """
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield owner, name, f"{prefix}.{name}" if prefix else name, buffer
+
+
+def non_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of each buffer of `module` itself that no checkpoint has."""
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if name in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that `tensor` is a view of, or itself. Without `_base`, offload would move views of parameters."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def local_shape_and_offset(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of this rank's part of a DTensor of `shape`.
+
+    Without it, checkpoints of models under tensor parallelism would not know which part each rank has.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def int8_matmul(inputs: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`inputs` [rows, in] times the transpose of int8 `weight` [out, in], scaled by `scales` [out]; for CPUs.
+
+    Without the operator, int8 weights would have to be cast before each product.
+    """
+    product: torch.Tensor = torch.ops.aten._weight_int8pack_mm(inputs, weight, scales)
+    return product
+
+
+@contextmanager
+def record_memory_history(path: Path) -> Iterator[None]:
+    """Write a timeline of all allocations of the GPU inside to the HTML page `path`, with its data.
+
+    The guide to CUDA memory documents these private names. Without them, `train.profile` has no picture of memory; the
+    public export is a pickle.
+    """
+    from torch.cuda import _memory_viz
+
+    torch.cuda.memory._record_memory_history()
+    try:
+        yield
+        snapshot = torch.cuda.memory._snapshot()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    path.write_text(_memory_viz.trace_plot(snapshot), encoding="utf-8")
+
+
+def hybrid_shard_grad_op() -> ShardingStrategy:
+    """FSDP1's strategy of `shard.replicas` with `reshard_after_forward=false`, which has no public name."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    return ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+def keep_batch_norms_wrapped(precision: MixedPrecision) -> None:
+    """Keep FSDP1 from taking batch norms out of their unit, which it does to spare them a lower precision."""
+    precision._module_classes_to_ignore = ()
+
+
+def flat_parameter_shards(
+    module: FullyShardedDataParallel,
+) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, tuple[int, ...]]]:
+    """(original parameter, this rank's elements of it, the first one's offset, full shape) under FSDP1.
+
+    torch gives no public way to a rank's part of a parameter short of a sharded state dict, which gathers every unit
+    first. The flat parameter records the offset of each original one. The names are the same since torch 2.0.
+    """
+    for handle in _flat_handles(module):
+        flat, divided = handle.flat_param, handle.uses_sharded_strategy
+        for param, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
+            if not divided:
+                yield param, param.detach().view(-1), 0, tuple(shape)
+            elif info.in_shard:
+                data = flat.detach()[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+                yield param, data, info.intra_param_start_idx, tuple(shape)
+            else:
+                yield param, flat.detach()[:0], prod(shape), tuple(shape)
+
+
+def restore_frozen_parameters(module: FullyShardedDataParallel) -> None:
+    """Register frozen parameters again, which FSDP1 leaves out after a backward pass on one rank.
+
+    It assumes that what is not divided is registered already. If any of them are tied, the next forward pass would
+    end with an assertion of torch's.
+    """
+    for handle in _flat_handles(module):
+        if handle.uses_sharded_strategy or handle.flat_param.requires_grad:
+            continue
+        first = handle.flat_param._param_infos[0]
+        if not isinstance(getattr(first.module, first.param_name), nn.Parameter):
+            handle._use_unsharded_views(as_params=True)
+
+
+def _flat_handles(module: FullyShardedDataParallel) -> Iterator[Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module) if unit._handle is not None)

@@ -1,0 +1,50 @@
+"""Helpers: balanced partitions, text for messages, optional packages, secrets."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import (
+    balanced_partition,
+    first_line,
+    format_count,
+    redact,
+    redact_setting,
+    require_package,
+)
+
+
+def test_partitions_have_each_item_once_and_about_the_same_size() -> None:
+    sizes = {"a": 8, "b": 5, "c": 4, "d": 4, "e": 1}
+    assert balanced_partition(sizes, 2, sizes.__getitem__) == [["a", "d"], ["b", "c", "e"]]
+    parts = balanced_partition(sizes, 3, sizes.__getitem__)
+    assert sorted(name for names in parts for name in names) == sorted(sizes)
+    assert balanced_partition(["a"], 3, sizes.__getitem__) == [["a"], [], []]
+    sizes = {"a": 7, "b": 5, "c": 5, "d": 1, "e": 0}
+    parts = balanced_partition(sorted(sizes), 2, sizes.__getitem__)
+    assert [sum(sizes[name] for name in names) for names in parts] == [8, 10]
+
+
+def test_the_first_line_of_an_error() -> None:
+    assert first_line(ValueError("one\ntwo")) == "one"
+    assert first_line(ValueError("  \n one")) == "one"
+    assert first_line(ValueError()) == "ValueError"
+
+
+def test_counts() -> None:
+    assert [format_count(count, "rank") for count in (0, 1, 2048)] == ["0 ranks", "1 rank", "2,048 ranks"]
+
+
+def test_a_missing_package_names_its_extra() -> None:
+    require_package("json", "lora", "adapter=lora")
+    match = r"adapter=lora needs no-package, which is not installed.*'fsdp-shard\[lora\]', or set adapter=none\."
+    with pytest.raises(ConfigError, match=match):
+        require_package("no_package", "lora", "adapter=lora", "set adapter=none")
+
+
+def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    assert redact("https://me:word@host/x hf_abcdefgh 0123456789") == "https://***@host/x hf_*** ***"
+    assert redact_setting("data.hub_token", "abc") == "***"
+    assert redact_setting("data.tokenizer", "https://me:word@host") == "https://***@host"
