@@ -20,7 +20,7 @@ def main(config: GenerateConfig) -> None:
     from fsdp_shard.inference import generate, join_ranks
 
     with join_ranks(config.launch, config.tensor_parallel) as context:
-        figures = generate(config, config.source, config.run_dir, config.seed, context)
+        figures = generate(config, config.run_dir, config.seed, context)
         if context is None or context.is_main:
             write_result(config.run_dir, figures)
 

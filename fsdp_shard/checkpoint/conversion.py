@@ -30,7 +30,7 @@ from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps import DCP_METADATA, INDEX_FILE, MANIFEST, Manifest, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.transfer import Digests, Move, Progress, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
-from fsdp_shard.utils import check, fsync_file, parse_size, peak_resident_bytes, write_file
+from fsdp_shard.utils import check, fsync_file, peak_resident_bytes, write_file
 
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf"})
 _STATES = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")  # other files of trainers
@@ -183,7 +183,7 @@ def plan_conversion(
     aliases = _ties(index, settings.format)
     kept = [entry for name, entry in index.tensors.items() if name not in aliases]
     specs = [_target_spec(entry.spec, settings.dtype) for entry in kept]
-    limit = parse_size(settings.max_shard_size, "max_shard_size")
+    limit = settings.max_shard_bytes
     phases = {spec.name: index.spans(spec.name, 0, 1)[0].start for spec in specs if _is_copied(index, spec)}
     request = WriteRequest(limit, settings.ranks, index.step, aliases, settings.nest, phases)
     target = writer(settings.format).plan(specs, request)

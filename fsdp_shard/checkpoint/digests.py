@@ -1,9 +1,9 @@
-"""Digests of tensors that do not depend on how the tensor is split, and of the bytes around them.
+"""Digests of tensors, which do not depend on how a tensor is split into files, and of the bytes around them.
 
 A tensor's digest is a tree of two levels: xxh3_128 over its dtype, its shape and the xxh3_128 of each CHUNK_BYTES of
 its logical bytes (row-major, little-endian). So the same weights have the same digest in every layout and format,
-chunks can be hashed in any order by whoever has them, and damage is found to within one chunk. Detects accidents, not
-forgery: xxh3 is no cryptographic hash. Imports no torch.
+chunks can be hashed in any order on any rank, and damage is located to within one chunk. Detects accidents, not
+forgery: xxh3 is not a cryptographic hash.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def tensor_digest(dtype: str, shape: Sequence[int], chunk_digests: Sequence[byte
 
 
 def num_chunks(num_bytes: int) -> int:
+    """Number of chunks of a tensor."""
     return -(-num_bytes // CHUNK_BYTES)
 
 
 def read_chunks(index: TensorIndex, name: str, numbers: Iterable[int] | None = None) -> Iterator[memoryview]:
-    """The logical bytes of a tensor chunk by chunk (all, or those numbered `numbers`), each in the same buffer."""
+    """Read a tensor chunk by chunk (all, or those numbered `numbers`), each into the same buffer."""
     entry = index.entry(name)
     size = itemsize(entry.dtype)
     whole = page_aligned(min(CHUNK_BYTES, entry.num_bytes))
@@ -63,13 +64,12 @@ def digest_tensor(index: TensorIndex, name: str) -> str:
 
 
 def describe_chunk(index: TensorIndex, name: str, number: int) -> str:
-    """`FILE, tensor NAME, bytes 0-1048575` of chunk `number` (see `integrity`), for messages."""
-
+    """Describe a chunk of a tensor and where it is stored, for messages: `FILE (bytes 8-71): tensor NAME, ...`."""
     entry = index.entry(name)
     size = itemsize(entry.dtype)
     stop = min((number + 1) * CHUNK_BYTES, entry.num_bytes)
-    places = index.spans(name, number * CHUNK_BYTES // size, stop // size)
-    where = " and ".join(f"{index.root / span.file} (bytes {span.start}-{span.stop - 1})" for span in places[:3])
+    spans = index.spans(name, number * CHUNK_BYTES // size, stop // size)
+    where = " and ".join(f"{index.root / span.file} (bytes {span.start}-{span.stop - 1})" for span in spans[:3])
     return f"{where}: tensor {name}, its bytes {number * CHUNK_BYTES}-{stop - 1},"
 
 
@@ -91,7 +91,7 @@ def chunk_digests(data: memoryview, start: int, num_bytes: int) -> dict[int, byt
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a whole file, 32 hex digits: for the small files beside the weights."""
+    """The digest of a whole file, 32 hex digits: for the small files that are not weights."""
     hasher = xxhash.xxh3_128()
     with os.fdopen(open_regular(path), "rb") as file:
         while data := file.read(CHUNK_BYTES):
@@ -143,8 +143,8 @@ def record_tensor(spec: TensorSpec, chunks: Mapping[int, bytes]) -> TensorRecord
     return TensorRecord(spec.dtype, spec.shape, digest, tuple(chunk.hex() for chunk in ordered))
 
 
-def jobs_of(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[TensorEntry, range]]:
-    """The chunks of the tensors `names`, some at a time."""
+def chunk_jobs(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[TensorEntry, range]]:
+    """The numbers of the chunks of tensors, in groups for threads to work on."""
     for entry in index.tensors.values():
         if entry.name in names:
             total = num_chunks(entry.num_bytes)
@@ -152,4 +152,4 @@ def jobs_of(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[Tensor
                 yield entry, range(first, min(first + _JOB_CHUNKS, total))
 
 
-_JOB_CHUNKS = 32  # a thread takes no more at once, so that one large tensor is shared by all
+_JOB_CHUNKS = 32  # so that several threads work on one large tensor

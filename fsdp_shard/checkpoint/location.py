@@ -122,17 +122,11 @@ class Location:
         """Name, bytes and modification time (ns) of each file that defines the model: weights, config, tokenizer, and
         for an adapter those of its base. They differ if the model was changed.
         """
-        owners = (
-            [(self.index, self.weights), (self.base.index, self.base.directory)]
-            if self.is_adapter
-            else [(self.index, self.directory)]
-        )
-        states = []
-        for index, directory in owners:
-            config = [directory / peft.ADAPTER_CONFIG] if has_file(directory, peft.ADAPTER_CONFIG) else []
-            for path in sorted({*index.files(), *list_model_files(directory).values(), *config}):
-                states.append((path.name, path.stat().st_size, path.stat().st_mtime_ns))
-        return states
+        directory = self.weights if self.is_adapter else self.directory
+        config = [directory / peft.ADAPTER_CONFIG] if has_file(directory, peft.ADAPTER_CONFIG) else []
+        paths = sorted({*self.index.files(), *list_model_files(directory).values(), *config})
+        states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        return states + (self.base.file_states() if self.is_adapter else [])
 
 
 def locate(

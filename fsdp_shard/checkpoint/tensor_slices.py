@@ -1,6 +1,6 @@
-"""Boxes in a row-major tensor: how a flat element range splits into boxes, and a box into flat runs.
+"""Boxes in a row-major tensor: splits a flat range of elements into boxes, and a box into flat runs.
 
-Pure arithmetic on tuples: knows no dtype, file or rank. A box is (offsets, shape), one number each per dimension.
+Pure arithmetic on tuples. A box is (offsets, shape), with one number for each dimension.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-_FEW = 1000
+_NUM_ALWAYS_SEARCHED = 1000
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def flat_boxes(shape: Sequence[int], start: int, count: int) -> list[Box]:
-    """Split the flat element range [start, start + count) of a tensor into boxes, in flat order.
+    """Split a flat range of elements into boxes that are contiguous in the tensor.
 
-    Each box is itself contiguous in the tensor. There are at most 2 * ndim - 1 of them: a ragged beginning, whole
-    rows, a ragged end, and the same again inside the ragged ones.
+    Args:
+        shape: Shape of the tensor.
+        start: First element of the range.
+        count: Number of elements.
+
+    Returns:
+        The boxes in flat order, at most 2 * ndim - 1: a ragged beginning, whole rows, a ragged end, and the same again
+        inside the ragged ones.
     """
     if count == 0:
         return []
@@ -27,7 +33,7 @@ def flat_boxes(shape: Sequence[int], start: int, count: int) -> list[Box]:
     row = math.prod(shape[1:])
     first, inside = divmod(start, row)
     boxes: list[Box] = []
-    if inside:  # begins inside a row: the part that lies in this row first
+    if inside:  # begins inside a row: the part that is in this row first
         part = min(row - inside, count)
         boxes += _within_row(first, flat_boxes(shape[1:], inside, part))
         first, count = first + 1, count - part
@@ -44,7 +50,7 @@ def _within_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def inner_axis(shape: Sequence[int], box: Sequence[int]) -> int:
-    """The last axis along which the box is narrower than the tensor (0 if none): runs go along it."""
+    """The last axis along which the box is narrower than the tensor (0 if there is none), along which its runs go."""
     axis = len(shape) - 1
     while axis > 0 and box[axis] == shape[axis]:
         axis -= 1
@@ -52,7 +58,7 @@ def inner_axis(shape: Sequence[int], box: Sequence[int]) -> int:
 
 
 def is_contiguous(shape: Sequence[int], box: Sequence[int]) -> bool:
-    """Whether the box is one flat run of the tensor, wherever it lies."""
+    """Whether the box is one flat run of the tensor, at whatever offsets."""
     return not shape or math.prod(box[: inner_axis(shape, box)]) == 1
 
 
@@ -82,9 +88,10 @@ def contains(shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], p
 def runs(
     shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
-    """The parts of a box that lie in the flat range [start, stop) of the tensor.
+    """The parts of a box that are in the flat range [start, stop) of the tensor.
 
-    Yields (flat position in the tensor, flat position in the box, number of elements), in order.
+    Yields:
+        (flat position in the tensor, flat position in the box, number of elements), in order.
     """
     if not shape:
         if start <= 0 < stop:
@@ -101,16 +108,22 @@ def runs(
         outer[0] = range(max(low, 0), min(high, box[0]))
     for index in itertools.product(*outer):
         in_box = flat_start(box[:axis], index) * length
-        here = [a + b for a, b in zip(offsets[:axis], index, strict=True)]
-        in_tensor = flat_start(shape, (*here, *offsets[axis:]))
+        outer_offsets = [a + b for a, b in zip(offsets[:axis], index, strict=True)]
+        in_tensor = flat_start(shape, (*outer_offsets, *offsets[axis:]))
         low, high = max(start, in_tensor), min(stop, in_tensor + length)
         if low < high:
             yield low, in_box + low - in_tensor, high - low
 
 
 class Strided(NamedTuple):
-    """`repeats` runs of `size` elements: each is `step` elements after the one before in the tensor, and directly
-    after it in the box. `at` and `inside` are where the first one begins, in the tensor and in the box.
+    """Runs that are equally far apart in the tensor, and contiguous in the box.
+
+    Attributes:
+        at: Flat position of the first run in the tensor.
+        inside: Its flat position in the box.
+        size: Elements of each run.
+        repeats: Number of runs.
+        step: Elements from the start of one run to that of the next, in the tensor.
     """
 
     at: int
@@ -123,46 +136,38 @@ class Strided(NamedTuple):
 def strided_runs(
     shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], start: int, stop: int
 ) -> Iterator[Strided]:
-    """`runs`, with those of neighboring rows taken together: a column of a matrix is one, but for its ragged ends."""
+    """`runs`, with those of neighboring rows joined: a column of a matrix is one, except for its ragged ends."""
     axis = inner_axis(shape, box)
-    length, row = run_elements(shape, box), math.prod(shape[axis:])
-    is_matrix = axis > 0 and all(part == size for part, size in zip(box[1:axis], shape[1:axis], strict=True))
-    if not is_matrix or not length:
-        yield from (Strided(at, inside, count, 1, row) for at, inside, count in runs(shape, offsets, box, start, stop))
-        return
-    # As a matrix of rows of `row` elements: the box has whole columns from `left` on, in rows [top, bottom).
-    left = offsets[axis] * math.prod(shape[axis + 1 :])
-    top = offsets[0] * math.prod(shape[1:axis])
-    bottom = top + math.prod(box[:axis])
-    whole_first = max(top, -(-(start - left) // row))
-    whole_last = min(bottom, (stop - left - length) // row + 1)
-    for number in range(max(top, (start - left - length) // row + 1), min(bottom, whole_first)):
-        yield from _part_of_row(number, row, left, length, top, start, stop)
-    if whole_first < whole_last:
-        yield Strided(whole_first * row + left, (whole_first - top) * length, length, whole_last - whole_first, row)
-    for number in range(max(whole_last, whole_first), min(bottom, -(-(stop - left) // row))):
-        yield from _part_of_row(number, row, left, length, top, start, stop)
-
-
-def _part_of_row(number: int, row: int, left: int, length: int, top: int, start: int, stop: int) -> Iterator[Strided]:
-    begin = number * row + left
-    low, high = max(start, begin), min(stop, begin + length)
-    if low < high:
-        yield Strided(low, (number - top) * length + low - begin, high - low, 1, row)
+    row, inner = math.prod(shape[axis:]), math.prod(shape[axis + 1 :])
+    edges = [(start, stop)]
+    if axis > 0 and math.prod(box) and tuple(box[1:axis]) == tuple(shape[1:axis]):
+        # As a matrix with rows of `row` elements, of which the box has whole columns.
+        above = math.prod(shape[1:axis])
+        shape, offsets = (shape[0] * above, row), (offsets[0] * above, offsets[axis] * inner)
+        box = (box[0] * above, box[axis] * inner)
+        first = max(offsets[0], -(-(start - offsets[1]) // row))
+        last = min(offsets[0] + box[0], (stop - offsets[1] - box[1]) // row + 1)
+        if first < last:
+            edges = [(start, first * row), (last * row, stop)]
+    for number, (low, high) in enumerate(edges):
+        if number:
+            yield Strided(first * row + offsets[1], (first - offsets[0]) * box[1], box[1], last - first, row)
+        for at, inside, count in runs(shape, offsets, box, low, high):
+            yield Strided(at, inside, count, 1, row)
 
 
 def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """What is wrong with `boxes` as a partition of the tensor, in words, or None if each element is in exactly one."""
+    """Describe what is wrong with `boxes` as a partition of the tensor; None if each element is in exactly one."""
     for offsets, box in boxes:
         if len(offsets) != len(shape) or len(box) != len(shape):
             return f"a piece has {len(box)} dimensions where the tensor has {len(shape)}"
         if any(o < 0 or n < 0 or o + n > size for o, n, size in zip(offsets, box, shape, strict=True)):
-            return f"the piece at {list(offsets)} of shape {list(box)} reaches outside the shape {list(shape)}"
+            return f"the piece at {list(offsets)} of shape {list(box)} is outside the shape {list(shape)}"
     filled = [(offsets, box) for offsets, box in boxes if math.prod(box)]
     stored, expected = sum(math.prod(box) for _, box in filled), math.prod(shape)
-    # Looking for an overlap takes long only where boxes were made to; those do not add up to the tensor.
-    looks = stored == expected or len(filled) <= _FEW
-    if looks and (clash := _overlap(shape, filled)) is not None:
+    # The search is slow only for boxes that were made for that; those do not add up to the tensor.
+    is_searched = stored == expected or len(filled) <= _NUM_ALWAYS_SEARCHED
+    if is_searched and (clash := _overlap(shape, filled)) is not None:
         return f"the pieces at {list(clash[0])} and {list(clash[1])} overlap"
     if stored != expected:
         return f"its pieces hold {stored} of {expected} elements"

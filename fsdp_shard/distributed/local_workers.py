@@ -55,20 +55,14 @@ def run_ranks(
         start_method: fork or spawn.
         num_threads: Threads of each rank, for torch and OpenMP.
         log: Whether torch's elastic launcher may log.
-        prepare: Called once on each machine before any rank starts, with a function `agree(name, value)` that returns
-            the value that the first machine gave under that name.
+        prepare: Called before any rank starts with `agree(name, value)`, which returns the value of the first machine.
 
     Raises:
         FsdpShardError: The first failure: an error of this package as the rank raised it, RankError for any other,
             Interrupted after a signal.
     """
-    variables = {
-        "OMP_NUM_THREADS": str(num_threads),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in stop_signals()),
-    }
     with (
-        _torch_logging(log),
-        set_environment(variables),
+        _torch_launcher(log, num_threads),
         tempfile.TemporaryDirectory(prefix="fsdp-shard-") as reports,
         ExitStack() as cleanup,
         _restored_handlers(),
@@ -152,14 +146,22 @@ def _restored_handlers() -> Iterator[None]:
 
 
 @contextmanager
-def _torch_logging(enabled: bool) -> Iterator[None]:
-    """Disable the loggers of torch's launcher for a while, which log each failure several times, unless `enabled`."""
+def _torch_launcher(log: bool, num_threads: int) -> Iterator[None]:
+    """Set the environment of torch's launcher and of ranks, and disable its loggers unless `log`.
+
+    They log each failure several times.
+    """
+    variables = {
+        "OMP_NUM_THREADS": str(num_threads),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in stop_signals()),
+    }
     names = [name for name in logging.root.manager.loggerDict if name.startswith(_TORCH_LOGGERS)]
     before = {logger: logger.disabled for logger in map(logging.getLogger, names)}
     for logger in before:
-        logger.disabled = not enabled
+        logger.disabled = not log
     try:
-        yield
+        with set_environment(variables):
+            yield
     finally:
         for logger, was_disabled in before.items():
             logger.disabled = was_disabled

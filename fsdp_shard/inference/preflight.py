@@ -10,7 +10,7 @@ from fsdp_shard.models import check_model_config
 
 
 def check_checkpoint(source: Location) -> None:
-    """Raise CheckpointError or ModelError unless `source` has weights and a config; of weights only headers are read."""
+    """Raise CheckpointError or ModelError unless `source` has weights, whose headers are read, and a config."""
     check_model_config(source.model_directory)
     refuse_unmerged_adapter(source.model_index)
 

@@ -43,29 +43,17 @@ class TrainConfig:
     steps: int = setting(100, "Number of optimizer steps.", minimum=1)
     global_batch_size: int = setting(8, "Windows per step, over all ranks and micro-batches.", minimum=1)
     micro_batch_size: int = setting(1, "Windows per rank and forward pass.", minimum=1)
-    max_grad_norm: float | None = setting(
-        1.0, "Maximum norm for gradient clipping; null measures the norm without clipping.", above=0.0
-    )
+    max_grad_norm: float | None = setting(1.0, "Maximum norm for gradient clipping; null does not clip.", above=0.0)
     schedule: str = setting("cosine", "Learning rate schedule after warm-up.", choices=SCHEDULES)
     power: float = setting(1.0, "Exponent of schedule=polynomial.", above=0.0)
     num_cycles: int = setting(1, "Number of cycles of schedule=cosine_with_restarts.", minimum=1)
-    decay_steps: int | None = setting(
-        None, "Number of decay steps at the end of schedule=warmup_stable_decay; null: a tenth of all steps.", minimum=0
-    )
+    decay_steps: int | None = setting(None, "Decay steps of schedule=warmup_stable_decay; null: a tenth.", minimum=0)
     warmup_steps: int = setting(0, "Steps of linear warm-up from zero to optim.lr.", minimum=0)
-    final_lr_fraction: float = setting(
-        0.0, "Learning rate after the last step, as a fraction of optim.lr.", minimum=0.0, maximum=1.0
-    )
-    eval_every: int = setting(
-        0, "Steps between evaluations on held-out text; 0: only before the first and after the last step.", minimum=0
-    )
+    final_lr_fraction: float = setting(0.0, "Final learning rate as a fraction of optim.lr.", minimum=0.0, maximum=1.0)
+    eval_every: int = setting(0, "Steps between evaluations; 0: before the first and after the last only.", minimum=0)
     eval_windows: int | None = setting(None, "Maximum number of held-out windows to evaluate; null: all.", minimum=1)
-    patience: int | None = setting(
-        None, "Early stopping: evaluations in a row without a lower held-out loss before the run stops.", minimum=1
-    )
-    min_delta: float = setting(
-        0.0, "With patience: minimum decrease of the held-out loss that counts as an improvement.", minimum=0.0
-    )
+    patience: int | None = setting(None, "Stop after this many evaluations in a row without improvement.", minimum=1)
+    min_delta: float = setting(0.0, "With patience: minimum decrease of the held-out loss to count.", minimum=0.0)
     non_finite: str = setting(
         "stop",
         "What to do if the loss or a gradient is NaN or infinite. stop: end the run. skip: skip the update and go on "
@@ -81,12 +69,8 @@ class TrainConfig:
         "configured by its own environment variables, such as WANDB_MODE=offline.",
     )
     tracker_project: str = setting("fsdp-shard", "Project name for the trackers; the run is named after run_dir.")
-    profile: list[int] = setting(
-        [], "Steps to profile, such as [10,12]: a trace and the memory use of each rank, in profile/."
-    )
-    deterministic: bool = setting(
-        False, "Use deterministic algorithms only; operations without one raise an error. Slower on GPUs."
-    )
+    profile: list[int] = setting([], "Steps to profile, such as [10,12]: traces and memory of each rank, in profile/.")
+    deterministic: bool = setting(False, "Use deterministic algorithms only; others raise an error. Slower on GPUs.")
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings that contradict each other or have no effect."""

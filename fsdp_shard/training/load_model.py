@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,7 +105,7 @@ def load_sharded(
             base = lora.Base(lora.base_path(config, source), digest, adapter.quantize)
             added, names = lora.inject_lora(model, adapter, base.path, names, config.task)
             quantized, names = quantize_base(model, adapter.quantize, shard, names)
-            added = added.on(base, quantized.describe() if quantized else None)
+            added = replace(added, base=base, frozen=quantized.describe() if quantized else None)
         run_on_all(context, lambda: chunk_loss(model, config, shard))  # the adapter may add an output head
         tree = _unit_tree(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))

@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from fsdp_shard.data import Batch, Dataset, micro_batches, source_figures, source_predictions
@@ -140,8 +138,9 @@ def train_step(run: TrainingRun) -> StepReport:
         run.optimizer.step()
     else:
         bad = [int(i) for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss) for i in part]
-        where = _where(sorted({i for rank in context.all_gather_object(bad) for i in rank}), samples)
-        fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite {where}"
+        in_loss = sorted({i for rank in context.all_gather_object(bad) for i in rank})
+        where = f"loss of samples {in_loss}" if in_loss else f"gradients only, samples {sorted(set(samples.tolist()))}"
+        fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite in the {where}"
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
         raise LossError(_message(fault, state, config))
@@ -217,12 +216,6 @@ def _reduce(run: TrainingRun, loss: float, grad_norm: float) -> tuple[float, flo
     received = (number for number, count in zip(STOP_SIGNALS, summed, strict=False) if count)
     grad_norm = grad_norm if math.isfinite(total_norm) else total_norm
     return total_loss / context.world_size, grad_norm, int(max(summed[len(signals) :])), int(next(received, 0))
-
-
-def _where(bad: Sequence[int], samples: npt.NDArray[np.int64]) -> str:
-    if bad:
-        return f"in the loss of samples {bad}"
-    return f"in the gradients only; its samples are {sorted(set(map(int, samples)))}"
 
 
 def _message(fault: str, state: TrainerState, config: TrainConfig) -> str:

@@ -272,7 +272,7 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path, model_dir: Pat
         ({"format": "sharded"}, "ranks is not set"),
         ({"ranks": 2}, "ranks=2 needs format=sharded"),
         ({"format": "sharded", "ranks": 0}, "ranks=0 is out of range"),
-        ({"format": "sharded", "ranks": 2, "max_shard_size": "1GB"}, "max_shard_size is of format=huggingface"),
+        ({"format": "sharded", "ranks": 2, "max_shard_size": "1GB"}, "max_shard_size is for format=huggingface"),
         ({"format": "shraded"}, "did you mean sharded"),
         ({"max_shard_size": "big"}, "max_shard_size=big is not a size"),
         ({"dtype": "int8"}, "dtype=int8 is not one of"),
@@ -354,7 +354,7 @@ def test_sync_decides_whether_the_weights_are_on_the_disk(
 def test_what_is_replaced_is_not_left_to_a_power_cut(tmp_path: Path) -> None:
     for name in ("source", "target"):
         write_huggingface(tmp_path / name, {"a": torch.randn(5, 3)})
-    with pytest.raises(ConfigError, match="overwrite=true needs sync=true: a power cut"):
+    with pytest.raises(ConfigError, match="overwrite=true needs sync=true: a power failure"):
         convert(tmp_path / "source", tmp_path / "target", sync=False, overwrite=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fsdp_shard.config.reference import groups_of, help_text, markdown, settings
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import AdamWConfig
-from fsdp_shard.utils import check, configs, setting, shipped, walk
+from fsdp_shard.utils import Parsed, check, configs, parse_size, setting, shipped, walk
 
 _GIVEN = {
     "finetune": ["model.path=org/name", "data.path=text.txt"],
@@ -345,3 +345,27 @@ def test_root_schemas_are_where_the_commands_are() -> None:
     assert FinetuneConfig.ranks_are == "started"
     assert GenerateConfig.ranks_are == "started"
     assert ConvertConfig.ranks_are == "one"
+
+
+def test_a_setting_is_parsed_once_and_reported_by_its_full_name() -> None:
+    seen: list[str] = []
+
+    def parse(value: str, name: str) -> int:
+        seen.append(name)
+        return parse_size(value, name)
+
+    @dataclass
+    class Section:
+        size: str = "2kB"
+        size_bytes = Parsed("size", parse)
+
+    @dataclass
+    class Config:
+        section: Section = field(default_factory=Section)
+
+    config = Config()
+    check(config)
+    assert (config.section.size_bytes, config.section.size_bytes, seen) == (2000, 2000, ["section.size"])
+    assert Section("3kB").size_bytes == 3000, "one that was made in Python is parsed when it is used"
+    with pytest.raises(ConfigError, match=r"section\.size=big is not a size"):
+        check(Config(Section("big")))

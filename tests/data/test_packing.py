@@ -155,12 +155,12 @@ def test_logits_are_those_of_each_document_alone(tmp_path: Path, family: str, at
         (transformers.BloomConfig(architectures=["BloomForCausalLM"]), "BloomForCausalLM.*takes no position_ids"),
         (transformers.OPTConfig(architectures=["OPTForCausalLM"]), "OPTForCausalLM.*does not depend on positions"),
         (transformers.MambaConfig(architectures=["MambaForCausalLM"]), "MambaForCausalLM.*position_ids|no attention"),
-        (transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), "no attention"),
+        (transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]), "without attention"),
         (
             transformers.Lfm2Config(
                 architectures=["Lfm2ForCausalLM"], num_hidden_layers=2, layer_types=["conv", "full_attention"]
             ),
-            r"no attention \(conv\)",
+            r"without attention \(conv\)",
         ),
     ],
     ids=["bloom", "opt", "mamba", "qwen3_next", "lfm2"],
@@ -186,7 +186,7 @@ def test_masks_that_are_made_without_positions_are_found(family: str) -> None:
 def test_a_model_that_cannot_be_tried_is_refused() -> None:
     config = default_config("llama")
     config.hidden_act = "unknown"
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM.*a tiny model of its kind.*does not run.*unknown"):
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM.*a tiny model of this architecture.*does not run.*unknown"):
         check_packing(config)
 
 

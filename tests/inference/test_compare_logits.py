@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_shard.checkpoint import convert
+from fsdp_shard.checkpoint import convert, locate
 from fsdp_shard.cli import run_command
 from fsdp_shard.errors import DataError, DifferenceError, ModelError
 from fsdp_shard.inference.compare_logits import diff_logits
@@ -29,7 +29,7 @@ def logits(path: Path) -> torch.Tensor:
 def test_a_copy_in_another_format_predicts_the_same(tmp_path: Path) -> None:
     one = save_model(tmp_path / "one")
     convert(one, tmp_path / "ranks", format="sharded", ranks=2)
-    report = diff_logits(str(one), str(tmp_path / "ranks"), _PROMPT)
+    report = diff_logits(locate(one), locate(tmp_path / "ranks"), _PROMPT)
     assert report.is_equal
     assert (report.num_tokens, report.max_divergence) == (len(_PROMPT), 0)
     assert all(report.top_agrees)
@@ -37,7 +37,7 @@ def test_a_copy_in_another_format_predicts_the_same(tmp_path: Path) -> None:
 
 def test_figures_are_those_of_transformers(tmp_path: Path) -> None:
     one, two = save_model(tmp_path / "one"), save_model(tmp_path / "two", seed=1)
-    report = diff_logits(str(one), str(two), _PROMPT)
+    report = diff_logits(locate(one), locate(two), _PROMPT)
     a, b = logits(one), logits(two)
     assert report.max_difference == pytest.approx(float((a - b).abs().max()), rel=1e-5)
     each = torch.nn.functional.kl_div(b.log_softmax(-1), a.log_softmax(-1), reduction="none", log_target=True).sum(-1)
@@ -72,17 +72,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
     one, other = save_model(tmp_path / "one"), tmp_path / "other"
     with pytest.raises(DataError, match="--logits '' has no tokens"):
-        diff_logits(str(one), str(one), "")
+        diff_logits(locate(one), locate(one), "")
     with pytest.raises(DataError, match=r"the context of .*one is 128"):
-        diff_logits(str(one), str(one), "a" * 200)
+        diff_logits(locate(one), locate(one), "a" * 200)
     config = llama_config()
     config.vocab_size = 300
     AutoModelForCausalLM.from_config(config).save_pretrained(other)
     with pytest.raises(ModelError, match=r"predicts 257 tokens, but .*other predicts 300"):
-        diff_logits(str(one), str(other), _PROMPT)
+        diff_logits(locate(one), locate(other), _PROMPT)
     model = AutoModelForCausalLM.from_pretrained(one)
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     model.save_pretrained(other)
     with pytest.raises(ModelError, match=r"A logit of .*other is NaN"):
-        diff_logits(str(one), str(other), _PROMPT)
+        diff_logits(locate(one), locate(other), _PROMPT)

@@ -274,7 +274,7 @@ def test_a_base_with_an_adapter_beside_it_is_not_taken_for_the_model(tiny_model:
     (model / "model.safetensors").unlink()
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     torch.save(adapted.state_dict(), model / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"holds 4 tensors of an adapter beside the weights of its base, which"):
+    with pytest.raises(CheckpointError, match=r"holds 4 tensors of an adapter together with the weights of its base"):
         load_dispatched(model)
 
 

@@ -205,7 +205,11 @@ def test_a_loss_or_gradient_that_is_not_finite(alone: DistributedContext, where:
             before = copy.deepcopy(run.model.module.state_dict())
     message = str(caught.value)
     assert "Step 2" in message
-    expected = f"in the loss of samples {sorted(samples[2:])}" if where == "loss" else f"samples are {sorted(samples)}"
+    expected = (
+        f"in the loss of samples {sorted(samples[2:])}"
+        if where == "loss"
+        else f"in the gradients only, samples {sorted(samples)}"
+    )
     assert expected in message
     assert run.state.step == 1
     assert before is not None

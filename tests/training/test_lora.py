@@ -292,7 +292,7 @@ def test_adapters_that_cannot_be_merged_say_why(runs: dict[str, Ended], tiny_mod
         (moved, r"is an adapter of .*gone, which cannot be read.*base=PATH"),
         (changed("dora", use_dora=True), "LoRA with use_dora cannot be merged here"),
         (changed("other", peft_type="IA3"), "an adapter of type IA3 cannot be merged here"),
-        (changed("nameless", base_model_name_or_path=None), "names no base_model_name_or_path"),
+        (changed("nameless", base_model_name_or_path=None), "has no base_model_name_or_path"),
         (changed("itself", base_model_name_or_path=str(step)), "which is an adapter itself"),
     ):
         with pytest.raises(CheckpointError, match=words):

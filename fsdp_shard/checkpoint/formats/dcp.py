@@ -132,6 +132,7 @@ class _Items:
             )
 
     def close(self) -> None:
+        """Close the files."""
         self._handles.close()
 
 

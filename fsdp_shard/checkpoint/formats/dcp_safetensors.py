@@ -41,6 +41,7 @@ class ShardFile(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The file name with these numbers."""
         return f"shard-{self.rank:05d}-model-{self.part:05d}-of-{self.num_parts:05d}.safetensors"
 
 

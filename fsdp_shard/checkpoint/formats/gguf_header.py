@@ -68,6 +68,7 @@ class _Parser:
         self._size, self._position = len(data), 4
 
     def parse(self) -> GGUFHeader:
+        """Read the header from its start."""
         version = self._scalar("<I")
         if version not in (2, 3):
             raise self._error(f"has version {version}; versions 2 and 3 in little-endian order can be read")

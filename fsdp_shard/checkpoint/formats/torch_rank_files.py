@@ -69,8 +69,8 @@ def read(path: Path) -> TensorIndex:
 
 def _files(path: Path, is_extra: bool = False) -> list[re.Match[str]]:
     """The names of rank files with weights, or of those with other states."""
-    names = [entry.name for entry in path.iterdir() if has_file(path, entry.name)]
-    return [match for name in names if (match := _RANK.fullmatch(name)) and bool(_NO_WEIGHTS.search(name)) == is_extra]
+    names = [entry.name for entry in path.iterdir() if bool(_NO_WEIGHTS.search(entry.name)) == is_extra]
+    return [match for name in names if (match := _RANK.fullmatch(name)) and has_file(path, name)]
 
 
 def _model_files(path: Path) -> list[str]:

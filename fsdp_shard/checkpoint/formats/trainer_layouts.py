@@ -82,11 +82,12 @@ def is_numbered(name: str) -> bool:
 
 def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path]) -> list[Path] | None:
     """The directories from `path` down to a checkpoint, or None. `seen` stops at links that form a cycle."""
-    if is_checkpoint(path):
+    real = path.resolve()
+    if real not in seen and is_checkpoint(path):
         return [path]
-    if not path.is_dir() or path.resolve() in seen:
+    if real in seen or not path.is_dir():
         return None
-    seen.add(path.resolve())
+    seen.add(real)
     for rule in (_fsdp_models, partial(_subdirectories, _INNER), _newest_first, partial(_subdirectories, _OUTER)):
         for child in rule(path):
             below = _lead(child, is_checkpoint, seen)

@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_VOCAB = ("vocab_size",)
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_KEY_VALUE_HEADS = ("num_key_value_heads",)
 _HEAD_DIM = ("head_dim", "d_kv")
 _INNER = ("intermediate_size", "d_ff", "n_inner", "hidden_dim", "ffn_dim")
 
@@ -149,7 +147,7 @@ def _head_problems(config: Mapping[str, Any], sizes: _Sizes, shapes: Mapping[str
     if not of.endswith("ForCausalLM") or not sizes.unties or len(embeddings) != 1:
         return
     rows = shapes[embeddings[0]][0] if len(shapes[embeddings[0]]) == 2 else 0
-    known = {rows, *(found[1:] if (found := sizes.get(*_VOCAB)) else ())}
+    known = {rows, *(found[1:] if (found := sizes.get("vocab_size")) else ())}
     if not any(known & {*shape} for name, shape in shapes.items() if name != embeddings[0]):
         yield (
             f"tie_word_embeddings=false gives a {of} a head besides {embeddings[0]}, which is "
@@ -193,7 +191,7 @@ _RULES = tuple(
         (_ANYWHERE, _EMBEDDINGS, 1, _embedding),
         (_STACK, r"self_attn\.q_proj", 0, _projection(_HEADS)),
         (_STACK, r"self_attn\.o_proj", 1, _projection(_HEADS)),
-        (_STACK, r"self_attn\.[kv]_proj", 0, _projection(_KEY_VALUE_HEADS)),
+        (_STACK, r"self_attn\.[kv]_proj", 0, _projection(("num_key_value_heads",))),
         (_STACK, r"self_attn\.[qkv]_proj", 1, _size(*_HIDDEN)),
         (_STACK, r"self_attn\.o_proj", 0, _size(*_HIDDEN)),
         (_STACK, r"mlp\.(?:gate|up)_proj", 0, _size(*_INNER)),
@@ -215,7 +213,7 @@ _RULES = tuple(
 
 def _vocabulary_problems(sizes: _Sizes, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     """Rows of embedding and head. The embedding of some models has more rows, for tokens that are never predicted."""
-    found = sizes.get(*_VOCAB)
+    found = sizes.get("vocab_size")
     heads = {name: shape[0] for name, shape in shapes.items() if _HEAD.search(name) and shape}
     embeddings = {name: shape[0] for name, shape in shapes.items() if _EMBEDDING.search(name) and shape}
     if found is None or len({*heads.values()}) > 1 or len({*embeddings.values()}) > 1:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.compare import Pair, match
 from fsdp_shard.checkpoint.integrity.diff_report import DiffReport, Side, TensorDifference
-from fsdp_shard.checkpoint.integrity.numeric_errors import Errors, decode
 from fsdp_shard.checkpoint.integrity.scan import position
 from fsdp_shard.checkpoint.io import in_threads, itemsize, page_aligned
 from fsdp_shard.checkpoint.location import Location, open_checkpoint
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
+
+if TYPE_CHECKING:
+    from fsdp_shard.checkpoint.integrity.numeric_errors import Errors
 
 _STEP_BYTES = 1 << 20  # of each checkpoint; stays in the cache between reading and comparing
 _JOB_STEPS = 16
@@ -76,6 +79,10 @@ def _differing_bytes(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) 
 
 def _errors(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) -> dict[str, Errors]:
     """The numeric errors of the pairs of one shape."""
+    if not pairs:
+        return {}
+    from fsdp_shard.checkpoint.integrity.numeric_errors import Errors, decode  # loads numpy
+
     jobs = [(pair, start) for pair in pairs if pair.one.shape == pair.two.shape for start in _starts(pair)]
     parts: list[tuple[str, int, Errors]] = []
 

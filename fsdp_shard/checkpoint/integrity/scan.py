@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, jobs_of, num_chunks, read_chunks
+from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, chunk_jobs, num_chunks, read_chunks
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.non_finite import NonFinite, find_non_finite
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
@@ -47,7 +47,7 @@ def scan(index: TensorIndex, digested: Collection[str], searched: Collection[str
                 if entry.name in searched and (part := find_non_finite(entry.dtype, data)):
                     parts.setdefault(entry.name, {})[number] = part
 
-    in_threads(work, list(jobs_of(index, {*digested, *searched})))
+    in_threads(work, list(chunk_jobs(index, {*digested, *searched})))
     found.non_finite = {name: _sum(index.tensors[name], parts[name]) for name in parts}
     return found
 

@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint.integrity.scan import Scan, damage, non_finite, scan
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, VerifyReport, size_problem
 from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
 from fsdp_shard.checkpoint.location import local_path, locate
-from fsdp_shard.checkpoint.steps import FileRecord, Manifest, read_manifest
+from fsdp_shard.checkpoint.steps import Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
 
 _CONFIG = "config.json"
@@ -189,14 +189,9 @@ def _file_problems(root: Path, manifest: Manifest) -> Iterator[Problem]:
         elif record.digest is not None and file_digest(path) != record.digest:
             text = f"{path} does not have the content that was written."
             yield Problem(text, (ByteRange(name, 0, record.size),))
-        elif _has_other_header(path, record):
+        elif name.endswith(".safetensors") and record.header_digest and header_digest(path) != record.header_digest:
+            # Only these files contain the positions of their tensors, so this is known even if they cannot be opened.
             yield Problem(f"the header of {path} is not the one that was written.", (ByteRange(name),))
-
-
-def _has_other_header(path: Path, record: FileRecord) -> bool:
-    """Whether a safetensors file has another header than was written, which is known even if it cannot be parsed."""
-    is_safetensors = path.suffix == ".safetensors"
-    return is_safetensors and record.header_digest is not None and header_digest(path) != record.header_digest
 
 
 def _frame_problems(index: TensorIndex, manifest: Manifest, known: Collection[str | None]) -> Iterator[Problem]:

@@ -59,12 +59,10 @@ def torch_name(dtype: str) -> str:
 @cache
 def from_torch_name(name: str) -> str:
     """`bfloat16` or `torch.bfloat16` -> `BF16`."""
-    try:
-        return _FROM_TORCH[str(name).removeprefix("torch.")]
-    except KeyError:
-        raise CheckpointError(
-            f"dtype {name} cannot be stored in safetensors; known are {', '.join(_FROM_TORCH)}."
-        ) from None
+    found = find_torch_name(name)
+    if found is None:
+        raise CheckpointError(f"dtype {name} cannot be stored in safetensors; use one of {', '.join(_FROM_TORCH)}.")
+    return found
 
 
 def find_torch_name(name: str) -> str | None:

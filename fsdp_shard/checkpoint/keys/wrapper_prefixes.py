@@ -1,7 +1,7 @@
-"""Which stored names are weights, and what the model itself calls them. Pure: looks at names only, never at values.
+"""Selects the weights among stored names, and finds the names that the model itself has for them. Looks at names only.
 
-Two steps. `split_state` takes a nested state dict apart: `{"model": ..., "optimizer": ...}` and what trainers put
-around it. `plain_names` undoes what wrappers do to a module's names: FSDP, DDP, torch.compile, checkpointing, peft.
+`split_state` takes a nested state dict apart: `{"model": ..., "optimizer": ...}` and what trainers add to it.
+`plain_names` removes what wrappers add to the names of modules: FSDP, DDP, torch.compile, checkpointing, peft.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", 
 # Parts of names that only peft's adapters have.
 _ADAPTER = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "original_module")
 
-# What one of the names shows where there is anything to undo, so that most checkpoints are passed in one look.
+# Matches if there is anything to remove, so that most checkpoints need a single search.
 _TRACES = re.compile(
     rf"(^|\.)({'|'.join((*_WRAPPERS, *_ADAPTER, 'base_layer', 'modules_to_save'))})\."
     r"|^(module|base_model\.model|model\.(model|lm_head))\.",
@@ -41,17 +41,31 @@ OPTIMIZER, ADAPTER, OTHER = "optimizer", "adapter", "other"
 
 @dataclass(frozen=True)
 class Selection:
-    """`names` maps each stored name of a weight to its FQN; `extras` lists the other stored names by kind."""
+    """The weights among stored names.
+
+    Attributes:
+        names: Stored name of a weight -> its FQN.
+        extras: The other stored names, by kind: `optimizer`, `adapter`, `other`.
+    """
 
     names: dict[str, str]
     extras: dict[str, list[str]]
 
 
 def split_state(paths: Mapping[str, Sequence[object]]) -> Selection:
-    """Tell weights from the rest in a nested state dict; `paths` maps a stored name to the keys that lead to it.
+    """Separate weights from the rest in a nested state dict.
 
-    Of several parts that could be the model the one under a key such as `model` is taken. Parts under keys of which
-    nothing is known are all weights, under their dotted paths, as of a dict of several models.
+    Of several parts that could be the model, the one under a key such as `model` is taken. Parts under unknown keys are
+    all weights, under their dotted paths, as in a dict of several models.
+
+    Args:
+        paths: Stored name -> the keys that lead to it.
+
+    Returns:
+        The weights, and the other names by kind.
+
+    Raises:
+        CheckpointError: There are several models, or two names for one tensor.
     """
     extras: dict[str, list[str]] = {}
     groups: dict[tuple[str, ...], list[str]] = {}
@@ -69,7 +83,7 @@ def split_state(paths: Mapping[str, Sequence[object]]) -> Selection:
         top, *more = sorted(group for group in models if len(group) == depth)
         if more:
             some = ", ".join(".".join(group) for group in (top, *more))
-            raise CheckpointError(f"there are several models in it, {some}; save the state dict of one of them.")
+            raise CheckpointError(f"it has several models, {some}; save the state dict of one of them.")
         inside = [name for group, names in groups.items() if group[:depth] == top for name in names]
         others = [name for group, names in groups.items() if group[:depth] != top for name in names]
         extras.setdefault(OTHER, []).extend(others)
@@ -91,7 +105,7 @@ def _keys(path: Sequence[object]) -> tuple[str, ...]:
 
 
 def _is_flat_state(name: str, names: Collection[str]) -> bool:
-    """Whether a name is `state.FQN.exp_avg` beside FQN itself: `flatten_optimizer_state_dict` of torch."""
+    """Whether a name is `state.FQN.exp_avg` and FQN itself is stored: `flatten_optimizer_state_dict` of torch."""
     first, _, rest = name.partition(".")
     return first == "state" and rest.rpartition(".")[0] in names
 
@@ -107,17 +121,26 @@ def _kind(keys: tuple[str, ...]) -> str | None:
 
 
 def plain_names(names: Iterable[str], *, is_nested: bool = True) -> Selection:
-    """Undo the names of wrappers; a CheckpointError where two tensors would get the same name.
+    """Remove what wrappers add to names.
 
-    Prefixes (`module.`, `base_model.model.`, `model.` before `model.`) go only where all weights have them; the last
-    only if `is_nested`, that is where a trainer's nesting may have left it: some models begin all names like that.
-    Adapters of peft beside the weights that they adapt are extras; a checkpoint that has nothing but adapters keeps its
-    names.
+    Prefixes (`module.`, `base_model.model.`, `model.` before `model.`) are removed only if all weights have them.
+    Adapters of peft, stored together with the weights that they adapt, are extras; a checkpoint of nothing but adapters
+    keeps its names.
+
+    Args:
+        names: The stored names.
+        is_nested: Whether a trainer may have nested the model under `model`; some models begin all names like that.
+
+    Returns:
+        The weights, and the adapters.
+
+    Raises:
+        CheckpointError: Two tensors would get the same name.
     """
     stored = list(names)
     if not _TRACES.search("\n".join(stored)):
         return Selection({name: name for name in stored}, {})
-    # A model may have modules of peft's names by itself: in a Hugging Face directory only peft's own prefix tells.
+    # A model may have modules with peft's names itself: in a Hugging Face directory only peft's own prefix counts.
     is_peft = all("base_model.model." in name for name in stored) or (
         is_nested and any(_has(n, _ADAPTER) for n in stored)
     )
@@ -125,8 +148,8 @@ def plain_names(names: Iterable[str], *, is_nested: bool = True) -> Selection:
     if adapters and len(adapters) == len(stored):
         return Selection({name: name for name in stored}, {})
     plain = {name: _without_wrappers(name, is_peft) for name in stored if name not in set(adapters)}
-    for is_prefix in (_is_module, _is_peft, *((_is_nested,) if is_nested else ())):
-        while (prefix := is_prefix(list(plain.values()))) is not None:
+    for prefix in ("module.", "base_model.model.", *(("model.",) if is_nested else ())):
+        while _is_removable(prefix, plain.values()):
             plain = {name: fqn.removeprefix(prefix) for name, fqn in plain.items()}
     _refuse_equal(plain)
     return Selection(plain, {ADAPTER: adapters} if adapters else {})
@@ -144,24 +167,12 @@ def _without_wrappers(name: str, is_peft: bool) -> str:
     return ".".join(parts)
 
 
-def _is_module(names: Sequence[str]) -> str | None:
-    """DDP, DataParallel and DeepSpeed hold the model as `module`."""
-    return _common("module.", names)
-
-
-def _is_peft(names: Sequence[str]) -> str | None:
-    """peft holds the model as `base_model.model`."""
-    return _common("base_model.model.", names)
-
-
-def _is_nested(names: Sequence[str]) -> str | None:
-    """A trainer that holds the model as `model`: its own names begin with `model.` again, or name its head."""
-    twice = any(name.startswith(("model.model.", "model.lm_head.")) for name in names)
-    return _common("model.", names) if twice else None
-
-
-def _common(prefix: str, names: Sequence[str]) -> str | None:
-    return prefix if names and all(name.startswith(prefix) for name in names) else None
+def _is_removable(prefix: str, names: Collection[str]) -> bool:
+    """Whether all names have the prefix of a module that holds the model: `module` of DDP and DeepSpeed, peft's
+    `base_model.model`, or a trainer's `model`, if the model's own names begin with `model.` again, or one is its head.
+    """
+    is_nested = prefix != "model." or any(name.startswith(("model.model.", "model.lm_head.")) for name in names)
+    return is_nested and bool(names) and all(name.startswith(prefix) for name in names)
 
 
 def _refuse_equal(plain: Mapping[str, str]) -> None:

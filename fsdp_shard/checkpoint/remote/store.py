@@ -1,8 +1,8 @@
-"""The steps of a run on a remote store that fsspec speaks to (s3://, gs://, ...): listed, put, fetched, deleted.
+"""The steps of a run on a remote store that fsspec supports (s3://, gs://, ...): listing, uploading, deleting.
 
-As on a disk, a step is complete or absent: its manifest comes last, as one object that is only put where there is none,
-and goes first. Whoever reads lists manifests, so there is no pointer to the latest step that could be wrong. Knows no
-ranks; the only module that imports fsspec, which it does when a store is opened.
+As on a disk, a step is complete or absent: its manifest is written last, as one object that must not exist yet, and
+deleted first. Readers list manifests, so there is no pointer to the latest step that could be wrong. Only this module
+imports fsspec, when a store is opened.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.io.fault_points import fault_point
+from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.remote.url import check_remote
-from fsdp_shard.checkpoint.steps.manifest import MANIFEST
-from fsdp_shard.checkpoint.steps.step_store import BEST, parse_step, step_name
+from fsdp_shard.checkpoint.steps import BEST, MANIFEST, parse_step, step_name
 from fsdp_shard.errors import ConfigError, FsdpShardError, RemoteError, SaveError
 from fsdp_shard.utils import redact
 
@@ -24,7 +23,12 @@ _LONGEST_REASON = 300
 
 
 class RemoteStore:
-    """The steps under `url`. Whatever the server refuses, or fails at, is a RemoteError that names the address."""
+    """The steps under `url`. Every method raises RemoteError, naming the address, if the server refuses or fails.
+
+    Args:
+        url: The address of the run.
+        setting: Name of the setting that has the address, for errors.
+    """
 
     def __init__(self, url: str, setting: str = "checkpoint.remote") -> None:
         check_remote(url, setting)
@@ -32,6 +36,7 @@ class RemoteStore:
         self._fs, self._root = _open(self.url, setting)
 
     def address(self, step: int, name: str = "") -> str:
+        """The address of a step, or of a file of it."""
         return f"{self.url}/{step_name(step)}" + (f"/{name}" if name else "")
 
     def steps(self) -> list[int]:
@@ -44,18 +49,18 @@ class RemoteStore:
 
     def has(self, step: int) -> bool:
         """Whether the step is committed."""
-        with self._asking(f"{self.address(step)} cannot be looked at"):
+        with self._requesting(f"{self.address(step)} cannot be checked"):
             return bool(self._fs.exists(self._path(step, MANIFEST)))
 
     def manifest(self, step: int) -> bytes:
         """The manifest of a committed step."""
-        with self._asking(f"{self.address(step, MANIFEST)} cannot be read"):
+        with self._requesting(f"{self.address(step, MANIFEST)} cannot be read"):
             content: bytes = self._fs.cat_file(self._path(step, MANIFEST))
             return content
 
     def best(self) -> int | None:
-        """The step that was last said to be the best."""
-        with self._asking(f"{self.url}/{BEST} cannot be read"):
+        """The step that was last marked as the best."""
+        with self._requesting(f"{self.url}/{BEST} cannot be read"):
             try:
                 content: bytes = self._fs.cat_file(f"{self._root}/{BEST}")
             except FileNotFoundError:
@@ -63,13 +68,22 @@ class RemoteStore:
         return parse_step(content.decode("utf-8", errors="replace").strip())
 
     def set_best(self, step: int) -> None:
-        with self._asking(f"{self.url}/{BEST} cannot be written"):
+        """Mark a step as the best."""
+        with self._requesting(f"{self.url}/{BEST} cannot be written"):
             self._fs.pipe_file(f"{self._root}/{BEST}", f"{step_name(step)}\n".encode())
 
     def begin(self, step: int, manifest: bytes) -> bool:
-        """Make room for a step: what an interrupted upload left of it is deleted.
+        """Prepare the upload of a step: what an interrupted upload left of it is deleted.
 
-        False where exactly this step is there already; SaveError where another one is, which is never written over.
+        Args:
+            step: The step.
+            manifest: Content of its manifest.
+
+        Returns:
+            Whether there is anything to upload: not if exactly this step exists already.
+
+        Raises:
+            SaveError: Another step of this number exists, which is never overwritten.
         """
         if not self.has(step):
             self._remove_files(step)
@@ -79,38 +93,37 @@ class RemoteStore:
         return False
 
     def put(self, step: int, directory: Path, names: Sequence[str]) -> None:
-        """Upload files of the step in `directory`; large ones go in parts."""
+        """Upload files of a step from `directory`; large ones in parts."""
         for name in names:
-            with self._asking(f"{self.address(step, name)} could not be written"):
+            with self._requesting(f"{self.address(step, name)} could not be written"):
                 self._fs.put_file(str(directory / name), self._path(step, name))
 
     def commit(self, step: int, manifest: bytes, sizes: Mapping[str, int]) -> None:
-        """Put the manifest of a step whose files are there, which is looked at; from then on there is such a step."""
+        """Upload the manifest of a step, which makes it exist, after comparing the `sizes` of its uploaded files."""
         found = self._sizes(step)
         for name, size in sizes.items():
             if found.get(name) != size:
                 raise RemoteError(
-                    f"{self.address(step, name)} has {found.get(name, 'no')} bytes after it was written, and must have "
-                    f"{size}."
+                    f"{self.address(step, name)} has {found.get(name, 'no')} bytes after the upload, expected {size}."
                 )
-        with self._asking(f"{self.address(step, MANIFEST)} could not be written"):
+        with self._requesting(f"{self.address(step, MANIFEST)} could not be written"):
             try:
                 self._fs.pipe_file(self._path(step, MANIFEST), manifest, mode="create")
             except FileExistsError:
-                # Ours, where the answer to the first attempt was lost.
+                # It may be ours, if the response to a first attempt was lost.
                 if self.manifest(step) != manifest:
                     raise self._taken(step) from None
 
     def delete(self, step: int) -> None:
         """Delete a step, its manifest first."""
-        with self._asking(f"{self.address(step, MANIFEST)} could not be deleted"):
+        with self._requesting(f"{self.address(step, MANIFEST)} could not be deleted"):
             self._fs.rm_file(self._path(step, MANIFEST))
         fault_point("remote-hidden")
         self._remove_files(step)
         fault_point("remote-deleted")
 
     def clean(self, before: int) -> list[int]:
-        """Delete what interrupted uploads and deletions left of steps before this one; returns those steps."""
+        """Delete what interrupted uploads and deletions left of steps before `before`; returns those steps."""
         left = [step for step in self._all_steps() if step < before and not self.has(step)]
         for step in left:
             self._remove_files(step)
@@ -118,12 +131,12 @@ class RemoteStore:
 
     def fetch(self, step: int, name: str, target: Path) -> None:
         """Download one file of a step."""
-        with self._asking(f"{self.address(step, name)} cannot be read"):
+        with self._requesting(f"{self.address(step, name)} cannot be read"):
             self._fs.get_file(self._path(step, name), str(target))
 
     def _taken(self, step: int) -> SaveError:
         return SaveError(
-            f"{self.address(step)} is there already, of another run, and a finished checkpoint is never written over. "
+            f"{self.address(step)} exists already, from another run, and a committed checkpoint is never overwritten. "
             "Give another checkpoint.remote."
         )
 
@@ -131,8 +144,8 @@ class RemoteStore:
         return f"{self._root}/{step_name(step)}" + (f"/{name}" if name else "")
 
     def _all_steps(self) -> list[int]:
-        """Steps of which anything is there, ascending."""
-        with self._asking(f"{self.url} cannot be listed"):
+        """Steps of which any file exists, ascending."""
+        with self._requesting(f"{self.url} cannot be listed"):
             self._fs.invalidate_cache()
             try:
                 names = self._fs.ls(self._root, detail=False)
@@ -143,17 +156,17 @@ class RemoteStore:
         return sorted(step for step in steps if step is not None)
 
     def _check_bucket(self) -> None:
-        """A directory that is not there is an empty one, but a bucket has to be made by its owner."""
+        """A directory that does not exist is an empty one, but a bucket must be created by its owner."""
         bucket = self._root.partition("/")[0]
         if bucket and not self._fs.exists(bucket):
             raise RemoteError(
-                f"{self.url} cannot be used: there is no bucket {bucket}, or it cannot be reached. Make it, or correct "
-                "the address, the endpoint (AWS_ENDPOINT_URL) or the credentials."
+                f"{self.url} cannot be used: there is no bucket {bucket}, or it cannot be reached. Create it, or "
+                "correct the address, the endpoint (AWS_ENDPOINT_URL) or the credentials."
             )
 
     def _sizes(self, step: int) -> dict[str, int]:
-        """Sizes of the files of a step that are there, committed or not."""
-        with self._asking(f"{self.address(step)} cannot be listed"):
+        """Sizes of the files of a step, committed or not, by name."""
+        with self._requesting(f"{self.address(step)} cannot be listed"):
             self._fs.invalidate_cache()
             found: dict[str, dict[str, Any]] = self._fs.find(self._path(step), detail=True)
         start = len(self._path(step)) + 1
@@ -161,13 +174,13 @@ class RemoteStore:
 
     def _remove_files(self, step: int) -> None:
         names = self._sizes(step)
-        with self._asking(f"{self.address(step)} could not be deleted"):
+        with self._requesting(f"{self.address(step)} could not be deleted"):
             if names:
                 self._fs.rm(self._path(step), recursive=True)
 
     @contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
-        """Turn whatever a store's library raises, which is of any class, into one error without secrets."""
+    def _requesting(self, what: str) -> Iterator[None]:
+        """Raise RemoteError, without secrets, for whatever exception the library of a store raises."""
         try:
             yield
         except FsdpShardError:
@@ -178,7 +191,7 @@ class RemoteStore:
 
 
 def _open(url: str, setting: str) -> tuple[Any, str]:
-    """What speaks to the store, and how it calls the directory."""
+    """The fsspec file system of a store, and the path of the directory in it."""
     import fsspec
 
     scheme = url.partition("://")[0]
@@ -190,7 +203,7 @@ def _open(url: str, setting: str) -> tuple[Any, str]:
             "'fsdp-shard[remote]'."
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{setting}={url}: fsspec knows no store for {scheme}://: {error}") from error
+        raise ConfigError(f"{setting}={url}: fsspec does not support {scheme}://: {error}") from error
     if hasattr(store, "max_concurrency"):
         store.max_concurrency = _PARTS_AT_ONCE
     return store, str(root).rstrip("/")

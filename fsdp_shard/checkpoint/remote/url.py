@@ -1,6 +1,6 @@
-"""Addresses of remote stores, such as s3://bucket/run: what is one, what must not stand in one, what it means here.
+"""Addresses of remote stores, such as s3://bucket/run: recognizing and checking them.
 
-Every command imports this module, and what speaks to a store only where there is an address.
+Every command imports this module, but `store` only if there is an address.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _LOCAL = ("file", "local")
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is the address of a remote store and no path of this machine."""
+    """Whether `path` is the address of a remote store, not a local path."""
     return _ADDRESS.fullmatch(str(path)) is not None
 
 
 def check_remote(url: str, name: str) -> None:
-    """Raise ConfigError unless `url`, the value of the setting `name`, is a directory's address without secrets."""
+    """Raise ConfigError unless `url`, the value of setting `name`, is the address of a directory, without secrets."""
     match = _ADDRESS.fullmatch(url)
     if match is None or not match[2].strip("/"):
         raise ConfigError(f"{name}={url} is not the address of a remote directory, such as s3://bucket/run.")
     if match[1].lower() in _LOCAL:
-        raise ConfigError(f"{name}={url} is a directory of this machine: give it as run_dir instead.")
+        raise ConfigError(f"{name}={url} is a local directory: give it as run_dir instead.")
     user, at, _ = match[2].partition("/")[0].rpartition("@")
     if "?" in url or (at and ":" in user):
         raise ConfigError(
@@ -35,6 +35,6 @@ def check_remote(url: str, name: str) -> None:
 
 
 def refuse_remote(path: str, name: str, instead: str) -> None:
-    """Raise ConfigError where `path`, the value of the setting `name`, would be written but is no path."""
+    """Raise ConfigError if `path`, the value of setting `name`, is remote but has to be local; `instead` advises."""
     if is_remote(path):
-        raise ConfigError(f"{name}={path} is a remote address, but {name} is written on this machine; {instead}")
+        raise ConfigError(f"{name}={path} is a remote address, but {name} must be a local path; {instead}")

@@ -111,7 +111,7 @@ def _check_file(path: Path, record: FileRecord) -> None:
 
 
 def _tensor_jobs(index: TensorIndex, manifest: Manifest) -> Iterator[Job]:
-    for entry, numbers in digests.jobs_of(index, manifest.tensors):
+    for entry, numbers in digests.chunk_jobs(index, manifest.tensors):
         expected = manifest.tensors[entry.name].chunks
         yield (
             min(len(numbers) * digests.CHUNK_BYTES, entry.num_bytes),

@@ -35,6 +35,7 @@ class StoredTensor:
 
     @property
     def num_elements(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
 

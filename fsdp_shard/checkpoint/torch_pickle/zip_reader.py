@@ -51,6 +51,7 @@ class _Archive:
         self._descriptor, self._start, self._size, self._where = descriptor, start, num_bytes, where
 
     def wrong(self, problem: str) -> CheckpointError:
+        """The error for a damaged archive; `problem` follows its name."""
         return CheckpointError(f"{self._where} {problem}: the file is damaged, or not what torch.save writes.")
 
     def _read(self, offset: int, count: int) -> bytes:
@@ -60,6 +61,7 @@ class _Archive:
         return os.pread(self._descriptor, max(min(count, self._size - offset), 0), self._start + offset)
 
     def members(self) -> dict[str, Member]:
+        """The members by name, after checking that they do not overlap."""
         offset, length, number = self._directory()
         found, end, before = {}, 0, ""
         for header, name, num_bytes in sorted(self._entries(self._read(offset, length), number)):

@@ -81,7 +81,7 @@ def open_completions(settings: GenerateSettings, run_dir: str, prompts: Sequence
 def completion_inputs(
     settings: GenerateSettings, prompts: Sequence[str], seed: int, weights: Sequence[tuple[str, int, int]]
 ) -> dict[str, Any]:
-    """What completions are made from; two runs with the same may share a file. `weights` is from `Location.file_states`."""
+    """What completions are made from; equal for runs that may share a file. `weights`: `Location.file_states`."""
     digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
     return {
         "checkpoint": settings.checkpoint,

@@ -1,24 +1,21 @@
 """The work of `generate`: loads a model, completes prompts or holds a conversation, and reports figures."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import DistributedContext, LaunchConfig, init_distributed, world_sizes
 from fsdp_shard.inference.available_memory import peak_gpu_bytes
 from fsdp_shard.inference.config import GenerateSettings
-from fsdp_shard.inference.dispatch import dispatch_model
+from fsdp_shard.inference.dispatch import Log, dispatch_model
 from fsdp_shard.inference.generation import batching, chat_session, kv_cache_size, prompts as prompt_files
 from fsdp_shard.inference.generation.completions_file import CompletionsFile, open_completions
 from fsdp_shard.inference.generation.decoder import Decoder, Figures
 from fsdp_shard.inference.generation.tokenize_prompts import tokenize_prompts
 from fsdp_shard.models import load_config, load_tokenizer
 from fsdp_shard.utils import format_size, peak_resident_bytes
-
-Log = Callable[[str], object]
 
 _write = partial(print, end="", flush=True)
 
@@ -31,13 +28,12 @@ def join_ranks(launch: LaunchConfig, tensor_parallel: int) -> AbstractContextMan
 
 
 def generate(
-    settings: GenerateSettings, source: Location, run_dir: str, seed: int, context: DistributedContext | None = None
+    settings: GenerateSettings, run_dir: str, seed: int, context: DistributedContext | None = None
 ) -> dict[str, Any]:
     """Complete the prompts into a file, or hold a conversation on the terminal.
 
     Args:
         settings: The model, the prompts, and how to generate.
-        source: The located checkpoint.
         run_dir: Directory of completions.jsonl, unless `settings.output` names another file.
         seed: Seed of sampling.
         context: The ranks that divide the work; None for a single process.
@@ -45,7 +41,7 @@ def generate(
     Returns:
         The figures of result.json; of all ranks on rank 0, of little use elsewhere.
     """
-    is_main = context is None or context.is_main
+    source, is_main = settings.source, context is None or context.is_main
     log: Log = partial(print, flush=True) if is_main else lambda text: None
     sampling, trusted = settings.generation, settings.dispatch.trust_remote_code
     config, tokenizer = load_config(source.directory, trusted), load_tokenizer(source.tokenizer, trusted)
@@ -68,12 +64,10 @@ def generate(
         f"{figures.tokens_per_second:.1f} tokens/s, peak memory {format_size(peak_bytes)}, "
         f"{format_size(figures.disk_bytes_per_token)} read from disk per token"
     )
+    names = ("num_new_tokens", "first_token_seconds", "tokens_per_second", "disk_bytes_per_token")
+    result |= {name: getattr(figures, name) for name in names}
     return result | {
-        "num_new_tokens": figures.num_new_tokens,
         "load_seconds": load_seconds,
-        "first_token_seconds": figures.first_token_seconds,
-        "tokens_per_second": figures.tokens_per_second,
-        "disk_bytes_per_token": figures.disk_bytes_per_token,
         "peak_memory_bytes": peak_bytes,
         "peak_device_memory_bytes": peak_gpu_bytes(),
         "device_map": model.hf_device_map,

@@ -97,6 +97,7 @@ class _BlockLoader:
         self._cache_left = budget.cache_bytes
 
     def load(self, blocks: Sequence[Block], quantizer: Quantizer | None) -> None:
+        """Load, stream or quantize each block."""
         stream = block_hooks.BlockStream(
             buffer_ring.make_ring(torch.device(device_name(self._plan.main)), self._reader.fill_all),
             self._plan.prefetch,

@@ -10,7 +10,6 @@ from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore, RunState, Store
 from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
-from fsdp_shard.utils import parse_size
 
 
 class SavedStep(NamedTuple):
@@ -40,7 +39,7 @@ class StepCommitter:
         self.remote = None if config.remote is None else RemoteStore(config.remote)
         self._layout = "gathered" if is_adapter else config.layout
         is_split = config.layout == "gathered" and not is_adapter
-        self._max_shard_bytes = parse_size(config.max_shard_size, "checkpoint.max_shard_size") if is_split else None
+        self._max_shard_bytes = config.max_shard_bytes if is_split else None
         self._best: dict[Store | RemoteStore, int] = {}  # of the steps that this process has committed
 
     def commit(self, step: int, state: RunState, *, is_best: bool) -> SavedStep:

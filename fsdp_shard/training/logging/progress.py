@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, TextIO
 
 from fsdp_shard.training.step import StepReport
@@ -61,7 +62,8 @@ class Progress:
         self._since.append(report)
         if report.step % self._log_every == 0 or report.step == self._num_steps:
             figures, each = _figures(_mean(self._since), mfu), self._clock() - self._began
-            left = format_seconds((self._num_steps - report.step) * each / max(1, report.step - self._first_step))
+            seconds = (self._num_steps - report.step) * each / max(1, report.step - self._first_step)
+            left = timedelta(seconds=round(seconds))
             self.note(f"step {report.step}/{self._num_steps}  {figures}{_sources(report)}  {left} left")
             self._since.clear()
 
@@ -76,12 +78,6 @@ class Progress:
         """Close the bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration in hours, minutes and seconds: 1:02:03."""
-    rounded = round(seconds)
-    return f"{rounded // 3600}:{rounded // 60 % 60:02}:{rounded % 60:02}"
 
 
 def _mean(reports: Sequence[StepReport]) -> StepReport:

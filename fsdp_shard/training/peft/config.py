@@ -32,17 +32,11 @@ class LoraConfig(AdapterConfig):
     alpha: float = setting(32.0, "Scale of the low-rank update, which is multiplied by alpha / rank.", above=0.0)
     dropout: float = setting(0.0, "Dropout probability of the inputs of adapted modules.", minimum=0.0)
     target_modules: list[str] = setting(
-        [],
-        "Modules to adapt, by name or by the end of it, such as [q_proj, v_proj]; empty: all linear layers except the "
-        "output head.",
+        [], "Modules to adapt, such as [q_proj, v_proj]; empty: all linear layers except the output head."
     )
     exclude_modules: list[str] = setting([], "Modules not to adapt.")
-    modules_to_save: list[str] = setting(
-        [], "Modules that are fully trained and saved with the adapter, such as [lm_head]."
-    )
-    rank_stabilized: bool = setting(
-        False, "Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023; peft's use_rslora)."
-    )
+    modules_to_save: list[str] = setting([], "Modules to train fully and save with the adapter, such as [lm_head].")
+    rank_stabilized: bool = setting(False, "Scale by alpha / sqrt(rank) instead (rsLoRA, peft's use_rslora).")
     quantize: str = setting(
         "none",
         "Quantization of the frozen linear layers of the blocks. none: model.dtype; int8: 8.5 bits per weight; nf4: "

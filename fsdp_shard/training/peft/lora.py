@@ -11,7 +11,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -63,10 +63,6 @@ class Adapter:
     config: Mapping[str, Any]
     base: Base | None = None
     frozen: str | None = None
-
-    def on(self, base: Base, frozen: str | None) -> Adapter:
-        """Return the adapter on a base model."""
-        return replace(self, base=base, frozen=frozen)
 
     def describe(self, shards: Mapping[str, LocalShard]) -> str:
         """Describe how much is trained."""

@@ -124,7 +124,7 @@ def test_all_below_the_key_of_the_model_is_the_model() -> None:
 
 
 def test_which_of_several_models_is_a_question() -> None:
-    with pytest.raises(CheckpointError, match=r"several models in it, actor\.model, critic\.model"):
+    with pytest.raises(CheckpointError, match=r"it has several models, actor\.model, critic\.model"):
         split_state(flat(("actor", "model", "w"), ("critic", "model", "w")))
 
 

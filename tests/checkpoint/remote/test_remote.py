@@ -39,11 +39,11 @@ def test_an_address_that_cannot_be_is_refused(url: str, said: str) -> None:
 
 
 def test_what_cannot_be_had_with_a_remote_store_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"keep_optimizer_last=2 cannot be had with checkpoint\.remote"):
+    with pytest.raises(ConfigError, match=r"keep_optimizer_last=2 cannot be combined with checkpoint\.remote"):
         CheckpointConfig(remote="s3://bucket/run", keep_optimizer_last=2).check("checkpoint.")
-    with pytest.raises(ConfigError, match=r"target=s3://bucket/new .* convert into a directory here"):
+    with pytest.raises(ConfigError, match=r"target=s3://bucket/new .* convert into a local directory"):
         check(ConvertConfig(source="x", target="s3://bucket/new"))
-    with pytest.raises(ConfigError, match="fsspec knows no store for nonsense://"):
+    with pytest.raises(ConfigError, match="fsspec does not support nonsense://"):
         RemoteStore("nonsense://bucket/run")
 
 
@@ -53,7 +53,7 @@ def save(context: DistributedContext, root: Path, url: str) -> None:
     save_on(context, root, range(1, 3), layout="sharded", small=True)
     for step in (1, 2, 2):
         upload_step(context, remote, step, store.path(step))
-    with pytest.raises(SaveError, match=r"step-00000002 is there already, of another run"):
+    with pytest.raises(SaveError, match=r"step-00000002 exists already, from another run"):
         upload_step(context, remote, 2, store.path(1))
 
 
