@@ -140,7 +140,7 @@ def strided_runs(
     axis = inner_axis(shape, box)
     row, inner = math.prod(shape[axis:]), math.prod(shape[axis + 1 :])
     edges = [(start, stop)]
-    if axis > 0 and math.prod(box) and tuple(box[1:axis]) == tuple(shape[1:axis]):
+    if axis > 0 and 0 not in box and tuple(box[1:axis]) == tuple(shape[1:axis]):
         # As a matrix with rows of `row` elements, of which the box has whole columns.
         above = math.prod(shape[1:axis])
         shape, offsets = (shape[0] * above, row), (offsets[0] * above, offsets[axis] * inner)
