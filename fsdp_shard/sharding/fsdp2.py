@@ -80,6 +80,9 @@ class Fsdp2Config(ShardConfig):
         self._prefetch(modules[1:])  # all but the root
         device = torch.device("cpu") if self.cpu_offload else context.device
         replace_tensors(model, lambda t: torch.empty_like(t, device=device) if t.is_meta else t, buffers=False)
+        # Converts nothing, but lets FSDP2 pad its uneven shards now: in the first forward pass it would replace their
+        # memory, and `LocalShard`s from before would keep the old one.
+        model.to()
         return Fsdp2Model(model, context, modules)
 
     def _divide(self, model: nn.Module, context: DistributedContext, settings: Mapping[str, Any]) -> Collection[str]:
