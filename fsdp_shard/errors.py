@@ -20,8 +20,6 @@ A message is one paragraph that names the file or setting, what was found, what 
 Bugs of this package are `assert`s and never part of this tree.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The settings `checkpoint.*` of a run, and those of a conversion. Every command imports this, so it imports little."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fsdp_shard.checkpoint.remote.url import check_remote, refuse_remote

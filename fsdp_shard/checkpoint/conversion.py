@@ -4,8 +4,6 @@ Plans every file first, then streams; imports neither torch nor transformers unl
 appears complete or not at all.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -6,8 +6,6 @@ chunks can be hashed in any order on any rank, and damage is located to within o
 forgery: xxh3 is not a cryptographic hash.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

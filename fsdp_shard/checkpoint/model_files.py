@@ -3,8 +3,6 @@
 They are copied byte for byte, except for the `dtype` in config.json, which records what was written.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Opens the checkpoint in a directory or file: recognizes its format, and completes the index that the format reads."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

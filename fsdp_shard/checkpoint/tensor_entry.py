@@ -1,7 +1,5 @@
 """The description of one tensor of a checkpoint: dtype, shape, and the pieces of files that hold it. Plain data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

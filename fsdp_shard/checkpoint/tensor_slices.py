@@ -3,8 +3,6 @@
 Pure arithmetic on tuples. A box is (offsets, shape), with one number for each dimension.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

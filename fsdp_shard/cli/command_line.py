@@ -3,8 +3,6 @@
 Recipes are found by their file and run as programs. Nothing heavy is imported before a command needs it.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

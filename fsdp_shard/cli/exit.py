@@ -1,7 +1,5 @@
 """How a command ends: its exit status, and the one paragraph on standard error that says why."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """The whole config of each command: its own settings, and those of the rooms that it uses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The settings that all commands have, and what their config classes declare."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 

@@ -4,8 +4,6 @@ Hydra only composes. It runs nothing, writes nothing and makes no directory: the
 sweep have been checked.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Exceptions of Hydra and OmegaConf as one-paragraph ConfigErrors that name the setting and the closest known one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 `python -m fsdp_shard.config.reference` prints docs/config.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """The options of each group: a new wrapper, optimizer or preset is one line in its room, or a YAML file under conf/."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

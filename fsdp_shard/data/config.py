@@ -3,8 +3,6 @@
 Imports neither torch nor numpy, so that composing a config is quick.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields

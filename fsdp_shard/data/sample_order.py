@@ -8,8 +8,6 @@ The permutation is the stable argsort of raw Philox output (Salmon et al., Paral
 `Generator.permutation`: an upgrade during a run must not change its order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache, partial
 

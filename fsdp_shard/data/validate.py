@@ -1,7 +1,5 @@
 """Checks of data settings against the files and the tokenizer, before any rank starts."""
 
-from __future__ import annotations
-
 from fsdp_shard.data.config import DataConfig, all_sources, is_running_text, kind_of, sources_of
 from fsdp_shard.data.kinds.kind import CAUSAL, Kind, Tokenizer
 from fsdp_shard.data.sources.source import Source, open_source

@@ -5,8 +5,6 @@ them a few seconds. A rank that is stopped or hangs in the kernel never exits, s
 whose heartbeat stops for too long is killed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The settings `launch.*`: how many processes a run has, and on which machines."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

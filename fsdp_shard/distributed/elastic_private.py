@@ -1,7 +1,5 @@
 """torch's elastic agent with public names for the methods that an agent overrides, all of which are private there."""
 
-from __future__ import annotations
-
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 

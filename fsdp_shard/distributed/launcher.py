@@ -3,8 +3,6 @@
 torch is imported only when ranks are really started or joined.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

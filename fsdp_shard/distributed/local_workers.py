@@ -1,7 +1,5 @@
 """Ranks started on this machine through torch's elastic launcher, their signals, and the error that ended them."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 Everything else gets a `DistributedContext` and calls its collectives; only launchers read RANK or WORLD_SIZE too.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Handlers can only be installed in the main thread.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

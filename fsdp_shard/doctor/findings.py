@@ -1,7 +1,5 @@
 """What the checks of `doctor` find, and the report of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """This machine as ranks would find it: versions of libraries, cores, memory, GPUs, limits."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

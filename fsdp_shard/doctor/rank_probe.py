@@ -1,7 +1,5 @@
 """Starts the ranks of a run to find whether they meet, agree on what they are, and how fast they communicate."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

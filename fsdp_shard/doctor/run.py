@@ -4,8 +4,6 @@ Of the model only its config is loaded; text is tokenized into the cache that th
 to try the disk is removed again.
 """
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os

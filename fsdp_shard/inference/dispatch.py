@@ -4,8 +4,6 @@ The model is built on the meta device. Blocks that stay on a device get memory t
 others are read again each time they run (see `offload`). Nothing is written, so no copy can become stale.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

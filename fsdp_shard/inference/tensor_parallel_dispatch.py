@@ -4,8 +4,6 @@ Each rank reads its own part of every weight from the checkpoint, however that w
 activations between layers, so they generate the same tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -3,8 +3,6 @@
 They follow from the modules, their names and the shapes of their parameters, so a model on the meta device will do.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The settings of `model.*`: which model, and how its weights are held while it trains."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fsdp_shard.utils import REQUIRED, setting

@@ -1,7 +1,5 @@
 """Downloads models from the Hugging Face hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fsdp_shard.errors import ModelError

@@ -4,8 +4,6 @@ A row has everything to decode its 64 weights, so rows can be sharded, moved and
 depends on the weights alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

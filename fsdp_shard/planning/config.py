@@ -1,7 +1,5 @@
 """Settings of `plan` in addition to those of the planned run. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

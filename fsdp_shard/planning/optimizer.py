@@ -1,7 +1,5 @@
 """Bytes of an optimizer's state, measured by letting the real one take a step on fake tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 

@@ -1,7 +1,5 @@
 """A memory plan as text and as the figures of result.json."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby

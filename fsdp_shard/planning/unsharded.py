@@ -1,7 +1,5 @@
 """Bytes of parameters and gradients that a rank holds unsharded for a while in a training step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fsdp_shard.sharding import ShardConfig, Unit, itemsize

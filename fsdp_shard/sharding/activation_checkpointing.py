@@ -5,8 +5,6 @@ products and of attention, which take nearly all of the time, and recomputes the
 replaced, so that no name of a parameter changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps

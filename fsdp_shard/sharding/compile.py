@@ -3,8 +3,6 @@
 Only the `forward` of a block is replaced, so that no name of a parameter changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

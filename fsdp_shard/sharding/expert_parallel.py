@@ -5,8 +5,6 @@ applies such a plan to a model on meta. Every rank sees samples of its own. An e
 the ranks of the mesh dimension `expert`, and its part by experts again over `shard`: whole rows, as elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

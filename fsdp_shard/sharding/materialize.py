@@ -1,7 +1,5 @@
 """Unfilled memory for the parameters and buffers that a model has on meta; tied parameters stay tied."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The arithmetic of the device mesh: how a number of ranks is divided by the shard settings, and whether it can be."""
 
-from __future__ import annotations
-
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.config import ShardConfig
 

@@ -1,7 +1,5 @@
 """What all wrappers do with a model before they shard it: check it, plan its units, replace the forward of blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

@@ -4,8 +4,6 @@
 FullyShardedDataParallel concatenates the flattened parameters of a unit and divides the result evenly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

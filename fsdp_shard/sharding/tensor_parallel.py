@@ -5,8 +5,6 @@ applies such a plan to a model on meta. A parameter is then cut by columns or ro
 by rows over the sharding ranks: one box of the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any

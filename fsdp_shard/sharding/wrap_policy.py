@@ -3,8 +3,6 @@
 The parameters of a unit are gathered together. What is in no unit belongs to the root. The wrappers apply the plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol
 

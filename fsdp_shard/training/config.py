@@ -3,8 +3,6 @@
 Imports no torch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Evaluation on held-out samples during training."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass

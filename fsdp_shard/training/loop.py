@@ -4,8 +4,6 @@ Saving, logging, evaluating and early stopping are the caller's, between one rep
 file or the environment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fsdp_shard.training.step import StepReport, TrainingRun, train_step

@@ -1,7 +1,5 @@
 """Starting a training run: its process group, its run directory, and the step that it resumes from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ step draws the same numbers, whatever ran in between (an evaluation, a save), an
 number of ranks the numbers differ, the samples do not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

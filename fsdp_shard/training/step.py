@@ -7,8 +7,6 @@ The loss is the mean over the predictions of the *global* batch: each rank divid
 all ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Files and directories that appear complete or not at all, and that survive a power cut where that is asked for."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid

@@ -1,7 +1,5 @@
 """What surrounds this process: environment variables, the user's cache directory, optional packages."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

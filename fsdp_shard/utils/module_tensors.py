@@ -1,7 +1,5 @@
 """Replacing the parameters and buffers of a module, with those that are tied still tied."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

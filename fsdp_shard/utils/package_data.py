@@ -3,8 +3,6 @@
 In a checkout they are next to the package, in an installed wheel inside it.
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Division of work over ranks or threads, so that each gets about as much."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Memory that this process uses, and whether freed memory is kept or returned to the system."""
 
-from __future__ import annotations
-
 import ctypes
 import resource
 import sys

@@ -1,7 +1,5 @@
 """`RUN_DIR/result.json`: the figures of a run, written last: if it exists, the run has completed."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

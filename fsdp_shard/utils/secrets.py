@@ -1,7 +1,5 @@
 """Redaction of secrets in everything that is written: errors, config.yaml, result.json, trackers."""
 
-from __future__ import annotations
-
 import os
 import re
 

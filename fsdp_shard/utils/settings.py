@@ -4,8 +4,6 @@
 name; the config reference is written from the same declarations.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import operator

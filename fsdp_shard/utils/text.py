@@ -1,7 +1,5 @@
 """Text for people: sizes in bytes, counts, the first line of an error, the closest known name."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 are told from optimizer and trainer states by the nesting that DCP records. torch is not imported.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,8 +8,6 @@ a vocabulary smaller than config.json's. Without either (one dim, every tensor c
 looks like a smaller model, in this reader and in torch's own. Imports no torch.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping

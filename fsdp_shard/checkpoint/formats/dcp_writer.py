@@ -3,8 +3,6 @@
 Source: `torch.distributed.checkpoint.filesystem` and `.metadata`, whose classes are named in the pickle, not imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

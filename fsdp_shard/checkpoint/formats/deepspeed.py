@@ -6,8 +6,6 @@ element; in stage 3 each parameter is split in equal parts, padded, and each ran
 parameters that were not trained, are in the model states, in the model's own dtype.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The files of a DeepSpeed ZeRO checkpoint: which exist, whether they belong together, and the flat vectors in them."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

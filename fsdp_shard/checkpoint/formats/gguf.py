@@ -4,8 +4,6 @@ Names and values are bit-equal to those of transformers' `from_pretrained(gguf_f
 but a slice is decoded without decoding its tensor, and neither torch nor transformers is imported.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Read by
 package's reader, which trusts every length in the file, and builds two arrays for each token of a tokenizer.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

@@ -3,8 +3,6 @@
 Of a directory with both, the single file counts, as in transformers. Imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Format `sharded`: `shard-0000R-of-0000W.safetensors`, one per rank, with a flat range of each tensor."""
 
-from __future__ import annotations
-
 import math
 import uuid
 from collections.abc import Iterator, Sequence

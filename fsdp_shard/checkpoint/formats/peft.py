@@ -4,8 +4,6 @@ The index holds the adapter's own tensors under their stored names; `lora_merge`
 neither torch nor peft.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

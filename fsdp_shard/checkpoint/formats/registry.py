@@ -12,8 +12,6 @@ Formats deal with files, tensors and bytes, never with a process group: a `Tenso
 ranges of their pieces, a `TargetPlan` lists the files to write with the byte ranges of their tensors.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks that the files of a checkpoint are complete and of one save, and the plan of one file per rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Of a directory with safetensors too, those count: the registry asks for them first. Imports no torch, runs no pickle.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Known by `rank` and a number in the names (verl's `model_world_size_8_rank_0.pt`
 them count as extras. Replicas are read once. Imports no torch, runs no pickle.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

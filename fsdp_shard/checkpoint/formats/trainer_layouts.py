@@ -10,8 +10,6 @@ Known by the names that these writers give:
 The caller decides what a checkpoint is (`is_checkpoint`); this module looks at names only and opens no file.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

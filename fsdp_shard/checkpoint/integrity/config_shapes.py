@@ -5,8 +5,6 @@ tensor. Unknown architectures are skipped: a sound model must never be reported.
 of the same architecture, missing layers, a missing head, and a resized embedding; it proves nothing.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The result of `diff`, and its text: grouped by layer, the largest differences first."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 numpy is imported when there is data to search; torch never.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

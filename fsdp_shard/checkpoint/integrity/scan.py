@@ -3,8 +3,6 @@
 Also turns the results into problems with file, tensor and bytes. Imports no torch.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field

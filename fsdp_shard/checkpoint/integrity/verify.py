@@ -4,8 +4,6 @@ Without either, what can be checked: structure, shapes against config.json, NaN 
 two checkpoints hold a tensor in different dtypes.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Collection, Iterator

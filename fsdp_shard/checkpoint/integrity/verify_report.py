@@ -1,7 +1,5 @@
 """The result of `verify`: the report, and its problems with the files, tensors and bytes that they concern."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

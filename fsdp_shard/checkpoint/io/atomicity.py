@@ -1,7 +1,5 @@
 """Directories that appear complete or not at all and survive a power cut, and hints to the kernel for large files."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -6,8 +6,6 @@ in the thread that saves: the main thread with `checkpoint.asynchronous=false`, 
 the environment (RANK). An OSError that the hook raises stands for one of a failing disk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 POINTS = (

@@ -3,8 +3,6 @@
 Every name that comes from an index, a manifest or a header passes through `member`.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import mmap

@@ -4,8 +4,6 @@ The safetensors package parses a header again on every open, names neither file 
 byte offsets.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

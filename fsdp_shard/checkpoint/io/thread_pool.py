@@ -1,7 +1,5 @@
 """Work divided among a few threads; system calls release the interpreter's lock."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait

@@ -4,8 +4,6 @@ A Hugging Face directory leaves tied tensors out and its model adds them again; 
 twice. Only the model's config and class tell, so these are read, and only if it matters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@
 `plain_names` removes what wrappers add to the names of modules: FSDP, DDP, torch.compile, checkpointing, peft.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ A run that resumes from the remote store gets the step in its run directory; com
 cache (`XDG_CACHE_HOME`, else ~/.cache), where it stays for the next one.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -5,8 +5,6 @@ deleted first. Readers list manifests, so there is no pointer to the latest step
 imports fsspec, when a store is opened.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

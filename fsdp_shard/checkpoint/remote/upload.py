@@ -3,8 +3,6 @@
 The local step stays: the run directory is the source of an upload, and the first place that a run resumes from.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fsdp_shard.checkpoint.io import fault_point

@@ -3,8 +3,6 @@
 Every command imports this module, but `store` only if there is an address.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

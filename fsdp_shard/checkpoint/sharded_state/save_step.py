@@ -5,8 +5,6 @@ than its part plus a small buffer. All collectives are in `save_step` itself; ev
 fault points name the moments in between.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Every rank computes the same headers and offsets from the same list of tensors, 
 rank writes its own elements at their final offset. A layout is one function here and one line in `LAYOUTS`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 All of it is local: `save_step` coordinates the ranks.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext

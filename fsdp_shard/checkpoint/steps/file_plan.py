@@ -4,8 +4,6 @@
 write bytes to the offsets of a plan.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

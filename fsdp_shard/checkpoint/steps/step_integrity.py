@@ -4,8 +4,6 @@
 each rank a part. Both raise at the first problem.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ Only rank 0 calls `begin`, `commit` and `prune`; each writer syncs its own files
 complete or absent: it gets its name by one rename, after everything in it is on the disk.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

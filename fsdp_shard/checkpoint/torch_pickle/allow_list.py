@@ -3,8 +3,6 @@
 Nothing in a pickle runs: whatever is not on the list is a CheckpointError that names it. Imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Sources: torch/distributed/tensor, torch/distributed/device_mesh.py and torch/di
 name what older versions of torch write differently. Imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Pickles of a magic number, a version, the machine, the object and the keys of it
 number of its elements and their bytes. Source: `_legacy_save` and `_legacy_load` in torch/serialization.py (2.13).
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

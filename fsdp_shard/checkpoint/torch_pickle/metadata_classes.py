@@ -5,8 +5,6 @@ torch.distributed.checkpoint.metadata, .filesystem and .planner, torch.distribut
 torch.distributed._shard, torch.distributed.tensor (2.13). None of these libraries is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial

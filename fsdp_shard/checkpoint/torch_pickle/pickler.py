@@ -4,8 +4,6 @@ Objects of torch are only named: a `Global` is a name, a `Call` a function with 
 with its state.
 """
 
-from __future__ import annotations
-
 import pickle
 import struct
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Source: `compute_local_shape_and_global_offset` of torch.distributed.tensor._utils (2.13), against which it is tested.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

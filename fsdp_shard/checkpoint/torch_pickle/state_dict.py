@@ -1,7 +1,5 @@
 """The tensors in the nested dictionaries that torch.save wrote, and which of them are weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pieces of tensors that are not row-major in their file: transposed, expanded, or slices of a larger tensor."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each `rebuild_*` function takes the arguments of torch's function of the same na
 2.13) and returns the position of the tensor in its file instead of the tensor. Imports no torch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

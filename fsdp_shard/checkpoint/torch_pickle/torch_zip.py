@@ -4,8 +4,6 @@ Tensors are returned as `StoredTensor` and the like (see `tensor`, `dtensor`), e
 inert stand-ins. No weights are read. Sources: torch/serialization.py and caffe2/serialize/inline_container.cc (2.13).
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A zip archive of uncompressed members (`torch.serialization`; PKZIP APPNOTE 6.3)
 member, but does not check those of storages: they are zero here, since the data is not known yet. Imports no torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import struct
 import zlib

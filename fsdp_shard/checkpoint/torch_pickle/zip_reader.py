@@ -4,8 +4,6 @@ By hand rather than through `zipfile`, which neither reads the local headers, wh
 nor checks that members do not overlap. Layout: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3 (zip64).
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Iterator

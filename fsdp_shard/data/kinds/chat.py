@@ -5,8 +5,6 @@ twice: unchanged, and with a marker instead of the content of each assistant mes
 the template's, and must surround the contents in the first rendering; otherwise the row is an error.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

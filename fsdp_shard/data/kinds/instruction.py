@@ -1,7 +1,5 @@
 """`data.kind=instruction`: an instruction, an optional input, and the response to learn."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """`data.kind=pairs`: a source and its target, such as a text and its translation or summary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar

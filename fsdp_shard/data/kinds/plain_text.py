@@ -1,7 +1,5 @@
 """`data.kind=text` as examples: documents in windows of their own, or texts with a class for classifiers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The kinds of rows. A new kind is a file in this folder, and its settings class among the bases of `KindSettings`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import cast
 

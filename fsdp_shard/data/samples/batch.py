@@ -1,7 +1,5 @@
 """Batches of samples: their arrays, how they are merged, and which samples each rank runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """How tokens and examples become samples, by the settings of a source and the task, with notes for people."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

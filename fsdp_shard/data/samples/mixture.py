@@ -4,8 +4,6 @@ Each source has its own seeded order, and begins another epoch, in another order
 others do. `mixture_schedule` decides which source is next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self

@@ -6,8 +6,6 @@ possible (Baruah et al., Proportionate progress, 1996). So among the first n sam
 to within less than one sample, for every n, and the source of sample n follows without a loop over those before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache

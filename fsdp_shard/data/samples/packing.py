@@ -5,8 +5,6 @@ sliding windows) then let no token attend to another example. It does so only wi
 given. `models.check_packing` tells which models support this.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from typing import Self

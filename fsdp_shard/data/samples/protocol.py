@@ -1,7 +1,5 @@
 """What a dataset offers: samples by index, their order, their sources, a state to resume from, and figures."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self

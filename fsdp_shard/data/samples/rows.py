@@ -3,8 +3,6 @@
 There are three shapes: text of which some tokens are predicted, a source and a target, and a text and its class.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self

@@ -8,8 +8,6 @@ others in each epoch, and the same in a resumed run. As in BERT (Devlin et al., 
 the mask token, 10% a random token, and 10% stay. Special tokens, such as those between documents, are never chosen.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """The private name of `datasets` that the package uses; CONTRIBUTING.md says where it would break."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -3,8 +3,6 @@
 The standard library reads all of them but Parquet.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -4,8 +4,6 @@ Local files are not copied into an Arrow cache: memory stays at one document, an
 and the first rows can be checked without importing `datasets`, which takes a second. Only hub names need that library.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import ABC, abstractmethod

@@ -4,8 +4,6 @@ Text continues from row to row and from block to block: tokens that do not fill 
 kinds have their own windows. Packed rows are packed with those of their block.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Directories of the token cache: written under a temporary name and renamed, so that each is complete or absent."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

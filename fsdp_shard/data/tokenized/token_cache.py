@@ -4,8 +4,6 @@ A token file is a directory `<cache>/<fingerprint>/` with `tokens.bin` (little-e
 The fingerprint covers the text, how it is cut into documents, and the tokenizer, but not the length of windows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Maps a function over batches, in this process or in several, with results in the order of the batches."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections import deque

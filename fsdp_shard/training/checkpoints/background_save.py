@@ -1,7 +1,5 @@
 """A save that runs in a thread of its own while training continues (hashing and writing release the interpreter)."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import threading
 from collections.abc import Callable

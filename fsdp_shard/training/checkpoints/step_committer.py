@@ -1,7 +1,5 @@
 """Commits steps of a run, deletes those that retention does not keep, and does both on a remote store too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

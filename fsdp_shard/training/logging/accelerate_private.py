@@ -1,7 +1,5 @@
 """All private names of accelerate that the package uses; CONTRIBUTING.md says where each would break."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The loss curves of a run as a PNG, drawn by matplotlib from the rows of its logs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

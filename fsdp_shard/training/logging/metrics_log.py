@@ -1,7 +1,5 @@
 """A log of JSON lines, one row per step, that a resumed run continues as if it had never stopped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 What is not known is None, never a guess.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Progress of a run on standard error: a bar on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -3,8 +3,6 @@
 Every rank has one, but only that of rank 0 shows and writes anything, so recipes need not ask for the rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path

@@ -4,8 +4,6 @@ Only rank 0 has any. A tracker that cannot start ends the run before its first s
 training matters more. Each is configured by its own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI, ...).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path

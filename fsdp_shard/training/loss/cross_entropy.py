@@ -5,8 +5,6 @@ gradient. Here a few tokens at a time are upcast, and their gradient is computed
 the logits. Each chunk uses torch's own functions, so with a single chunk the result is bit-equal to the plain loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

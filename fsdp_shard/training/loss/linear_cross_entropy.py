@@ -6,8 +6,6 @@ gathers the weight of the head at that moment, tied or not, and reduces its grad
 the logits of its head unchanged is tried, not assumed (`_returns_logits`): Cohere scales them, Gemma caps them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

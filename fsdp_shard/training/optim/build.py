@@ -1,7 +1,5 @@
 """Building the optimizer of a sharded model."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from torch import nn, optim

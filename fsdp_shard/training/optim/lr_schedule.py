@@ -4,8 +4,6 @@ The schedules are those of transformers' `get_scheduler`, each with a floor (`tr
 its restarts after Loshchilov & Hutter, SGDR (2017). A schedule is one line in `_DECAYS`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

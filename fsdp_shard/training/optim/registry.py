@@ -1,7 +1,5 @@
 """The optimizers: a new one is a file of this folder and a line here."""
 
-from __future__ import annotations
-
 from fsdp_shard.training.optim.adafactor import AdafactorConfig
 from fsdp_shard.training.optim.adamw import AdamWConfig
 from fsdp_shard.training.optim.adamw8bit import AdamW8bitConfig

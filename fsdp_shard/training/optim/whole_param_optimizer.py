@@ -6,8 +6,6 @@ those of one process under any wrapper and number of ranks, and a rank holds at 
 gradient. The state stays with the owner.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

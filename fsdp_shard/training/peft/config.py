@@ -1,7 +1,5 @@
 """The settings of `adapter.*`: which parameters of a model are trained. Imports neither torch nor peft."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -4,8 +4,6 @@ The frozen linear layers of the repeated blocks are quantized; embeddings, norms
 it, are not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
