@@ -103,4 +103,4 @@ def _contents(path: Path) -> str:
     if len([name for name in names if name.endswith(".safetensors")]) > 1:
         return "it holds several safetensors files, but no model.safetensors.index.json that says what is in them."
     some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"the directory holds {some}." if names else "the directory is empty."
+    return f"the directory holds {some}, but no weights." if names else "the directory is empty."

@@ -22,8 +22,8 @@ from fsdp_shard.data.streaming.dataset import StreamMixture, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.tokenized.example_cache import ExampleFile, encode_source
 from fsdp_shard.data.tokenized.token_cache import TokenFile, tokenize
-from fsdp_shard.distributed import run_on_all
-from fsdp_shard.errors import DataError, FsdpShardError
+from fsdp_shard.distributed import run_on_all, run_on_main
+from fsdp_shard.errors import DataError
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
@@ -204,19 +204,11 @@ def prepare_on_ranks(
         FsdpShardError: On all ranks, if rank 0 fails.
     """
     waiting = context.with_new_group(_TIMEOUT_SECONDS)
-    outcome: Tokenized | FsdpShardError | None = None
-    if context.is_main:
-        try:
-            outcome = tokenize_all(config, open_tokenizer(), cache_dir, (task or Task()).name)
-        except FsdpShardError as error:
-            outcome = error
-    outcome = waiting.broadcast_object(outcome)
-    if isinstance(outcome, FsdpShardError):
-        raise outcome
-    assert outcome is not None
+    name = (task or Task()).name
+    tokenized = run_on_main(waiting, lambda: tokenize_all(config, open_tokenizer(), cache_dir, name))
     if config.streaming:
-        return run_on_all(context, lambda: open_samples(config, outcome, task, seed, open_tokenizer))
-    return open_samples(config, outcome, task, seed)
+        return run_on_all(context, lambda: open_samples(config, tokenized, task, seed, open_tokenizer))
+    return open_samples(config, tokenized, task, seed)
 
 
 def _tokenize(config: DataConfig, held_out: bool, tokenizer: Tokenizer, cache_dir: Path | None, task: str) -> File:

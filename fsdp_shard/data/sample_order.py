@@ -9,7 +9,7 @@ The permutation is the stable argsort of raw Philox output (Salmon et al., Paral
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +47,12 @@ def epoch_order(seed: int, num_samples: int, epoch: int) -> npt.NDArray[np.int64
 
 @lru_cache(maxsize=64)  # one for each source of a mixture
 def _orders(seed: int, num_samples: int) -> Callable[[int], npt.NDArray[np.int64]]:
-    return lru_cache(maxsize=2)(partial(_epoch_order, seed, num_samples))
+    return lru_cache(maxsize=2)(lambda epoch: permutation(num_samples, seed, epoch))
 
 
-def _epoch_order(seed: int, num_samples: int, epoch: int) -> npt.NDArray[np.int64]:
-    keys = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
+def permutation(size: int, *seeds: int) -> npt.NDArray[np.int64]:
+    """Return a permutation [size], read-only; each combination of `seeds` has another one."""
+    keys = np.random.Philox(np.random.SeedSequence(seeds)).random_raw(size)
     order = np.argsort(keys, kind="stable")
     order.setflags(write=False)
     return order

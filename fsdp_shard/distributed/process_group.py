@@ -147,6 +147,10 @@ def init_distributed(
 
     Yields:
         The ranks, the device of this rank and its mesh.
+
+    Example:
+        >>> with fsdp_shard.init_distributed() as context:  # doctest: +SKIP
+        ...     print(context.rank, context.world_size, context.device)
     """
     rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _SINGLE_RANK.items())
     assert 1 in (tensor_parallel, expert_parallel), "these two are not combined"

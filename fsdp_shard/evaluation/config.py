@@ -27,12 +27,10 @@ class LmEvalConfig:
     """Settings of `task=lm_eval`: which tasks of EleutherAI's lm-evaluation-harness, and how questions are asked."""
 
     # Any, as a single name on the command line is not a list.
-    tasks: Any = field(
-        default=None,
-        metadata={
-            "help": "The harness's tasks, groups or tags, such as [hellaswag, arc_easy]; * matches anything. Their "
-            "questions are downloaded from the hub, except those of tasks in include_path."
-        },
+    tasks: Any = setting(
+        None,
+        "The harness's tasks, groups or tags, such as [hellaswag, arc_easy]; * matches anything. Their questions are "
+        "downloaded from the hub, except those of tasks in include_path.",
     )
     include_path: str | None = setting(
         None,

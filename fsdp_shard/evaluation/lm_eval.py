@@ -122,17 +122,15 @@ def _known(names: list[str], manager: TaskManager) -> list[str]:
     return list(found)
 
 
-def _load(manager: TaskManager, names: list[str]) -> Mapping[str, Any]:
-    loaded: Mapping[str, Any]
+def _load(manager: TaskManager, names: list[str]) -> Any:
     try:
-        loaded = manager.load(names)
+        return manager.load(names)
     except Exception as error:  # whatever `datasets`, the hub, a YAML file or a task's own code raises
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(
             f"lm_eval.tasks={','.join(names)}: the questions cannot be read: {type(error).__name__}: {reason}. "
             f"Check that the hub can be reached, or give tasks with your own data by lm_eval.include_path."
         ) from error
-    return loaded
 
 
 def _top_level(loaded: Mapping[str, Any]) -> list[Any]:

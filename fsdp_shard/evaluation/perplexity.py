@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -124,8 +125,6 @@ def perplexity(
 def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
     """Sum over `labels` [rows, length] under `logits` [rows, length, vocabulary], upcast a row at a time."""
     return sum(
-        float(
-            torch.nn.functional.cross_entropy(row.float(), of_row.to(row.device), ignore_index=MASKED, reduction="sum")
-        )
+        float(cross_entropy(row.float(), of_row.to(row.device), ignore_index=MASKED, reduction="sum"))
         for row, of_row in zip(logits, labels, strict=True)
     )

@@ -1,9 +1,10 @@
 """The memory and GPUs that this machine has available."""
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+import psutil
 
 from fsdp_shard.errors import PlanError
 from fsdp_shard.inference.config import Device
@@ -44,26 +45,11 @@ def check_devices(devices: Iterable[Device]) -> None:
 
 def free_cpu_bytes() -> int:
     """Bytes that this process could still allocate: what the kernel calls available, within the cgroup's limit."""
-    return min(_available_bytes(), _cgroup_free_bytes())
-
-
-def peak_gpu_bytes() -> dict[int, int]:
-    """Peak bytes that this process has allocated on each GPU."""
-    import torch
-
-    return {ordinal: torch.cuda.max_memory_allocated(ordinal) for ordinal in range(torch.cuda.device_count())}
+    return int(min(psutil.virtual_memory().available, _cgroup_free_bytes()))
 
 
 def _part(num_bytes: int) -> int:
     return int(num_bytes * (1 - _RESERVED))
-
-
-def _available_bytes() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # not Linux: half of the installed memory
 
 
 def _cgroup_free_bytes() -> int:

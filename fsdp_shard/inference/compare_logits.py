@@ -75,27 +75,20 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
         raise ModelError(
             f"{a} predicts {first.shape[-1]} tokens, but {b} predicts {second.shape[-1]}: logits cannot be compared."
         )
-    for path, logits in ((a, first), (b, second)):
-        if not logits.isfinite().all():
-            raise ModelError(
-                f"A logit of {path} is NaN or infinite; `fsdp-shard verify {path}` checks the weights for that."
-            )
-
-    def text(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids))
 
     log_a, log_b = first.log_softmax(-1), second.log_softmax(-1)
     divergence = (log_a.exp() * (log_a - log_b)).sum(-1).clamp(min=0)
-    top_a, top_b = first.argmax(-1).tolist(), second.argmax(-1).tolist()
+    decode = tokenizer.decode
+    tops = list(zip(first.argmax(-1).tolist(), second.argmax(-1).tolist(), strict=True))
     return LogitsReport(
         num_tokens=len(tokens),
         max_difference=float((first - second).abs().max()),
         mean_divergence=float(divergence.mean()),
         max_divergence=float(divergence.max()),
-        top_agrees=tuple(one == two for one, two in zip(top_a, top_b, strict=True)),
+        top_agrees=tuple(one == two for one, two in tops),
         disagreements=tuple(
-            (position, text(tokens[: position + 1]), text([one]), text([two]))
-            for position, (one, two) in enumerate(zip(top_a, top_b, strict=True))
+            (position, str(decode(tokens[: position + 1])), str(decode(one)), str(decode(two)))
+            for position, (one, two) in enumerate(tops)
             if one != two
         ),
     )
@@ -111,8 +104,12 @@ def _logits(source: Location, tokens: list[int]) -> torch.Tensor:
     model = dispatch_model(source, config, DispatchConfig())
     try:
         with torch.inference_mode():
-            logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-            return logits.double().cpu()
+            logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double().cpu()
     finally:
         del model
         gc.collect()
+    if not logits.isfinite().all():
+        raise ModelError(
+            f"A logit of {source} is NaN or infinite; `fsdp-shard verify {source}` checks the weights for that."
+        )
+    return logits

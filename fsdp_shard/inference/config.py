@@ -86,21 +86,17 @@ def parse_budgets(value: dict[Any, Any] | None, setting: str = "max_memory") -> 
 class DispatchConfig:
     """On which devices the blocks of a model are while it runs."""
 
-    device_map: Any = field(
-        default="auto",
-        metadata={
-            "help": "auto and balanced: GPUs evenly, then CPU, then disk; balanced_low_0: least on GPU 0; "
-            "sequential: each device filled before the next; cpu; disk; or a mapping from module names (* for all "
-            "others) to a GPU's number, cpu or disk."
-        },
+    device_map: Any = setting(
+        "auto",
+        "auto and balanced: GPUs evenly, then CPU, then disk; balanced_low_0: least on GPU 0; sequential: each device "
+        "filled before the next; cpu; disk; or a mapping from module names (* for all others) to a GPU's number, cpu "
+        "or disk.",
     )
     # Any, not dict | None: OmegaConf cannot replace an optional dict that is None by a mapping.
-    max_memory: Any = field(
-        default=None,
-        metadata={
-            "help": "Budgets such as {0: 20GB, cpu: 64GB}. Only the devices in it are used, and disk. Default: the "
-            "memory that is free now."
-        },
+    max_memory: Any = setting(
+        None,
+        "Budgets such as {0: 20GB, cpu: 64GB}. Only the devices in it are used, and disk. Default: the memory that is "
+        "free now.",
     )
     dtype: str = setting("keep", "The dtype to load weights in; keep: as they are stored.", choices=DTYPES)
     prefetch_blocks: int = setting(

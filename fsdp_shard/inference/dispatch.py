@@ -118,32 +118,20 @@ def dispatch_model(
         tensor_parallel_dispatch.load_divided(model, index, stored, context, log)
         device_map: dict[str, Any] = {"": str(context.device)}
     else:
-        device_map = _load_blocks(model, index, stored, settings, kv_cache, context, log)
+        blocks, plan = plan_dispatch(model, settings, kv_cache, context)
+        available_memory.check_devices([*plan.devices.values(), plan.main])
+        log(f"{index.path}: {plan.describe()}")
+        cache = max(available_memory.free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0)
+        pages = PageBudget("cpu" in (settings.budgets or {}), cache)
+        quantizer = None
+        if kind := QUANTIZATIONS.get(settings.quantize):
+            layers = quantization.quantized_layers(model, blocks, kind)
+            quantizer = kind.quantizer(model, layers, "cpu" if plan.main == "cpu" else "cuda")
+        place_blocks(model, blocks, plan, index, stored, pages, quantizer)
+        device_map = dict(plan.devices)
     model.__dict__["hf_device_map"] = device_map  # the name in transformers and accelerate
     _load_generation_config(model, source)
     return model
-
-
-def _load_blocks(
-    model: PreTrainedModel,
-    index: TensorIndex,
-    stored: Mapping[str, str],
-    settings: DispatchConfig,
-    kv_cache: KVCacheBudget | None,
-    context: DistributedContext | None,
-    log: Log,
-) -> dict[str, Any]:
-    blocks, plan = plan_dispatch(model, settings, kv_cache, context)
-    available_memory.check_devices([*plan.devices.values(), plan.main])
-    log(f"{index.path}: {plan.describe()}")
-    has_budget = "cpu" in (settings.budgets or {})
-    pages = PageBudget(has_budget, max(available_memory.free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0))
-    quantizer = None
-    if kind := QUANTIZATIONS.get(settings.quantize):
-        layers = quantization.quantized_layers(model, blocks, kind)
-        quantizer = kind.quantizer(model, layers, "cpu" if plan.main == "cpu" else "cuda")
-    place_blocks(model, blocks, plan, index, stored, pages, quantizer)
-    return dict(plan.devices)
 
 
 def plan_dispatch(
@@ -195,17 +183,14 @@ def plan_from_config(config: PretrainedConfig, settings: DispatchConfig, kv_cach
 
 def tied_blocks(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:
     """Groups of FQNs of blocks that have a parameter in common."""
-    holders: dict[int, set[str]] = {}
+    groups: list[tuple[set[int], list[str]]] = []  # ids of parameters, FQNs
     for block in blocks:
-        for param in model.get_submodule(block.fqn).parameters(recurse=not block.direct):
-            holders.setdefault(id(param), set()).add(block.fqn)
-    groups: list[set[str]] = []
-    for fqns in holders.values():
-        if len(fqns) > 1:
-            touching = [group for group in groups if group & fqns]
-            groups = [group for group in groups if group not in touching] + [fqns.union(*touching)]
-    order = [block.fqn for block in blocks]
-    return [sorted(group, key=order.index) for group in groups]
+        params = {id(param) for param in model.get_submodule(block.fqn).parameters(recurse=not block.direct)}
+        tied = [group for group in groups if group[0] & params]
+        fqns = [*(fqn for _, names in tied for fqn in names), block.fqn]
+        groups = [group for group in groups if group not in tied]
+        groups.append((params.union(*(others for others, _ in tied)), fqns))
+    return [fqns for _, fqns in groups if len(fqns) > 1]
 
 
 def _dtype(wanted: str, index: TensorIndex) -> torch.dtype:

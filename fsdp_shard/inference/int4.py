@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fsdp_shard.inference.quantization import Quantization, Quantizer, torchao_encoder
+from fsdp_shard.inference.quantization import Layers, Quantization, Quantizer, torchao_encoder
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from fsdp_shard.inference.quantization import Layers
 
 
 @dataclass(frozen=True)

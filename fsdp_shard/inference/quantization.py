@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from fsdp_shard.utils import require_package
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fsdp_shard.models import Block
 
-    Layers = Mapping[str, Sequence[nn.Linear]]  # by the FQN of their block
+Layers: TypeAlias = "Mapping[str, Sequence[nn.Linear]]"  # by the FQN of their block
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fsdp_shard.checkpoint import TensorIndex, load_shards
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.models import rebuild_buffers
 from fsdp_shard.sharding import INFERENCE_STYLES, apply_tensor_parallel, check_tensor_parallel, local_shard
-from fsdp_shard.utils import format_size, replace_tensors
+from fsdp_shard.utils import format_size, persistent_buffers, replace_tensors
 
 
 def load_divided(
@@ -41,10 +41,8 @@ def load_divided(
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     rebuild_buffers(model, device)
     parts = {name: local_shard(param, writes=False) for name, param in model.named_parameters()}
-    persistent = model.state_dict(keep_vars=True).keys()
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            parts[name] = LocalShard(buffer, buffer.detach().view(-1), 0, tuple(buffer.shape), writes=False)
+    for _, _, name, buffer in persistent_buffers(model):
+        parts[name] = LocalShard(buffer, buffer.detach().view(-1), 0, tuple(buffer.shape), writes=False)
     held = format_size(sum(part.data.nbytes for part in parts.values()))
     log(f"{index.path}: each layer is divided over {mesh.size()} ranks, {held} of weights on this one")
     load_shards(index, parts, stored)

@@ -82,9 +82,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     if names:
-        found = {name: list(_outermost(model, {name})) for name in names}
-        for name, modules in found.items():
-            if not modules:
+        for name in names:
+            if next(_outermost(model, {name}), None) is None:
                 known = _candidates(model)
                 raise ModelError(
                     f"{type(model).__name__} has no module of class {name}{nearest(name, known)}; "
@@ -131,10 +130,7 @@ def _is_single(child: nn.Module, parent: nn.Module) -> bool:
 
 def _repeated_classes(model: nn.Module) -> set[type[nn.Module]]:
     """Return the classes of modules, other than lists, that repeat in a list."""
-    found: set[type[nn.Module]] = set()
-    for parent in filter(_is_container, model.modules()):
-        counts = Counter(map(type, parent.children()))
-        found |= {type(m) for m in parent.children() if counts[type(m)] > 1 and any(m.children()) and _has_params(m)}
+    found = {type(child) for parent in model.modules() for child in parent.children() if _is_repeated(child, parent)}
     return found - set(_CONTAINERS)
 
 
@@ -213,11 +209,9 @@ def _has_params(module: nn.Module) -> bool:
 
 def _candidates(model: nn.Module) -> list[str]:
     """Return the class names of modules with parameters and other modules, most frequent first."""
-    counts: dict[str, int] = {}
-    for module in model.modules():
-        if module is not model and _has_params(module) and any(module.children()) and not _is_container(module):
-            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
-    return sorted(counts, key=lambda name: -counts[name])
+    inner = (module for module in model.modules() if module is not model and not _is_container(module))
+    counts = Counter(type(module).__name__ for module in inner if _has_params(module) and any(module.children()))
+    return [name for name, _ in counts.most_common()]
 
 
 def _is_container(module: nn.Module) -> bool:

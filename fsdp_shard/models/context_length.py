@@ -81,10 +81,8 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
     elif problem := _leak(config, "eager" if attention == "eager" else None):
         reason = problem
     elif attention == "flash_attention_2" and _leak(config, _flash_like()):
-        reason, instead = (
-            "its layers do not pass positions to flash attention",
-            "model.attention=sdpa, or data.packing=false",
-        )
+        reason = "its layers do not pass positions to flash attention"
+        instead = "model.attention=sdpa, or data.packing=false"
     else:
         return
     raise ModelError(f"{name} cannot keep packed documents apart: {reason}. Set {instead}.")

@@ -67,13 +67,8 @@ def _write_model_files(file: Path, directory: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(alone, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
-    except (
-        ValueError,
-        KeyError,
-        ImportError,
-        TypeError,
-        NotImplementedError,
-    ) as error:  # raised for whatever transformers does not support
+    # Raised for whatever transformers does not support.
+    except (ValueError, KeyError, ImportError, TypeError, NotImplementedError) as error:
         raise ModelError(f"{file} cannot be used as a model: {first_line(error)}") from error
     finally:
         shutil.rmtree(alone)
@@ -128,9 +123,8 @@ def _llama3_scaling(file: Path, factors: Any, config: PretrainedConfig) -> dict[
 
     low, high, original, factor = 1.0, 4.0, 8192, float(factors.max())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    frequencies = config.rope_parameters["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim) / (
-        2 * np.pi
-    )  # per token
+    rotations = config.rope_parameters["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)  # radians per token
+    frequencies = rotations / (2 * np.pi)
     kept = np.clip((original * frequencies - low) / (high - low), 0.0, 1.0)  # fraction of the original frequency
     if factors.shape != frequencies.shape or not np.allclose(factors, 1 / ((1 - kept) / factor + kept), rtol=1e-3):
         raise ModelError(

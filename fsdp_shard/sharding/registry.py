@@ -39,8 +39,8 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
         ModelError: No blocks are found in the model.
 
     Example:
-        >>> context = fsdp_shard.init_distributed()  # doctest: +SKIP
-        >>> sharded = fsdp_shard.shard(model, context, "fsdp2", param_dtype="float32")  # doctest: +SKIP
+        >>> with fsdp_shard.init_distributed() as context:  # doctest: +SKIP
+        ...     sharded = fsdp_shard.shard(model, context, "fsdp2", param_dtype="float32")
     """
     if wrapper not in WRAPPERS:
         raise ConfigError(f"shard={wrapper} is not one of {', '.join(WRAPPERS)}{nearest(wrapper, list(WRAPPERS))}.")

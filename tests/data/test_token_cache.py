@@ -117,16 +117,16 @@ def test_hub_source_reads_through_datasets(tmp_path: Path, tokenizer: Any, monke
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     write(tmp_path / "set" / "train.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in ROWS))
-    source = HubSource("data.path", str(tmp_path / "set"), None, "train", "text")
+    source = HubSource(f"data.path={tmp_path / 'set'}", str(tmp_path / "set"), None, "train", "text")
     source.check()
     assert list(source.documents()) == ROWS
     file = tokenize(source, tokenizer, tmp_path / "cache")
     assert file.open().tolist() == STREAM
     assert tokenize(source, tokenizer, tmp_path / "cache") == file
     with pytest.raises(DataError, match="split=nothing"):
-        HubSource("data.path", str(tmp_path / "set"), None, "nothing", "text").check()
+        HubSource(f"data.path={tmp_path / 'set'}", str(tmp_path / "set"), None, "nothing", "text").check()
     with pytest.raises(DataError, match="no column 'body'"):
-        HubSource("data.path", str(tmp_path / "set"), None, "train", "body").check()
+        HubSource(f"data.path={tmp_path / 'set'}", str(tmp_path / "set"), None, "train", "body").check()
 
 
 class OneRead:

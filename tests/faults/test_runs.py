@@ -151,7 +151,7 @@ def test_a_signal_to_one_rank_or_to_all_loses_at_most_the_step_in_flight(
             _disturb(signal.SIGTERM, step, victims)(run)
         ended = run.wait()
         assert ended.status == 128 + signal.SIGTERM, ended.err
-        assert "To go on from there, give the same command" in ended.err
+        assert "To resume, give the same command" in ended.err
         assert ended.err.count("Stopped by SIGTERM") == 1, ended.err
         assert step <= len(ended.losses) < _STEPS
         saved = tmp_path / str(number) / "checkpoints" / f"step-{len(ended.losses):08d}"

@@ -122,7 +122,7 @@ def test_too_small_says_by_how_much_and_what_would_fit(strategy: str) -> None:
         plan_device_map(blocks, strategy, {"cpu": 100_000_000})
     message = str(caught.value)
     lacking = {"cpu": "55.7 MB too little"}.get(strategy, "13.2 MB too little")
-    assert lacking in message.replace("which is ", "").replace("is 55.7", "55.7")
+    assert lacking in message
     enough = re.search(r"Give cpu: (\w+)", message)
     assert enough is not None
     plan_device_map(blocks, strategy, parse_budgets({"cpu": enough[1]}) or {})

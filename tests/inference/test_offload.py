@@ -26,7 +26,7 @@ from fsdp_shard.inference.offload import mmap_tensors, page_cache as pages_modul
 from fsdp_shard.inference.offload.block_hooks import BlockStream, Slot, StreamedBlock
 from fsdp_shard.inference.offload.buffer_ring import Content, Ring
 from fsdp_shard.inference.offload.mmap_tensors import MappedFiles
-from fsdp_shard.inference.offload.page_cache import PageReader, resident_bytes
+from fsdp_shard.inference.offload.page_cache import FilePages, PageReader
 from fsdp_shard.utils import give_back_free_memory
 from tests.support.tiny import token_batch
 
@@ -154,6 +154,11 @@ def test_what_a_budget_keeps_stays(sources: dict[str, Path]) -> None:
     assert in_child(_mapped_after_a_prompt, sources["whole"], 2 * weights) > 0.9 * weights
 
 
+def resident_bytes(pages: FilePages) -> int:
+    """Bytes of `pages` in the page cache, to within a few MB."""
+    return sum(part.num_bytes for part in pages.parts() if part.is_resident())
+
+
 @pytest.mark.parametrize("advice", [pages_module._POPULATE_READ, 9999], ids=["populated", "read, as before Linux 5.14"])
 def test_pages_come_and_go(sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
     monkeypatch.setattr(pages_module, "_POPULATE_READ", advice)
@@ -162,9 +167,9 @@ def test_pages_come_and_go(sources: dict[str, Path], monkeypatch: pytest.MonkeyP
     with open_checkpoint(sources["whole"]) as index:
         (pages,) = MappedFiles(index).pages(name for name in index.names if "layers.3." in name)
         pages.drop(from_cache=True)
-        gone = resident_bytes([pages])
+        gone = resident_bytes(pages)
         PageReader().populate(pages.parts(), is_unmapped=False)
-        assert resident_bytes([pages]) == pages.num_bytes
+        assert resident_bytes(pages) == pages.num_bytes
     assert gone < pages.num_bytes  # all of it, on file systems that do as they are advised
 
 

@@ -16,7 +16,7 @@ def test_every_public_name_is_there(name: str) -> None:
     value = getattr(fsdp_shard, name)
     if name != "__version__":
         assert value.__name__ == name
-        assert value.__doc__
+        assert "Example:" in value.__doc__, "every function of the interface shows its use"
 
 
 def test_a_name_that_is_not_there() -> None:

@@ -6,12 +6,24 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from fsdp_shard.distributed import STOP_SIGNALS
 from fsdp_shard.errors import Interrupted
 from fsdp_shard.training.stop_signal import StopSignal
+
+
+@pytest.fixture(autouse=True)
+def _nothing_ignored() -> Iterator[None]:
+    """Signals have their usual handlers: tests that run in the background or under nohup inherit ignored ones."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)

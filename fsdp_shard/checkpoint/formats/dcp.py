@@ -42,7 +42,7 @@ def read(path: Path) -> TensorIndex:
     selection = torch_pickle.select_weights({key: _keys(metadata, key) for key in tensors}, path / DCP_METADATA)
     with closing(_Items(path)) as reader:
         found = {
-            fqn: _entry(path, fqn, tensors[key], _chunks(path, key, tensors[key], metadata.storage_data), reader)
+            fqn: _entry(path, fqn, key, tensors[key], metadata.storage_data, reader)
             for key, fqn in selection.names.items()
         }
     kept, aliases = torch_pickle.without_copies(found)
@@ -74,24 +74,19 @@ def _keys(metadata: Metadata, key: str) -> Sequence[object]:
     return recorded if isinstance(recorded, tuple) and recorded else (key,)
 
 
-_Chunk = tuple[tuple[int, ...], tuple[int, ...], StorageInfo]  # offsets, sizes, bytes
+_Storage = Mapping[Any, StorageInfo]
 
 
-def _chunks(path: Path, key: str, item: TensorStorageMetadata, storage: Mapping[Any, StorageInfo]) -> list[_Chunk]:
-    chunks = []
-    for chunk in item.chunks:
-        info = storage.get(MetadataIndex(key, chunk.offsets))
-        if info is None:
-            raise CheckpointError(
-                f"{path / DCP_METADATA} has tensor {key} at {list(chunk.offsets)}, but does not say where."
-            )
-        if info.transform_descriptors:
-            raise CheckpointError(
-                f"{path / DCP_METADATA}: tensor {key} was written through {info.transform_descriptors!r}; only plain "
-                "files are read. Load it with torch and save it without compression."
-            )
-        chunks.append((chunk.offsets, chunk.sizes, info))
-    return chunks
+def _storage_of(path: Path, key: str, offsets: tuple[int, ...], storage: _Storage) -> StorageInfo:
+    info = storage.get(MetadataIndex(key, offsets))
+    if info is None:
+        raise CheckpointError(f"{path / DCP_METADATA} has tensor {key} at {list(offsets)}, but does not say where.")
+    if info.transform_descriptors:
+        raise CheckpointError(
+            f"{path / DCP_METADATA}: tensor {key} was written through {info.transform_descriptors!r}; only plain "
+            "files are read. Load it with torch and save it without compression."
+        )
+    return info
 
 
 class _Items:
@@ -109,7 +104,12 @@ class _Items:
     def tensor(self, info: StorageInfo, key: str) -> StoredTensor:
         """The tensor in the item, which must be one plain tensor."""
         with self._handles.use(info.relative_path) as handle:
-            self._check_end(handle, info, key)
+            size, end = os.fstat(handle).st_size, info.offset + info.length
+            if end > size:
+                raise CheckpointError(
+                    f"{self._root / info.relative_path} has {size} bytes, but tensor {key} ends at byte {end} of it: "
+                    "the file was cut short."
+                )
             known = self._heads.setdefault(info.length, [])
             for head, tensor in known:
                 if os.pread(handle, len(head), info.offset) == head:
@@ -121,30 +121,25 @@ class _Items:
             known.append((os.pread(handle, found.start - info.offset, info.offset), found))
             return found
 
-    def _check_end(self, handle: int, info: StorageInfo, key: str) -> None:
-        size, end = os.fstat(handle).st_size, info.offset + info.length
-        if end > size:
-            raise CheckpointError(
-                f"{self._root / info.relative_path} has {size} bytes, but tensor {key} ends at byte {end} of it: the "
-                "file was cut short."
-            )
-
     def close(self) -> None:
         """Close the files."""
         self._handles.close()
 
 
-def _entry(path: Path, fqn: str, item: TensorStorageMetadata, chunks: list[_Chunk], items: _Items) -> TensorEntry:
+def _entry(
+    path: Path, fqn: str, key: str, item: TensorStorageMetadata, storage: _Storage, items: _Items
+) -> TensorEntry:
     dtype = _dtype(path, fqn, item)
     pieces: list[Piece] = []
-    for offsets, sizes, info in chunks:
+    for chunk in item.chunks:
+        info = _storage_of(path, key, chunk.offsets, storage)
         found = items.tensor(info, fqn)
-        if (found.dtype, found.shape) != (dtype, sizes):
+        if (found.dtype, found.shape) != (dtype, chunk.sizes):
             raise CheckpointError(
                 f"{path / info.relative_path} holds {found.dtype} {list(found.shape)} as the piece of tensor {fqn} at "
-                f"{list(offsets)}, but {DCP_METADATA} says {dtype} {list(sizes)}."
+                f"{list(chunk.offsets)}, but {DCP_METADATA} says {dtype} {list(chunk.sizes)}."
             )
-        pieces.append(torch_pickle.piece_of(info.relative_path, found, offsets))
+        pieces.append(torch_pickle.piece_of(info.relative_path, found, chunk.offsets))
     return checked(path, fqn, dtype, item.size, pieces)
 
 

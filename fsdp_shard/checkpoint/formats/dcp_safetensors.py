@@ -161,13 +161,10 @@ def _check_vocabulary(root: Path, entries: Iterable[TensorEntry]) -> None:
     part = config.get("text_config", config) if isinstance(config, dict) else None
     size = part.get("vocab_size") if isinstance(part, dict) else None
     for entry in entries:
-        is_vocabulary = len(entry.shape) == 2 and _module(entry.name) in _VOCABULARY
+        module = entry.name.rpartition(".")[0].rpartition(".")[2]
+        is_vocabulary = len(entry.shape) == 2 and module in _VOCABULARY
         if is_vocabulary and isinstance(size, int) and entry.shape[0] < size:
             raise CheckpointError(
                 f"{root}: tensor {entry.name} has {entry.shape[0]} rows, but config.json says vocab_size {size}: "
                 f"the files of the last ranks are missing (the last one found is {entry.pieces[-1].file})."
             )
-
-
-def _module(name: str) -> str:
-    return name.split(".")[-2] if "." in name else ""

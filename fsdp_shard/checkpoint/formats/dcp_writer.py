@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_shard.checkpoint.formats.several_files import plan_ranks
-from fsdp_shard.checkpoint.io import TensorSpec, itemsize, row_elements, torch_name
+from fsdp_shard.checkpoint.io import TensorSpec, itemsize, torch_name
 from fsdp_shard.checkpoint.steps import DCP_METADATA, FilePlan, TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.tensor_slices import flat_boxes
 from fsdp_shard.checkpoint.torch_pickle import Call, Global, Instance, Items, dumps, frame
 
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -52,25 +53,16 @@ def _plan_file(
     frames: list[tuple[int, bytes]] = []
     starts, position, gap = {}, 0, b""
     for spec, first, count in pieces:
-        offsets, sizes = _rows(spec, first, count)
-        item = frame(TensorSpec(spec.name, spec.dtype, sizes))
+        ((offsets, sizes),) = flat_boxes(spec.shape, first, count) or [((0,) * len(spec.shape), spec.shape)]
+        before, after = frame(TensorSpec(spec.name, spec.dtype, sizes))
         item_start = position + len(gap)
-        start = item_start + len(item.before)
+        start = item_start + len(before)
         stop = start + count * itemsize(spec.dtype)
-        end = stop + len(item.after)
-        frames += [(position, gap + item.before), (stop, item.after)]
+        end = stop + len(after)
+        frames += [(position, gap + before), (stop, after)]
         chunks[spec.name].append(_Chunk(offsets, sizes, name, item_start, end - item_start))
         starts[spec.name], position, gap = start, end, bytes(-end % _ALIGNMENT)
     return FilePlan(name, tuple(frames), starts, position)
-
-
-def _rows(spec: TensorSpec, start: int, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offsets, sizes) of a flat range of full rows."""
-    if not spec.shape:
-        return (), ()
-    row = row_elements(spec.shape)
-    first, rows = (start // row, count // row) if row else (0, spec.shape[0])
-    return (first, *[0] * (len(spec.shape) - 1)), (rows, *spec.shape[1:])
 
 
 def _metadata(

@@ -11,19 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats import deepspeed_files
 from fsdp_shard.checkpoint.formats.deepspeed_files import Segment, State, Zero, length, pieces, segment, step_directory
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
-from fsdp_shard.checkpoint.torch_pickle import (
-    StoredTensor,
-    counts,
-    extra_of,
-    plain_entry,
-    readable,
-    walk,
-    without_copies,
-)
+from fsdp_shard.checkpoint.torch_pickle import StoredTensor, counts, plain_entry, readable, walk
 from fsdp_shard.errors import CheckpointError
 
 NAME = "deepspeed"
@@ -48,7 +41,7 @@ def read(path: Path) -> TensorIndex:
     make = _split_anywhere if zeros[0].stage <= 2 else _split_equally
     found = {entry.name: entry for entry in make(path, models[0], shapes, zeros)}
     found |= {entry.name: entry for entry in _kept_in_models(path, models, zeros[0].stage)}
-    tensors, aliases = without_copies(found)
+    tensors, aliases = torch_pickle.without_copies(found)
     aliases |= {name: kept for name, kept in _shared(models[0], found).items() if kept in tensors}
     moments = [tensor for state in optimizers for keys, tensor in walk(state.content, state.where) if "state" in keys]
     step = models[0].content.get("global_steps")
@@ -60,7 +53,7 @@ def read(path: Path) -> TensorIndex:
         {"stage": zeros[0].stage, "deepspeed": str(models[0].content.get("ds_version"))},
         step=step if type(step) is int else None,
         world_size=len(zeros),
-        extras={"optimizer": extra_of(moments)},
+        extras={"optimizer": torch_pickle.extra_of(moments)},
     )
 
 

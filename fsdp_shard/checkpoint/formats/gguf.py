@@ -18,9 +18,8 @@ from fsdp_shard.models import GGUF_FORMAT as NAME
 from fsdp_shard.utils import require_package
 
 _F32 = 0
-_DECODE_ELEMENTS = (
-    1 << 15
-)  # decoded at once, so that the temporaries of gguf's decoders (about 5 floats each) stay in cache
+# Decoded at once, so that the temporaries of gguf's decoders (about 5 floats each) stay in the cache.
+_DECODE_ELEMENTS = 1 << 15
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {

@@ -6,7 +6,7 @@ them count as extras. Replicas are read once. Imports no torch, runs no pickle.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint.formats.several_files import Agreement, files_by_rank
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file, member
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
-from fsdp_shard.checkpoint.tensor_slices import Box
+from fsdp_shard.checkpoint.tensor_slices import Box, flat_boxes
 from fsdp_shard.checkpoint.torch_pickle import AnyTensor, StoredDTensor, StoredShards, piece_of, readable
 from fsdp_shard.errors import CheckpointError
 
@@ -83,14 +83,23 @@ def _model_files(path: Path) -> list[str]:
 
 
 def _entry(root: Path, name: str, parts: Sequence[_Part], num_files: int) -> TensorEntry:
-    tensor, saves = parts[0].tensor, Agreement()
+    first, saves = parts[0], Agreement()
     for part in parts:
         saves.check(f"tensor {name}", part.where, *_description(part, name))
-    if isinstance(tensor, StoredDTensor):
-        return _dtensor_entry(root, name, parts, num_files)
-    if isinstance(tensor, StoredShards):
-        return _shards_entry(root, name, parts)
-    return torch_pickle.plain_entry(name, tensor, parts[0].file, parts[0].where)
+    if not isinstance(first.tensor, (StoredDTensor, StoredShards)):
+        return torch_pickle.plain_entry(name, first.tensor, first.file, first.where)
+    ranks = {part.rank for part in parts}
+    boxes: dict[Box, Piece] = {}
+    for part in parts:
+        for piece in _pieces(part, name, ranks, num_files):
+            boxes.setdefault((piece.offsets, piece.shape), piece)
+    if isinstance(first.tensor, StoredShards):
+        dtype = first.tensor.dtype
+        _check_boxes(root, name, first.tensor, boxes, len(parts))
+    else:
+        dtype = readable(first.tensor.local, name, first.where).dtype
+    filled = [piece for piece in boxes.values() if math.prod(piece.shape)]
+    return checked(root, name, dtype, first.tensor.shape, filled or list(boxes.values())[:1])
 
 
 def _description(part: _Part, name: str) -> tuple[object, ...]:
@@ -105,21 +114,15 @@ def _description(part: _Part, name: str) -> tuple[object, ...]:
     return plain.dtype, plain.shape
 
 
-def _dtensor_entry(root: Path, name: str, parts: Sequence[_Part], num_files: int) -> TensorEntry:
-    tensors = [part.tensor for part in parts if isinstance(part.tensor, StoredDTensor)]
-    ranks = {part.rank for part in parts}
-    boxes: dict[object, Piece] = {}
-    for part, tensor in zip(parts, tensors, strict=True):
-        if absent := sorted(set(tensor.mesh_ranks) - ranks):
-            reason = f"which {num_files} files cannot be" if absent[0] >= num_files else "whose file does not hold it"
-            raise CheckpointError(f"{part.where}: tensor {name} is sharded with rank {absent[0]}, {reason}.")
-        for piece in _dtensor_pieces(part, name, tensor):
-            boxes.setdefault((piece.offsets, piece.shape), piece)
-    dtype = readable(tensors[0].local, name, parts[0].where).dtype
-    return _of_boxes(root, name, dtype, tensors[0].shape, list(boxes.values()))
-
-
-def _dtensor_pieces(part: _Part, name: str, tensor: StoredDTensor) -> list[Piece]:
+def _pieces(part: _Part, name: str, ranks: Set[int], num_files: int) -> list[Piece]:
+    """The pieces in one rank's file; `ranks` are those whose files hold the tensor."""
+    tensor = part.tensor
+    if isinstance(tensor, StoredShards):
+        return [piece_of(part.file, shard, offsets) for offsets, shard in tensor.shards]
+    assert isinstance(tensor, StoredDTensor), "the files of all ranks agree"
+    if absent := sorted(set(tensor.mesh_ranks) - ranks):
+        reason = f"which {num_files} files cannot be" if absent[0] >= num_files else "whose file does not hold it"
+        raise CheckpointError(f"{part.where}: tensor {name} is sharded with rank {absent[0]}, {reason}.")
     local, coordinate = readable(tensor.local, name, part.where), _coordinate(part, name, tensor)
     try:
         spans = torch_pickle.local_spans(tensor.shape, tensor.mesh_shape, coordinate, tensor.placements)
@@ -139,39 +142,24 @@ def _dtensor_pieces(part: _Part, name: str, tensor: StoredDTensor) -> list[Piece
 
 def _coordinate(part: _Part, name: str, tensor: StoredDTensor) -> tuple[int, ...]:
     """The coordinate of the rank on the tensor's mesh, which must be that of the writer of the file."""
-    found: list[int] = []
-    if part.rank in tensor.mesh_ranks:
-        position = tensor.mesh_ranks.index(part.rank)
-        for size in reversed(tensor.mesh_shape):
-            position, index = divmod(position, size)
-            found.insert(0, index)
-    if len(found) != len(tensor.mesh_shape) or tensor.coordinate not in (None, tuple(found)):
+    ranks, found = tensor.mesh_ranks, None
+    if part.rank in ranks:
+        ((found, _),) = flat_boxes(tensor.mesh_shape, ranks.index(part.rank), 1)
+    if found is None or tensor.coordinate not in (None, found):
         raise CheckpointError(
             f"{part.where} was not written by rank {part.rank}: tensor {name} is on the ranks "
-            f"{list(tensor.mesh_ranks[:16])}, at {tensor.coordinate}; the files were renamed or mixed up."
+            f"{list(ranks[:16])}, at {tensor.coordinate}; the files were renamed or mixed up."
         )
-    return tuple(found)
+    return found
 
 
-def _shards_entry(root: Path, name: str, parts: Sequence[_Part]) -> TensorEntry:
-    tensors = [part.tensor for part in parts if isinstance(part.tensor, StoredShards)]
-    boxes: dict[Box, Piece] = {}
-    for part, tensor in zip(parts, tensors, strict=True):
-        for offsets, shard in tensor.shards:
-            boxes.setdefault((offsets, shard.shape), piece_of(part.file, shard, offsets))
-    lost = [offsets for offsets, size in tensors[0].boxes if (offsets, size) not in boxes and math.prod(size) > 0]
-    if lost:
+def _check_boxes(root: Path, name: str, tensor: StoredShards, found: Container[Box], num_files: int) -> None:
+    """CheckpointError unless the shards of all ranks were found, which a ShardedTensor lists."""
+    if lost := [box for box in tensor.boxes if box not in found and math.prod(box[1]) > 0]:
         raise CheckpointError(
-            f"{root}: the shard of tensor {name} at {list(lost[0])} is in none of the {len(parts)} files: the "
+            f"{root}: the shard of tensor {name} at {list(lost[0][0])} is in none of the {num_files} files: the "
             "file of a rank is missing."
         )
-    return _of_boxes(root, name, tensors[0].dtype, tensors[0].shape, list(boxes.values()))
-
-
-def _of_boxes(root: Path, name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> TensorEntry:
-    """The entry, without empty pieces unless the tensor itself is empty."""
-    filled = [piece for piece in pieces if math.prod(piece.shape)]
-    return checked(root, name, dtype, shape, filled or pieces[:1])
 
 
 def _other_states(path: Path) -> Mapping[str, Extra]:

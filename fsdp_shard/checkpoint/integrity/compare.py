@@ -90,6 +90,13 @@ def lookup(index: TensorIndex, name: str) -> TensorEntry | None:
     return index.tensors.get(index.aliases.get(name, name))
 
 
+def read_elements(index: TensorIndex, entry: TensorEntry, elements: range) -> memoryview:
+    """The bytes of a range of flat elements."""
+    data = page_aligned(len(elements) * itemsize(entry.dtype))
+    index.read_into(entry.name, elements.start, data)
+    return data
+
+
 def first_difference(one: TensorIndex, two: TensorIndex, pair: Pair, found: Scan, other: Scan) -> Problem | None:
     """The first difference of two tensors of one dtype, if their digests differ. Reads that chunk again."""
     digests, others = found.digests.get(pair.one.name), other.digests.get(pair.two.name)
@@ -152,8 +159,7 @@ def _is_finite(values: torch.Tensor) -> torch.Tensor:
 def _elements(index: TensorIndex, entry: TensorEntry, start: int) -> torch.Tensor:
     import torch
 
-    data = page_aligned(min(_STEP_ELEMENTS, entry.num_elements - start) * itemsize(entry.dtype))
-    index.read_into(entry.name, start, data)
+    data = read_elements(index, entry, range(start, min(start + _STEP_ELEMENTS, entry.num_elements)))
     return torch.frombuffer(data, dtype=to_torch(entry.dtype))
 
 

@@ -7,7 +7,6 @@ of the same architecture, missing layers, a missing head, and a resized embeddin
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
@@ -66,15 +65,6 @@ Expected = Callable[[_Sizes], tuple[str, int] | None]
 """From the sizes of a config, (the keys with their values, the size that they imply)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """Dimension `axis` of the tensors that match `pattern` has the size that `expected` takes from a config."""
-
-    pattern: re.Pattern[str]
-    axis: int
-    expected: Expected
-
-
 def config_problems(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The contradictions between a config.json and the shapes of tensors.
 
@@ -94,8 +84,10 @@ def config_problems(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, .
         return problems  # packed weights have other shapes
     kept = {name: shapes[name] for name in names}
     problems += [*_vocabulary_problems(sizes, kept), *_head_problems(config, sizes, shapes)]
-    for rule in _RULES:
-        problems += _rule_problems(rule, sizes, kept)
+    for start, module, axis, expected in _RULES:
+        weight = re.compile(rf"{start}(?:{module})\.weight$")
+        matching = {name: shape for name, shape in kept.items() if weight.search(name) and len(shape) > axis}
+        problems += _axis_problems(expected(sizes), axis, matching)
     return problems
 
 
@@ -104,27 +96,22 @@ def _is_composed(config: Mapping[str, Any]) -> bool:
     return bool(nested) and _TEXT not in config
 
 
-def _rule_problems(rule: _Rule, sizes: _Sizes, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    expected = rule.expected(sizes)
-    if expected is None:
-        return
-    source, size = expected
-    found = {name: shape for name, shape in shapes.items() if rule.pattern.search(name) and len(shape) > rule.axis}
-    actual = {shape[rule.axis] for shape in found.values()}
+def _axis_problems(expected: tuple[str, int] | None, axis: int, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    actual = {shape[axis] for shape in shapes.values()}
     # If layers differ among themselves, the model is built from more than this one number.
-    if len(actual) == 1 and actual != {size}:
-        name, shape = next(iter(found.items()))
-        more = f", and so for {len(found) - 1:,} more" if len(found) > 1 else ""
-        yield f"{source} requires {size} in dimension {rule.axis} of {name}, which is {list(shape)}{more}."
+    if expected is not None and len(actual) == 1 and actual != {expected[1]}:
+        name, shape = next(iter(shapes.items()))
+        more = f", and so for {len(shapes) - 1:,} more" if len(shapes) > 1 else ""
+        yield f"{expected[0]} requires {expected[1]} in dimension {axis} of {name}, which is {list(shape)}{more}."
 
 
 def _layer_problems(sizes: _Sizes, names: list[str]) -> Iterator[str]:
     stacks: dict[str, set[int]] = {}
-    attends = False  # other stacks, such as convolutions, may number their layers with gaps
     for name in names:
         if match := _LAYER.match(name):
             stacks.setdefault(match["stack"], set()).add(int(match["number"]))
-            attends = attends or _ATTENTION.search(name) is not None
+    # Other stacks, such as convolutions, may number their layers with gaps.
+    attends = any(_LAYER.match(name) and _ATTENTION.search(name) for name in names)
     expected = sizes.get(*_LAYERS)
     if expected is None or len(stacks) != 1 or not attends:
         return
@@ -183,29 +170,27 @@ def _projection(heads: tuple[str, ...]) -> Expected:
     return expected
 
 
-_RULES = tuple(
-    _Rule(re.compile(rf"{start}(?:{pattern})\.weight$"), axis, expected)
-    for start, pattern, axis, expected in (
-        (_ANYWHERE, _EMBEDDINGS, 1, _embedding),
-        (_STACK, r"self_attn\.q_proj", 0, _projection(_HEADS)),
-        (_STACK, r"self_attn\.o_proj", 1, _projection(_HEADS)),
-        (_STACK, r"self_attn\.[kv]_proj", 0, _projection(("num_key_value_heads",))),
-        (_STACK, r"self_attn\.[qkv]_proj", 1, _size(*_HIDDEN)),
-        (_STACK, r"self_attn\.o_proj", 0, _size(*_HIDDEN)),
-        (_STACK, r"mlp\.(?:gate|up)_proj", 0, _size(*_INNER)),
-        (_STACK, r"mlp\.down_proj", 1, _size(*_INNER)),
-        (_STACK, r"mlp\.(?:gate|up)_proj", 1, _size(*_HIDDEN)),
-        (_STACK, r"mlp\.down_proj", 0, _size(*_HIDDEN)),
-        (_STACK, r"input_layernorm|post_attention_layernorm", 0, _size(*_HIDDEN)),
-        # T5
-        (_STACK, r"layer\.0\.SelfAttention\.[qkv]", 0, _projection(_HEADS)),
-        (_STACK, r"layer\.\d\.DenseReluDense\.wi(?:_[01])?", 0, _size("d_ff")),
-        # GPT-2
-        (_STACK, r"ln_[12]", 0, _size("n_embd")),
-        # BERT
-        (_STACK, r"attention\.self\.(?:query|key|value)", 1, _size("hidden_size")),
-        (_STACK, r"intermediate\.dense", 0, _size("intermediate_size")),
-    )
+# Dimension `axis` of the weights of these modules has the size that a config implies: (start, module, axis, size).
+_RULES: tuple[tuple[str, str, int, Expected], ...] = (
+    (_ANYWHERE, _EMBEDDINGS, 1, _embedding),
+    (_STACK, r"self_attn\.q_proj", 0, _projection(_HEADS)),
+    (_STACK, r"self_attn\.o_proj", 1, _projection(_HEADS)),
+    (_STACK, r"self_attn\.[kv]_proj", 0, _projection(("num_key_value_heads",))),
+    (_STACK, r"self_attn\.[qkv]_proj", 1, _size(*_HIDDEN)),
+    (_STACK, r"self_attn\.o_proj", 0, _size(*_HIDDEN)),
+    (_STACK, r"mlp\.(?:gate|up)_proj", 0, _size(*_INNER)),
+    (_STACK, r"mlp\.down_proj", 1, _size(*_INNER)),
+    (_STACK, r"mlp\.(?:gate|up)_proj", 1, _size(*_HIDDEN)),
+    (_STACK, r"mlp\.down_proj", 0, _size(*_HIDDEN)),
+    (_STACK, r"input_layernorm|post_attention_layernorm", 0, _size(*_HIDDEN)),
+    # T5
+    (_STACK, r"layer\.0\.SelfAttention\.[qkv]", 0, _projection(_HEADS)),
+    (_STACK, r"layer\.\d\.DenseReluDense\.wi(?:_[01])?", 0, _size("d_ff")),
+    # GPT-2
+    (_STACK, r"ln_[12]", 0, _size("n_embd")),
+    # BERT
+    (_STACK, r"attention\.self\.(?:query|key|value)", 1, _size("hidden_size")),
+    (_STACK, r"intermediate\.dense", 0, _size("intermediate_size")),
 )
 
 

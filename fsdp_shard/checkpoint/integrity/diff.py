@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.integrity.compare import Pair, match
+from fsdp_shard.checkpoint.integrity.compare import Pair, match, read_elements
 from fsdp_shard.checkpoint.integrity.diff_report import DiffReport, Side, TensorDifference
 from fsdp_shard.checkpoint.integrity.scan import position
-from fsdp_shard.checkpoint.io import in_threads, itemsize, page_aligned
+from fsdp_shard.checkpoint.io import in_threads, itemsize
 from fsdp_shard.checkpoint.location import Location, open_checkpoint
-from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.integrity.numeric_errors import Errors
@@ -69,9 +68,8 @@ def _differing_bytes(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) 
 
     def work(jobs: Iterator[tuple[Pair, int]]) -> None:
         for pair, start in jobs:
-            for at in _steps(pair, start):
-                if pair.name not in different and _read(one, pair.one, at) != _read(two, pair.two, at):
-                    different.add(pair.name)
+            if pair.name not in different and any(a != b for _, a, b in _read(one, two, pair, start)):
+                different.add(pair.name)
 
     in_threads(work, jobs)
     return [pair for pair in pairs if pair.name in different]
@@ -89,9 +87,8 @@ def _errors(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) -> dict[s
     def work(jobs: Iterator[tuple[Pair, int]]) -> None:
         for pair, start in jobs:
             found = Errors()
-            for at in _steps(pair, start):
-                first, second = _read(one, pair.one, at), _read(two, pair.two, at)
-                found.add(decode(pair.one.dtype, first), decode(pair.two.dtype, second), at.start)
+            for at, a, b in _read(one, two, pair, start):
+                found.add(decode(pair.one.dtype, a), decode(pair.two.dtype, b), at)
             parts.append((pair.name, start, found))
 
     in_threads(work, jobs)
@@ -110,31 +107,19 @@ def _starts(pair: Pair) -> range:
     return range(0, pair.one.num_elements, _step_elements(pair) * _JOB_STEPS)
 
 
-def _steps(pair: Pair, start: int) -> Iterator[range]:
-    """The ranges of flat elements that the job from `start` on reads, one after the other."""
+def _read(one: TensorIndex, two: TensorIndex, pair: Pair, start: int) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """(flat element, bytes in A from it on, bytes in B) of each step of the job that begins at element `start`."""
     step = _step_elements(pair)
     stop = min(start + step * _JOB_STEPS, pair.one.num_elements)
-    return (range(at, min(at + step, stop)) for at in range(start, stop, step))
-
-
-def _read(index: TensorIndex, entry: TensorEntry, elements: range) -> memoryview:
-    data = page_aligned(len(elements) * itemsize(entry.dtype))
-    index.read_into(entry.name, elements.start, data)
-    return data
+    for at in range(start, stop, step):
+        elements = range(at, min(at + step, stop))
+        yield at, read_elements(one, pair.one, elements), read_elements(two, pair.two, elements)
 
 
 def _difference(pair: Pair, errors: Errors | None) -> TensorDifference:
     dtypes, shapes = (pair.one.dtype, pair.two.dtype), (pair.one.shape, pair.two.shape)
     if errors is None:
         return TensorDifference(pair.name, dtypes, shapes)
-    return TensorDifference(
-        pair.name,
-        dtypes,
-        shapes,
-        errors.num_different,
-        errors.num_special,
-        errors.max_absolute,
-        errors.max_relative,
-        errors.cosine,
-        tuple(position(pair.one, errors.worst)) if errors.max_absolute else None,
-    )
+    figures = (errors.num_different, errors.num_special, errors.max_absolute, errors.max_relative, errors.cosine)
+    worst = tuple(position(pair.one, errors.worst)) if errors.max_absolute else None
+    return TensorDifference(pair.name, dtypes, shapes, *figures, worst)

@@ -92,17 +92,12 @@ class DiffReport:
         shapes = [found for found in self.differences if found.max_absolute is None]
         if shapes:
             lines += ["", f"other shape: {format_count(len(shapes), 'tensor')}"]
-            lines += _cut(
-                [f"  {d.name}  {shape_text(d.shapes[0])} in A, {shape_text(d.shapes[1])} in B" for d in shapes],
-                everything,
-            )
+            rows = [f"  {d.name}  {shape_text(d.shapes[0])} in A, {shape_text(d.shapes[1])} in B" for d in shapes]
+            lines += _cut(rows, everything)
         lines += _dtypes(self.differences)
         lines += _values([found for found in self.differences if found.max_absolute is not None], everything)
-        lines += [
-            "",
-            f"{self.num_differences:,} of {format_count(self.num_differences + self.num_equal, 'tensor')} differ "
-            f"({self.seconds:.1f} s).",
-        ]
+        total = format_count(self.num_differences + self.num_equal, "tensor")
+        lines += ["", f"{self.num_differences:,} of {total} differ ({self.seconds:.1f} s)."]
         return "\n".join(lines)
 
 
@@ -113,10 +108,8 @@ def _head(label: str, side: Side) -> str:
 
 def _one_sided(title: str, specs: Sequence[TensorSpec], everything: bool) -> Iterator[str]:
     if specs:
-        yield from (
-            "",
-            f"{title}: {format_count(len(specs), 'tensor')}, {format_size(sum(spec.num_bytes for spec in specs))}",
-        )
+        yield ""
+        yield f"{title}: {format_count(len(specs), 'tensor')}, {format_size(sum(spec.num_bytes for spec in specs))}"
         yield from _cut([f"  {line}" for line in fold(specs)], everything)
 
 

@@ -14,6 +14,7 @@ from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
 from fsdp_shard.checkpoint.io import in_threads, itemsize
 from fsdp_shard.checkpoint.steps import Manifest
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
+from fsdp_shard.checkpoint.tensor_slices import flat_boxes
 
 _NAMED = 3  # files in a message; `Problem.places` has all
 
@@ -120,8 +121,5 @@ def non_finite(index: TensorIndex, found: Scan) -> Iterator[Problem]:
 
 def position(entry: TensorEntry, flat: int) -> list[int]:
     """The index of a flat element along each dimension."""
-    found: list[int] = []
-    for size in reversed(entry.shape):
-        flat, inside = divmod(flat, size)
-        found.insert(0, inside)
-    return found
+    ((offsets, _),) = flat_boxes(entry.shape, flat, 1)
+    return list(offsets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -119,32 +120,31 @@ def summarize_checkpoint(checkpoint: TensorIndex | str | Path, pattern: str = "*
     if not isinstance(checkpoint, TensorIndex):
         with open_checkpoint(checkpoint) as index:
             return summarize_checkpoint(index, pattern)
-    index = checkpoint
-    entries = list(index.tensors.values())
+    entries = list(checkpoint.tensors.values())
     by_dtype: Counter[str] = Counter()
     for entry in entries:
         by_dtype[torch_name(entry.dtype)] += entry.num_bytes
-    files = _files(index)
+    files = _files(checkpoint)
     mean = sum(file.num_bytes for file in files) / len(files) if files else 0
-    manifest = index.manifest()
+    manifest = checkpoint.manifest()
     layout = manifest.layout if manifest else "gathered"
     return CheckpointSummary(
-        path=str(index.path),
-        format=index.format,
+        path=str(checkpoint.path),
+        format=checkpoint.format,
         layout="sharded" if any(len(entry.pieces) > 1 for entry in entries) else layout,
-        step=index.step,
-        world_size=index.world_size,
+        step=checkpoint.step,
+        world_size=checkpoint.world_size,
         num_tensors=len(entries),
         num_parameters=sum(entry.num_elements for entry in entries),
-        num_bytes=index.num_bytes,
+        num_bytes=checkpoint.num_bytes,
         bytes_by_dtype=dict(by_dtype.most_common()),
         files=tuple(files),
         balance=max(file.num_bytes for file in files) / mean if mean else 1.0,
-        tied=dict(index.aliases),
-        extras=_extras(index),
+        tied=dict(checkpoint.aliases),
+        extras=_extras(checkpoint),
         integrity="digests" if manifest is not None else "structure",
-        manifest_problems=_manifest_problems(index.root, manifest) if manifest else (),
-        tensors=tuple(_chosen(index, pattern)),
+        manifest_problems=_manifest_problems(checkpoint.root, manifest) if manifest else (),
+        tensors=tuple(_chosen(checkpoint, pattern)),
     )
 
 
@@ -283,20 +283,11 @@ def _render(node: Mapping[str, Any], depth: int, copies: int) -> Iterator[str]:
 
 def _groups(node: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
     """(label, number of members, one member) of each run of numbered children that are alike, and each other child."""
-    run: list[str] = []
-    if all(name.isdecimal() for name in node):  # files may hold layer 10 before layer 2
-        node = {name: node[name] for name in sorted(node, key=int)}
-    for name, below in node.items():
-        if run and not (name.isdecimal() and run[-1].isdecimal() and _look(below) == _look(node[run[-1]])):
-            yield _label(run), len(run), node[run[0]]
-            run = []
-        run.append(name)
-    if run:
-        yield _label(run), len(run), node[run[0]]
-
-
-def _label(run: Sequence[str]) -> str:
-    return run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"
+    # Files may hold layer 10 before layer 2.
+    names = sorted(node, key=int) if all(name.isdecimal() for name in node) else list(node)
+    for _, run in itertools.groupby(names, lambda name: _look(node[name]) if name.isdecimal() else name):
+        first, *others = run
+        yield f"{first}..{others[-1]}" if others else first, 1 + len(others), node[first]
 
 
 def _look(node: Any) -> Any:

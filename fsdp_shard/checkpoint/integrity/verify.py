@@ -41,6 +41,11 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
 
     Raises:
         CheckpointError: Nothing exists at one of the paths. A damaged checkpoint raises nothing.
+
+    Example:
+        >>> report = fsdp_shard.verify("runs/one")  # doctest: +SKIP
+        >>> report.is_sound, report.num_tensors  # doctest: +SKIP
+        (True, 272)
     """
     start = time.perf_counter()
     with ExitStack() as stack:
@@ -86,7 +91,9 @@ class _Checkpoint:
         """Check the structure: files of the manifest, headers, and the bytes around the tensors in weight files."""
         try:
             location = locate(self.path)
-            self._read_manifest(location.weights)
+            self.manifest = read_manifest(location.weights) if self.path.is_dir() else None
+            if self.manifest is not None:
+                self.problems += _file_problems(location.weights, self.manifest)
             self.index = self._stack.enter_context(location.index)
             self.checked.append("structure")
             if self.manifest is not None:
@@ -94,12 +101,6 @@ class _Checkpoint:
                 self.problems += _frame_problems(self.index, self.manifest, known)
         except (CheckpointError, OSError) as error:
             self._fail(error)
-
-    def _read_manifest(self, root: Path) -> None:
-        """Read the manifest of `root`, if it has one, and check the files that it lists."""
-        self.manifest = read_manifest(root) if self.path.is_dir() else None
-        if self.manifest is not None:
-            self.problems += _file_problems(root, self.manifest)
 
     def check_alone(self) -> None:
         """Check the content without another checkpoint."""

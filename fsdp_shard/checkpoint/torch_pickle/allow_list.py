@@ -141,45 +141,40 @@ _RECORDS = {
 }
 
 
-def _names() -> dict[tuple[str, str], Any]:
-    names: dict[tuple[str, str], Any] = {
-        ("collections", "OrderedDict"): _ordered_dict,
-        ("collections", "defaultdict"): lambda factory=None, items=(): _ordered_dict(items),
-        ("collections", "Counter"): _ordered_dict,
-        ("collections", "deque"): lambda items=(), size=None: _list(items),
-        ("builtins", "dict"): _ordered_dict,
-        ("builtins", "list"): _list,
-        ("builtins", "tuple"): lambda items=(): tuple(_list(items)),
-        ("builtins", "set"): _set,
-        ("builtins", "frozenset"): _set,
-        ("builtins", "bytes"): _bytes,
-        ("builtins", "bytearray"): _bytes,
-        ("builtins", "complex"): lambda real=0.0, imaginary=0.0: (real, imaginary),
-        ("builtins", "slice"): record("builtins.slice"),
-        ("builtins", "getattr"): record("builtins.getattr"),  # answered by the machine, from this list
-        ("_codecs", "encode"): _encode,
-        ("pathlib", "PosixPath"): _path,
-        ("pathlib", "WindowsPath"): _path,
-        ("pathlib._local", "PosixPath"): _path,  # Python 3.13
-        ("torch", "Size"): lambda sizes=(): counts(sizes),
-        ("torch", "device"): _device,
-        ("torch.serialization", "_get_layout"): lambda name: Constant(text(name)),
-        ("torch._utils", "_rebuild_tensor"): tensor.rebuild_tensor_v2,
-        ("torch._utils", "_rebuild_tensor_v2"): tensor.rebuild_tensor_v2,
-        ("torch._utils", "_rebuild_tensor_v3"): tensor.rebuild_tensor_v3,
-        ("torch._utils", "_rebuild_parameter"): dtensor.rebuild_parameter,
-        ("torch._utils", "_rebuild_parameter_with_state"): dtensor.rebuild_parameter,
-        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): dtensor.rebuild_parameter,
-        ("torch._utils", "_rebuild_wrapper_subclass"): record("torch._utils._rebuild_wrapper_subclass"),
-        ("torch._tensor", "_rebuild_from_type"): dtensor.rebuild_from_type,
-        ("torch._tensor", "_rebuild_from_type_v2"): dtensor.rebuild_from_type,
-    }
-    names |= {("torch._utils", name): tensor.rebuild_unreadable(problem) for name, problem in _UNREADABLE.items()}
-    names |= {("torch", name): Constant(f"torch.{name}") for name in (*_TORCH.split(), *tensor.STORAGE_NAMES)}
-    names |= {("torch.storage", name): Constant(f"torch.{name}") for name in ("UntypedStorage", *tensor.STORAGE_NAMES)}
-    names |= {(module, name): record(f"{module}.{name}") for module, some in _RECORDS.items() for name in some.split()}
-    names |= {key: _blank(cls) for key, cls in DCP_CLASSES.items()}
-    return names
-
-
-_NAMES = _names()
+_NAMES: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): _ordered_dict,
+    ("collections", "defaultdict"): lambda factory=None, items=(): _ordered_dict(items),
+    ("collections", "Counter"): _ordered_dict,
+    ("collections", "deque"): lambda items=(), size=None: _list(items),
+    ("builtins", "dict"): _ordered_dict,
+    ("builtins", "list"): _list,
+    ("builtins", "tuple"): lambda items=(): tuple(_list(items)),
+    ("builtins", "set"): _set,
+    ("builtins", "frozenset"): _set,
+    ("builtins", "bytes"): _bytes,
+    ("builtins", "bytearray"): _bytes,
+    ("builtins", "complex"): lambda real=0.0, imaginary=0.0: (real, imaginary),
+    ("builtins", "slice"): record("builtins.slice"),
+    ("builtins", "getattr"): record("builtins.getattr"),  # answered by the machine, from this list
+    ("_codecs", "encode"): _encode,
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib", "WindowsPath"): _path,
+    ("pathlib._local", "PosixPath"): _path,  # Python 3.13
+    ("torch", "Size"): lambda sizes=(): counts(sizes),
+    ("torch", "device"): _device,
+    ("torch.serialization", "_get_layout"): lambda name: Constant(text(name)),
+    ("torch._utils", "_rebuild_tensor"): tensor.rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): tensor.rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): tensor.rebuild_tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): dtensor.rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): dtensor.rebuild_parameter,
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): dtensor.rebuild_parameter,
+    ("torch._utils", "_rebuild_wrapper_subclass"): record("torch._utils._rebuild_wrapper_subclass"),
+    ("torch._tensor", "_rebuild_from_type"): dtensor.rebuild_from_type,
+    ("torch._tensor", "_rebuild_from_type_v2"): dtensor.rebuild_from_type,
+}
+_NAMES |= {("torch._utils", name): tensor.rebuild_unreadable(problem) for name, problem in _UNREADABLE.items()}
+_NAMES |= {("torch", name): Constant(f"torch.{name}") for name in (*_TORCH.split(), *tensor.STORAGE_NAMES)}
+_NAMES |= {("torch.storage", name): Constant(f"torch.{name}") for name in ("UntypedStorage", *tensor.STORAGE_NAMES)}
+_NAMES |= {(module, name): record(f"{module}.{name}") for module, some in _RECORDS.items() for name in some.split()}
+_NAMES |= {key: _blank(cls) for key, cls in DCP_CLASSES.items()}

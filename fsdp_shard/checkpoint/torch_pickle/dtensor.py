@@ -4,6 +4,7 @@ Sources: torch/distributed/tensor, torch/distributed/device_mesh.py and torch/di
 name what older versions of torch write differently. Imports no torch.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -144,9 +145,7 @@ def _ranks_on(axes: list[list[int]], rank_map: tuple[int, ...], rank: Any, coord
     base = 0
     if coordinate is not None and rank in rank_map:
         base = rank_map.index(rank) - sum(axis[index] for axis, index in zip(axes, coordinate, strict=True))
-    positions = [base]
-    for axis in axes:
-        positions = [position + step for position in positions for step in axis]
+    positions = [base + sum(steps) for steps in itertools.product(*axes)]
     if min(positions, default=0) < 0:
         raise ValueError("a mesh that extends beyond its ranks")
     return tuple(rank_map[position] for position in positions)
@@ -160,17 +159,15 @@ def _sharded_tensor(shape: tuple[int, ...], state: Any) -> StoredShards | Unread
     boxes = tuple(_box(item) for item in metadata.get("shards_metadata"))
     if counts(metadata.get("size")) != shape:
         raise ValueError("a ShardedTensor whose metadata has another shape")
-    found, dtype = [], None
+    found = []
     for shard in shards:
         tensor, box = shard.get("tensor"), _box(shard.get("metadata"))
         if isinstance(tensor, Unreadable):
             return tensor
         if not isinstance(tensor, StoredTensor) or tensor.shape != box[1] or box not in boxes:
             raise ValueError("a shard whose tensor does not have the shape in its metadata")
-        dtype = tensor.dtype
         found.append((box[0], tensor))
-    if dtype is None:
-        dtype = dtypes.from_torch_name(metadata.get("tensor_properties").state[0])
+    dtype = found[-1][1].dtype if found else dtypes.from_torch_name(metadata.get("tensor_properties").state[0])
     return StoredShards(dtype, shape, tuple(found), boxes)
 
 

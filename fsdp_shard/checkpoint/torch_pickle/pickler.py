@@ -61,8 +61,11 @@ def _put(out: bytearray, value: Any) -> None:
             out += pickle.NONE
         case bool():
             out += pickle.NEWTRUE if value else pickle.NEWFALSE
+        case int() if -(2**31) <= value < 2**31:
+            out += pickle.BININT + struct.pack("<i", value)
         case int():
-            _put_int(out, value)
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            out += pickle.LONG1 + bytes([len(data)]) + data
         case str():
             text = value.encode("utf-8")
             out += pickle.BINUNICODE + struct.pack("<I", len(text)) + text
@@ -93,11 +96,3 @@ def _put_all(out: bytearray, before: bytes, values: Any, after: bytes) -> None:
     for value in values:
         _put(out, value)
     out += after
-
-
-def _put_int(out: bytearray, value: int) -> None:
-    if -(2**31) <= value < 2**31:
-        out += pickle.BININT + struct.pack("<i", value)
-    else:
-        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        out += pickle.LONG1 + bytes([len(data)]) + data

@@ -7,7 +7,6 @@ member, but does not check those of storages: they are zero here, since the data
 import itertools
 import struct
 import zlib
-from dataclasses import dataclass
 
 from fsdp_shard.checkpoint.io import TensorSpec, torch_name
 from fsdp_shard.checkpoint.torch_pickle.pickler import Call, Global, Persistent, dumps
@@ -21,16 +20,8 @@ _UTF8 = 0x800
 _STORAGE_NAMES = {dtype: name for name, dtype in TYPED_STORAGES.items()}
 
 
-@dataclass(frozen=True)
-class Item:
-    """The frame of one saved tensor: the bytes before and after its data."""
-
-    before: bytes
-    after: bytes
-
-
-def frame(spec: TensorSpec) -> Item:
-    """The frame of a contiguous tensor of this dtype and shape."""
+def frame(spec: TensorSpec) -> tuple[bytes, bytes]:
+    """The bytes before and after the data of a contiguous tensor of this dtype and shape."""
     records: list[bytes] = []
     before = _member(records, 0, "archive/data.pkl", _tensor_pickle(spec))
     before += _member(records, len(before), "archive/byteorder", b"little")
@@ -39,7 +30,7 @@ def frame(spec: TensorSpec) -> Item:
     before += _local(name, spec.num_bytes, 0, _padding(at, name, spec.num_bytes))
     end = len(before) + spec.num_bytes
     after = _member(records, end, "archive/version", b"3\n")
-    return Item(before, after + _end(records, end + len(after)))
+    return before, after + _end(records, end + len(after))
 
 
 def _member(records: list[bytes], at: int, name: str, data: bytes) -> bytes:

@@ -35,8 +35,6 @@ class Machine:
         except IndexError:
             at_end = self.end >= len(self.data)
             raise self._error("is cut short" if at_end else "takes more from its stack than it holds") from None
-        except struct.error:
-            raise self._error("is cut short") from None
         except Malformed as error:
             raise self._error(str(error)) from None
         except (UnicodeDecodeError, MemoryError, OverflowError, RecursionError) as error:
@@ -102,7 +100,7 @@ class Machine:
         return self.data[start:stop].decode()
 
     def _sized(self, width: int) -> bytes:
-        return self._take(int.from_bytes(self._take(width), "little"))
+        return self._take(self._int(width))
 
     def _since_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._outer.pop()
@@ -116,11 +114,8 @@ class Machine:
         target = self._stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
             raise Malformed("adds keys to what is no dictionary")
-        for position in range(0, len(items), 2):
-            key = items[position]
-            if type(key) is not str:
-                checked_key(key)
-            target[key] = items[position + 1]
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            target[key if type(key) is str else checked_key(key)] = value
 
     def _append(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
@@ -165,23 +160,19 @@ class Machine:
         self._memo[key] = self._stack[-1]
 
     def _get(self, key: int) -> None:
-        found = self._memo.get(key, self)
-        if found is self:
+        if key not in self._memo:
             raise Malformed(f"recalls object {key}, which is not in its memo")
-        self._stack.append(found)
+        self._stack.append(self._memo[key])
 
     def _refuse_protocol(self) -> None:
         protocol = self._take(1)[0]
         if not 2 <= protocol <= 5:
             raise Malformed(f"is of pickle protocol {protocol}; 2 to 5 are read")
 
-    def _number(self, kind: struct.Struct) -> Any:
-        value = kind.unpack_from(self.data, self.end)[0]
-        self.end += kind.size
-        return value
+    def _int(self, width: int, signed: bool = False) -> int:
+        return int.from_bytes(self._take(width), "little", signed=signed)
 
 
-_U1, _U2, _I4, _U4, _F8 = map(struct.Struct, ("<B", "<H", "<i", "<I", ">d"))
 _STEPS: dict[int, Callable[[Machine], object]] = {
     ord(code): step
     for code, step in {
@@ -192,10 +183,10 @@ _STEPS: dict[int, Callable[[Machine], object]] = {
         "N": lambda m: m._push(None),
         "\x88": lambda m: m._push(True),
         "\x89": lambda m: m._push(False),
-        "M": lambda m: m._push(m._number(_U2)),
-        "J": lambda m: m._push(m._number(_I4)),
+        "M": lambda m: m._push(m._int(2)),
+        "J": lambda m: m._push(m._int(4, signed=True)),
         "\x8a": lambda m: m._push(int.from_bytes(m._sized(1), "little", signed=True)),
-        "G": lambda m: m._push(m._number(_F8)),
+        "G": lambda m: m._push(struct.unpack(">d", m._take(8))[0]),
         "U": lambda m: m._push(m._sized(1).decode("latin-1")),
         "T": lambda m: m._push(m._sized(4).decode("latin-1")),
         "X": lambda m: m._push(m._sized(4).decode()),
@@ -216,9 +207,9 @@ _STEPS: dict[int, Callable[[Machine], object]] = {
         "\x8f": lambda m: m._push(set()),
         "\x90": Machine._add,
         "\x91": lambda m: m._push(frozenset(map(checked_key, m._since_mark()))),
-        "r": lambda m: m._memoize(m._number(_U4)),
-        "h": lambda m: m._get(m._number(_U1)),
-        "j": lambda m: m._get(m._number(_U4)),
+        "r": lambda m: m._memoize(m._int(4)),
+        "h": lambda m: m._get(m._int(1)),
+        "j": lambda m: m._get(m._int(4)),
         "c": lambda m: m._push(m._calls.find(m._line(), m._line())),
         "\x93": Machine._find_on_stack,
         "R": Machine._reduce,

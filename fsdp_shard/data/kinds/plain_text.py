@@ -68,7 +68,7 @@ class LabeledKind:
         """Every tokenizer is suitable."""
 
     def encode(self, rows: Sequence[Row], tokenizer: kind.Tokenizer) -> list[list[kind.Example]]:
-        texts = kind.with_special_ids([kind.text_in(row, self.text, "data.text_column") for row in rows], tokenizer)
+        texts = kind.token_ids([kind.text_in(row, self.text, "data.text_column") for row in rows], tokenizer)
         return [[kind.Example(ids, [True] * len(ids), self._label(row))] for ids, row in zip(texts, rows, strict=True)]
 
     def fingerprint(self) -> Any:

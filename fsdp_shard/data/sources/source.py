@@ -28,14 +28,15 @@ ResumableRows = Iterator[tuple[Row, Callable[[], Any]]]
 
 
 class Source(ABC):
-    """Rows in a fixed order, and the fingerprints that identify them."""
+    """Rows in a fixed order, and the fingerprints that identify them.
 
+    Attributes:
+        name: Setting and value, for messages.
+        text_column: The column with the text of a document.
+    """
+
+    name: str
     text_column: str
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Setting and value, for messages."""
 
     @abstractmethod
     def read(self, columns: Sequence[str], start: Any = None, epoch: int = 0, seed: int | None = None) -> ResumableRows:
@@ -97,29 +98,25 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
     path = Path(given).expanduser()
     if path.exists():
         _reject_hub_settings(config, name, held_out)
-        return FileSource(name, path, _files_of(path, name), config.text_column, config.sample_by)
+        return FileSource(f"{name}={path}", path, _files_of(path, name), config.text_column, config.sample_by)
     if not _may_be_hub_name(given):
         raise DataError(
             f"{name}={given}: there is no such file or directory. Give a text file, a directory or the name of a "
             f"dataset on the hub."
         )
     split, streaming = (config.eval_split, False) if held_out else (config.split, config.streaming)
-    return HubSource(name, given, config.subset, split, config.text_column, streaming)
+    return HubSource(f"{name}={given}", given, config.subset, split, config.text_column, streaming)
 
 
 @dataclass(frozen=True)
 class FileSource(Source):
-    """Rows of local files. `setting` is the name of the setting, for messages."""
+    """Rows of local files: `path`, or the `files` in that directory."""
 
-    setting: str
+    name: str
     path: Path
     files: tuple[Path, ...]
     text_column: str
     sample_by: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.setting}={self.path}"
 
     def read(self, columns: Sequence[str], start: Any = None, epoch: int = 0, seed: int | None = None) -> ResumableRows:
         first, *within = (0, *START) if start is None else self._checked(start)
@@ -171,16 +168,12 @@ class FileSource(Source):
 class HubSource(Source):
     """Rows of a dataset on the hub, or in the cache of the `datasets` library."""
 
-    setting: str
+    name: str
     hub_name: str
     subset: str | None
     split: str
     text_column: str
     streaming: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.setting}={self.hub_name}"
 
     def read(self, columns: Sequence[str], start: Any = None, epoch: int = 0, seed: int | None = None) -> ResumableRows:
         data, number = self.load(), 0

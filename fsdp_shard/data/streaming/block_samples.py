@@ -14,6 +14,7 @@ import xxhash
 
 from fsdp_shard.data.config import is_running_text, kind_of
 from fsdp_shard.data.kinds import kind
+from fsdp_shard.data.sample_order import permutation
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.protocol import MapDataset
 from fsdp_shard.data.sources.readers import Row, document_of
@@ -48,8 +49,8 @@ class BlockOrder:
         """Return a permutation of `size` items, another one for each `purpose`."""
         if not self.is_shuffled:
             return list(range(size))
-        keys = np.random.Philox(np.random.SeedSequence([self.seed, self.epoch, self.block, purpose])).random_raw(size)
-        return [int(position) for position in np.argsort(keys, kind="stable")]
+        order: list[int] = permutation(size, self.seed, self.epoch, self.block, purpose).tolist()
+        return order
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ samples are the same on any number of ranks. A mixture has one stream for each s
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -16,7 +15,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from fsdp_shard.data.config import kind_of
 from fsdp_shard.data.kinds.kind import Tokenizer
@@ -27,6 +25,7 @@ from fsdp_shard.data.samples.protocol import Dataset, MapDataset
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.streaming.block_samples import BlockOrder, BlockTokenizer, Counts, block_tokenizer
+from fsdp_shard.data.tokenized.cache_directory import cache_key
 from fsdp_shard.data.tokenized.token_cache import tokenizer_state
 from fsdp_shard.errors import CheckpointError, DataError
 
@@ -253,5 +252,4 @@ def open_stream(factory: SampleFactory, tokenizer: Tokenizer) -> StreamDataset:
     kept = (config.sequence_length, config.packing, config.shuffle_buffer, config.target_length, config.mask_fraction)
     parts = [_FORMAT_VERSION, kept, task, source.stream_fingerprint(), tokenizer_state(tokenizer)]
     parts += [getattr(tokenizer, "chat_template", None), kind_of(config, task).fingerprint()]
-    identity = f"stream:{xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())}"
-    return StreamDataset(source, blocks, factory.seed, identity)
+    return StreamDataset(source, blocks, factory.seed, f"stream:{cache_key(parts)}")

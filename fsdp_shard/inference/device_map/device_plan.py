@@ -135,8 +135,8 @@ def checked_plan(
     need, budget = needed[device], budgets[device]
     raise PlanError(
         f"The device map needs {format_size(need)} on {device_name(device)}, where max_memory gives "
-        f"{format_size(budget)}: {format_size(need - budget)} too little. Give {device}: {enough(need)}, or put more "
-        f"blocks elsewhere."
+        f"{format_size(budget)}: {format_size(need - budget)} too little. Give {device}: {enough(need)}, load in a "
+        f"smaller dtype, put more blocks elsewhere, or take device_map=auto."
     )
 
 

@@ -48,24 +48,13 @@ def plan_device_map(
     if isinstance(device_map, Mapping):
         plan = _by_name(groups, device_map, ordered, prefetch)
     elif device_map == "cpu":
-        plan = _all_on_cpu(groups, ordered)
+        plan = checked_plan(groups, dict.fromkeys(groups, "cpu"), "cpu", ordered, prefetch)
     elif device_map == "disk":
         devices = {group: main if group.is_pinned else "disk" for group in groups}
         plan = checked_plan(groups, devices, main, ordered, prefetch)
     else:
         plan = _fill(groups, ordered, main, prefetch, device_map)
     return replace(plan, devices={block.fqn: plan.devices[block.fqn] for block in blocks})
-
-
-def _all_on_cpu(groups: Sequence[TiedBlocks], budgets: Mapping[Device, int]) -> DevicePlan:
-    total = sum(group.num_bytes + group.cache_bytes for group in groups)
-    if (budget := budgets.get("cpu", total)) < total:
-        raise PlanError(
-            f"device_map=cpu needs {format_size(total)} on the CPU and max_memory gives {format_size(budget)}, which "
-            f"is {format_size(total - budget)} too little. Give cpu: {device_plan.enough(total)}, load in a smaller "
-            f"dtype, or take device_map=auto, which leaves on disk what does not fit."
-        )
-    return checked_plan(groups, dict.fromkeys(groups, "cpu"), "cpu", {}, 0)
 
 
 def _by_name(

@@ -3,6 +3,7 @@
 Batches depend on the lengths of the prompts and the batch size alone, so a resumed run has those of the run before.
 """
 
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -53,7 +54,7 @@ def complete(
         prompts: The prompts.
         encoded: Token ids of each.
         seed: Seed of sampling.
-        num_done: Number of prompts to skip, as a run before completed them.
+        num_done: Number of prompts to skip, as a run before completed them; that of rank 0 counts.
         context: The ranks that divide the batches; None for a single process.
         on_text: Called with text as it is generated, for a single prompt.
 
@@ -61,6 +62,7 @@ def complete(
         Completions in the order of the prompts; on data-parallel ranks other than rank 0, none.
     """
     rank, num_ranks = (context.data_rank, context.num_data_ranks) if context else (0, 1)
+    num_done = context.broadcast_object(num_done) if context else num_done
     lengths, reads_padding = [len(ids) for ids in encoded], is_stateful(decoder.model)
     for window in windows(lengths, decoder.settings.batch_size, equal=reads_padding):
         wanted = [batch for batch in window if max(batch) >= num_done]
@@ -73,9 +75,7 @@ def complete(
                 num_done += 1
         if num_ranks > 1 and wanted:
             assert context is not None
-            gathered = {
-                position: answer for found in context.gather_object(answers) for position, answer in found.items()
-            }
+            gathered = ChainMap(*context.gather_object(answers))
             for position in sorted(position for position in gathered if position >= num_done):
                 yield _completion(decoder, prompts[position], gathered[position])
             num_done = max(map(max, wanted)) + 1

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import transformers
@@ -49,14 +49,6 @@ class Figures:
     def disk_bytes_per_token(self) -> float:
         """Bytes read from disk for each new token."""
         return self.disk_bytes / self.num_new_tokens if self.num_new_tokens else 0.0
-
-    def add(self, other: Self) -> None:
-        """Add the measurements of another rank, which ran at the same time."""
-        first = (self.first_token_seconds, other.first_token_seconds)
-        self.first_token_seconds = min((one for one in first if one is not None), default=None)
-        self.seconds = max(self.seconds, other.seconds)
-        self.num_new_tokens += other.num_new_tokens
-        self.disk_bytes += other.disk_bytes
 
 
 class Decoder:

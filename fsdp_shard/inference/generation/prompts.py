@@ -49,25 +49,19 @@ def read_prompts(settings: GenerateSettings) -> list[Prompt]:
     """
     if settings.prompt is not None:
         if settings.prompt == "-":
-            return [_checked(_standard_input("prompt"), "standard input")]
+            return [_checked(_read("prompt", "-"), "standard input")]
         return [Prompt(settings.prompt, "prompt")]
     assert settings.prompts is not None, "settings.check guarantees one of them"
-    if settings.prompts == "-":
-        name, text, suffix = "standard input", _standard_input("prompts"), ".txt"
-    else:
-        path = Path(settings.prompts).expanduser()
-        name, suffix = str(path), path.suffix.lower()
-        if suffix not in (".jsonl", ".txt"):
-            raise DataError(
-                f'prompts={path} must be a .jsonl file with rows {{"prompt": ...}} or a .txt file, one a line.'
-            )
-        text = _read(path)
+    is_input, path = settings.prompts == "-", Path(settings.prompts).expanduser()
+    if not is_input and path.suffix.lower() not in (".jsonl", ".txt"):
+        raise DataError(f'prompts={path} must be a .jsonl file with rows {{"prompt": ...}} or a .txt file, one a line.')
     # Only \n ends a line: a string in JSON may hold what else Unicode ends lines with.
-    lines = text.split("\n")
+    lines = _read("prompts", str(path)).split("\n")
     while lines and not lines[-1].strip():
         lines.pop()
-    read = _from_json if suffix == ".jsonl" else _from_text
-    prompts = [read(line, f"{name}, line {number},") for number, line in enumerate(lines, start=1)]
+    parse = _from_json if path.suffix.lower() == ".jsonl" else _from_text
+    name = "standard input" if is_input else path
+    prompts = [parse(line, f"{name}, line {number},") for number, line in enumerate(lines, start=1)]
     if not prompts:
         raise DataError(f"prompts={settings.prompts} holds no prompts; give at least one line.")
     return prompts
@@ -103,18 +97,15 @@ def _checked(text: str, location: str) -> Prompt:
     return Prompt(text, location)
 
 
-def _read(path: Path) -> str:
+def _read(setting: str, path: str) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return _standard_input() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise DataError(f"prompts={path}: no such file.") from None
+        raise DataError(f"{setting}={path}: no such file.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"prompts={path} cannot be read as UTF-8 text: {error}.") from error
+        raise DataError(f"{setting}={path} cannot be read as UTF-8 text: {error}.") from error
 
 
 @functools.cache  # it can be read once, and both the check and the work need it
-def _standard_input(setting: str) -> str:
-    try:
-        return sys.stdin.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{setting}=- cannot be read as UTF-8 text: {error}.") from error
+def _standard_input() -> str:
+    return sys.stdin.read()

@@ -1,17 +1,17 @@
 """The work of `generate`: loads a model, completes prompts or holds a conversation, and reports figures."""
 
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from torch import cuda
+
 from fsdp_shard.distributed import DistributedContext, LaunchConfig, init_distributed, world_sizes
-from fsdp_shard.inference.available_memory import peak_gpu_bytes
 from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.dispatch import Log, dispatch_model
 from fsdp_shard.inference.generation import batching, chat_session, kv_cache_size, prompts as prompt_files
-from fsdp_shard.inference.generation.completions_file import CompletionsFile, open_completions
+from fsdp_shard.inference.generation.completions_file import open_completions
 from fsdp_shard.inference.generation.decoder import Decoder, Figures
 from fsdp_shard.inference.generation.tokenize_prompts import tokenize_prompts
 from fsdp_shard.models import load_config, load_tokenizer
@@ -55,7 +55,18 @@ def generate(
         result: dict[str, Any] = {"num_prompts": chat_session.converse(decoder, input, _write, seed)}
     else:
         file = open_completions(settings, run_dir, prompts, seed) if is_main else None
-        _complete_into(file, decoder, prompts, encoded, seed, context, log)
+        num_done = file.num_rows if file else 0
+        if num_done:
+            log(f"{num_done} of {len(prompts)} completions exist already; resuming after them")
+        on_text = _write if file and len(prompts) == 1 else None  # a single one is shown as it is generated
+        if on_text:
+            log(f"\n> {prompts[0].text}")
+        completions = batching.complete(
+            decoder, prompts, encoded, seed=seed, num_done=num_done, context=context, on_text=on_text
+        )
+        for number, completion in enumerate(file.append(completions) if file else completions):
+            if not on_text and (text := prompt_files.format_completion(completion, number)):
+                log(text)
         result = {"num_prompts": len(prompts), "output": str(file.path) if file else ""}
 
     figures, peak_bytes = _total(decoder.figures, context), peak_resident_bytes()
@@ -69,43 +80,17 @@ def generate(
     return result | {
         "load_seconds": load_seconds,
         "peak_memory_bytes": peak_bytes,
-        "peak_device_memory_bytes": peak_gpu_bytes(),
+        "peak_device_memory_bytes": {gpu: cuda.max_memory_allocated(gpu) for gpu in range(cuda.device_count())},
         "device_map": model.hf_device_map,
     }
 
 
-def _complete_into(
-    file: CompletionsFile | None,
-    decoder: Decoder,
-    prompts: Sequence[prompt_files.Prompt],
-    encoded: Sequence[Sequence[int]],
-    seed: int,
-    context: DistributedContext | None,
-    log: Log,
-) -> None:
-    """Append the completions to `file`, which only rank 0 has, and show the first of them; a single one as it comes."""
-    num_done = file.num_rows if file else 0
-    if context is not None:
-        num_done = context.broadcast_object(num_done)
-    if num_done:
-        log(f"{num_done} of {len(prompts)} completions exist already; resuming after them")
-    is_streamed = file is not None and len(prompts) == 1
-    if is_streamed:
-        log(f"\n> {prompts[0].text}")
-    on_text = _write if is_streamed else None
-    completions = batching.complete(
-        decoder, prompts, encoded, seed=seed, num_done=num_done, context=context, on_text=on_text
-    )
-    for number, completion in enumerate(file.append(completions) if file else completions):
-        if not is_streamed and (text := prompt_files.format_completion(completion, number)):
-            log(text)
-
-
 def _total(figures: Figures, context: DistributedContext | None) -> Figures:
     """The figures of all ranks, on rank 0. Ranks that divide a layer do the same work, so one of them counts."""
-    if context is None:
-        return figures
-    total = Figures()
-    for part in context.gather_object(figures)[:: context.num_tensor_ranks]:
-        total.add(part)
-    return total
+    parts = context.gather_object(figures)[:: context.num_tensor_ranks] if context else [figures]
+    return Figures(
+        min((part.first_token_seconds for part in parts if part.first_token_seconds is not None), default=None),
+        max((part.seconds for part in parts), default=0.0),
+        sum(part.num_new_tokens for part in parts),
+        sum(part.disk_bytes for part in parts),
+    )

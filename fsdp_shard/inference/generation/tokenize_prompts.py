@@ -38,8 +38,8 @@ def tokenize_prompts(
         ModelError: The model does not generate text, or has no chat template for `chat`.
     """
     check_generates(config)
-    if chat:
-        check_chat(tokenizer)
+    if chat and tokenizer.chat_template is None:
+        raise ModelError("chat=true needs a chat template, and this model's tokenizer has none; remove chat=true.")
     limit = context_length(config)
     encoded = []
     for prompt in prompts:
@@ -68,12 +68,6 @@ def check_generates(config: PretrainedConfig) -> None:
     known = getattr(transformers, next(iter(config.architectures or ()), ""), None)
     if known is not None and not (known.can_generate() and known.main_input_name == "input_ids"):
         raise ModelError(f"The model is a {known.__name__}, which does not generate text from text.")
-
-
-def check_chat(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ModelError unless the tokenizer has a chat template."""
-    if tokenizer.chat_template is None:
-        raise ModelError("chat=true needs a chat template, and this model's tokenizer has none; remove chat=true.")
 
 
 def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:

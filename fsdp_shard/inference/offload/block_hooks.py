@@ -58,7 +58,8 @@ class BlockStream:
         self._running: dict[int, Buffer | None] = {}
         self._successors: dict[int, int] = {}
         self._last: int | None = None
-        self._threads: ThreadPoolExecutor | None = None
+        # Two, so that reads of the next block are queued when the last ones of a block are in progress.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="fsdp-shard-prefetch")
         self._lock = Lock()
         self._thread: int | None = None  # whose pass it is
 
@@ -114,7 +115,7 @@ class BlockStream:
         if buffer is not None:
             self._ring.ready(buffer)
             block = self._blocks[number]
-            params = [nn.Parameter(view, requires_grad=False) for view in block.content.views(buffer.memory)]
+            params = [nn.Parameter(view, requires_grad=False) for _, view in block.content.views(buffer.memory)]
             for slot in block.slots:
                 setattr(slot.owner, slot.name, params[slot.number])
         self._fetch_ahead(number)
@@ -149,9 +150,6 @@ class BlockStream:
         if self._fetches and len(self._fetches) + len(self._running) > self._prefetch:
             self._cancel(next(reversed(self._fetches)))  # it was a wrong guess
         buffer = self._ring.acquire() if block.content.tensors else None
-        if self._threads is None:
-            # Two, so that reads of the next block are queued when the last ones of a block are in progress.
-            self._threads = ThreadPoolExecutor(2, thread_name_prefix="fsdp-shard-prefetch")
         self._fetches[number] = self._threads.submit(_load, block, self._ring, buffer), buffer
 
     def _cancel(self, number: int) -> None:

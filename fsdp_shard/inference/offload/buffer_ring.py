@@ -33,18 +33,14 @@ class Content:
         """Bytes of a buffer that holds them."""
         return sum(_padded(torch.Size(shape).numel() * dtype.itemsize) for _, dtype, shape in self.tensors)
 
-    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, as views of `memory` (bytes)."""
+    def views(self, memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The stored names, and the tensors as views of `memory` (bytes)."""
         found, start = [], 0
-        for _, dtype, shape in self.tensors:
+        for name, dtype, shape in self.tensors:
             num_bytes = torch.Size(shape).numel() * dtype.itemsize
-            found.append(memory[start : start + num_bytes].view(dtype).view(shape))
+            found.append((name, memory[start : start + num_bytes].view(dtype).view(shape)))
             start += _padded(num_bytes)
         return found
-
-    def named_views(self, memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """`views` with the stored names."""
-        return [(name, view) for (name, _, _), view in zip(self.tensors, self.views(memory), strict=True)]
 
 
 @dataclass
@@ -94,7 +90,7 @@ class Ring:
         if content.resident is not None:
             memory[: content.num_bytes].copy_(content.resident)
             return
-        self.fill_all(content.named_views(memory))
+        self.fill_all(content.views(memory))
         # torch did not see these writes: a backward pass that needs the previous content must fail.
         torch.autograd.graph.increment_version(memory)
 
@@ -132,16 +128,6 @@ class GpuRing(Ring):
     def finished(self, buffer: Buffer) -> None:
         buffer.used = torch.cuda.Event()
         buffer.used.record(torch.cuda.current_stream(self.device))
-
-
-def make_ring(device: torch.device, fill_all: FillAll) -> Ring:
-    """Buffers on `device`, a CPU or a GPU."""
-    return (GpuRing if device.type == "cuda" else Ring)(device, fill_all)
-
-
-def page_lock(memory: torch.Tensor) -> None:
-    """Let a GPU copy from `memory` by itself. If the driver refuses, copies are slower and nothing else changes."""
-    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
 
 
 def _padded(num_bytes: int) -> int:

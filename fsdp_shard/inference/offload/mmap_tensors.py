@@ -43,22 +43,13 @@ class _Mapped:
         close(self.descriptor)  # a default, as modules are gone when this is called at the end of Python
 
 
+@dataclass(frozen=True)
 class _Stitched:
-    """Memory with `spans` one after the other, each at one of `addresses`; unmapped when its last user is gone."""
+    """A buffer with `spans` one after the other, each at one of `addresses`; unmapped when its last user is gone."""
 
-    def __init__(self, base: int, num_bytes: int, spans: Sequence[Span], addresses: Sequence[int]) -> None:
-        self.spans, self.addresses = tuple(spans), tuple(addresses)
-        # Not at the end of the process: others may still use the memory then.
-        weakref.finalize(self, _libc.munmap, base, num_bytes).atexit = False
-
-    @property
-    def memory(self) -> Any:
-        """The bytes of all spans, as a buffer that keeps this object alive."""
-        num_bytes = sum(span.num_bytes for span in self.spans)
-        kind = type("StitchedMemory", (ctypes.c_ubyte * num_bytes,), {})
-        buffer = kind.from_address(self.addresses[0])  # type: ignore[attr-defined]  # mypy sees a plain `type`
-        buffer.owner = self
-        return buffer
+    memory: Any
+    spans: Sequence[Span]
+    addresses: Sequence[int]
 
 
 class MappedFiles:
@@ -169,7 +160,10 @@ def _stitch(spans: Sequence[Span], descriptors: Sequence[int]) -> _Stitched | No
             return None
         addresses.append(at + span.start - low)
         at += size
-    return _Stitched(base, sum(sizes), spans, addresses)
+    memory = (ctypes.c_ubyte * sum(span.num_bytes for span in spans)).from_address(addresses[0])
+    # Not at the end of the process: others may still use the memory then.
+    weakref.finalize(memory, _libc.munmap, base, sum(sizes)).atexit = False
+    return _Stitched(memory, spans, addresses)
 
 
 def _mapping_modes() -> list[tuple[int, int]]:

@@ -101,11 +101,6 @@ class PageReader:
                 raise error
 
 
-def resident_bytes(pages: Sequence[FilePages]) -> int:
-    """Bytes of `pages` in the page cache, to within a few MB."""
-    return sum(part.num_bytes for these in pages for part in these.parts() if part.is_resident())
-
-
 def _down(position: int) -> int:
     return position // mmap.PAGESIZE * mmap.PAGESIZE
 

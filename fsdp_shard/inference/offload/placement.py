@@ -19,7 +19,7 @@ from fsdp_shard.inference.offload import block_hooks, buffer_ring, mmap_tensors,
 from fsdp_shard.inference.offload.tensor_reader import TensorReader
 from fsdp_shard.inference.quantization import Quantizer
 from fsdp_shard.models import Block, rebuild_buffers
-from fsdp_shard.utils import give_back_free_memory
+from fsdp_shard.utils import give_back_free_memory, persistent_buffers
 
 # A page that is touched may bring a huge page of 2 MB: a norm among weights that are not kept would, too.
 _SMALL_BYTES = 1 << 16
@@ -64,44 +64,41 @@ def place_blocks(
     main = torch.device(device_name(plan.main))
     reader = TensorReader(index)
     rebuild_buffers(model, main)
-    for prefix, module in model.named_modules():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if buffer.is_meta:
-                filled = torch.empty_like(buffer, device=main)
-                setattr(module, name, filled)
-                reader.fill(stored[f"{prefix}.{name}" if prefix else name], filled)
+    for owner, name, fqn, buffer in list(persistent_buffers(model)):
+        if buffer.is_meta:
+            filled = torch.empty_like(buffer, device=main)
+            setattr(owner, name, filled)
+            reader.fill(stored[fqn], filled)
     _BlockLoader(model, plan, reader, stored, page_budget).load(blocks, quantizer)
-    reader.release()
+    index.close()  # a later read opens its files again
     _move_inputs(model, blocks, plan)
     model_device.set_device(model, main)
 
 
+@dataclass
 class _BlockLoader:
     """Gives each parameter of a model memory on the device of its block, and streams blocks that compute elsewhere."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        plan: DevicePlan,
-        reader: TensorReader,
-        stored: Mapping[str, str],
-        budget: PageBudget,
-    ) -> None:
-        self._model, self._plan, self._reader, self._budget = model, plan, reader, budget
+    _model: torch.nn.Module
+    _plan: DevicePlan
+    _reader: TensorReader
+    _stored: Mapping[str, str]
+    _budget: PageBudget
+
+    def __post_init__(self) -> None:
         # The name under which a tied parameter is kept comes first.
-        self._names = {id(param): stored[name] for name, param in model.named_parameters()}
+        self._names = {id(param): self._stored[name] for name, param in self._model.named_parameters()}
         self._loaded: dict[int, torch.nn.Parameter] = {}  # by id of the parameter on meta, which `_metas` keeps alive
-        self._metas = list(model.parameters())
-        self._mapped = mmap_tensors.MappedFiles(reader.index) if plan.main == "cpu" else None
+        self._metas = list(self._model.parameters())
+        self._mapped = mmap_tensors.MappedFiles(self._reader.index) if self._plan.main == "cpu" else None
         self._pages = page_cache.PageReader()
-        self._cache_left = budget.cache_bytes
+        self._cache_left = self._budget.cache_bytes
 
     def load(self, blocks: Sequence[Block], quantizer: Quantizer | None) -> None:
         """Load, stream or quantize each block."""
-        stream = block_hooks.BlockStream(
-            buffer_ring.make_ring(torch.device(device_name(self._plan.main)), self._reader.fill_all),
-            self._plan.prefetch,
-        )
+        ring = buffer_ring.Ring if self._plan.main == "cpu" else buffer_ring.GpuRing
+        main = torch.device(device_name(self._plan.main))
+        stream = block_hooks.BlockStream(ring(main, self._reader.fill_all), self._plan.prefetch)
         # The largest block is quantized first: then few others are loaded beside its original weights.
         for block in sorted(blocks, key=lambda block: -block.num_bytes) if quantizer else blocks:
             module, device = self._model.get_submodule(block.fqn), self._plan.devices[block.fqn]
@@ -171,8 +168,9 @@ class _BlockLoader:
     def _page_locked(self, content: buffer_ring.Content) -> torch.Tensor:
         """Page-locked CPU memory that holds `content`, from which a GPU copies by itself."""
         memory = torch.empty(content.num_bytes, dtype=torch.uint8)
-        self._reader.fill_all(content.named_views(memory))
-        buffer_ring.page_lock(memory)
+        self._reader.fill_all(content.views(memory))
+        # If the driver refuses, copies are slower and nothing else changes.
+        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         return memory
 
     def _drop(self, pages: Sequence[page_cache.FilePages]) -> Callable[[], None]:

@@ -44,10 +44,6 @@ class TensorReader:
             else:
                 self._fill_by_parts(name, dtype, out.view(-1))
 
-    def release(self) -> None:
-        """Close the files; a later `fill` opens them again."""
-        self.index.close()
-
     def _fill_by_parts(self, name: str, dtype: torch.dtype, out: torch.Tensor) -> None:
         if not hasattr(self._local, "staging"):
             with torch.inference_mode(False):

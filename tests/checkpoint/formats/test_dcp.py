@@ -192,7 +192,7 @@ def test_settings_of_other_formats_are_refused(tmp_path: Path) -> None:
     write_huggingface(tmp_path / "source", {"a": torch.ones(2)})
     with pytest.raises(ConfigError, match="nest='model' needs format=dcp"):
         convert(tmp_path / "source", tmp_path / "x", nest="model")
-    with pytest.raises(ConfigError, match="max_shard_size is of format=huggingface"):
+    with pytest.raises(ConfigError, match="max_shard_size is for format=huggingface"):
         convert(tmp_path / "source", tmp_path / "x", format="dcp", max_shard_size="1MB")
 
 
