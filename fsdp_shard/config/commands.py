@@ -11,7 +11,7 @@ from fsdp_shard.checkpoint import (
     Location,
     locate,
 )
-from fsdp_shard.config.common import Ranks, RunConfig, default_run_dir
+from fsdp_shard.config.run_config import Ranks, RunConfig, default_run_dir
 from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation import EvaluateSettings

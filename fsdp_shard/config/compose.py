@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fsdp_shard.config.common import RunConfig, command_of
 from fsdp_shard.config.config_errors import composition_error, unknown_setting
 from fsdp_shard.config.reference import help_text, settings_of
 from fsdp_shard.config.registry import options_of, register, schema_name
+from fsdp_shard.config.run_config import RunConfig, command_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import check, redact, redact_setting, set_environment, shipped, walk, write_atomically
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.config.common import command_of
 from fsdp_shard.config.reference import groups_of, settings_of
+from fsdp_shard.config.run_config import command_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import nearest
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_shard.config.commands import COMMANDS, schema_of
-from fsdp_shard.config.common import RunConfig, command_of, is_used
 from fsdp_shard.config.registry import options_of
+from fsdp_shard.config.run_config import RunConfig, command_of, is_used
 from fsdp_shard.utils import REQUIRED, configs
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from fsdp_shard.config.common import command_of
+from fsdp_shard.config.run_config import command_of
 from fsdp_shard.inference import DispatchConfig, GenerationSettings
 from fsdp_shard.planning import PlannedDispatchConfig
 from fsdp_shard.sharding import WRAPPERS

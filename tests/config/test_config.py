@@ -11,9 +11,9 @@ import pytest
 
 from fsdp_shard.cli import Recipe
 from fsdp_shard.config import COMMANDS, OPTIONS, ConvertConfig, FinetuneConfig, GenerateConfig, PlanConfig, schema_of
-from fsdp_shard.config.common import is_used
 from fsdp_shard.config.compose import Job, compose_jobs, write_config
 from fsdp_shard.config.reference import groups_of, help_text, markdown, settings_of
+from fsdp_shard.config.run_config import is_used
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import AdamWConfig
