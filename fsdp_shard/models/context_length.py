@@ -6,13 +6,12 @@ The second is tested by running a tiny model of the same architecture.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models.meta_device import build_on_meta, rebuild_buffers
-from fsdp_shard.utils import persistent_buffers
+from fsdp_shard.utils import one_thread, persistent_buffers
 
 if TYPE_CHECKING:
     import torch
@@ -95,26 +94,13 @@ def _leak(config: PretrainedConfig, attention: str | None) -> str:
     reason = ""
     for num_heads in (1, 4, None):  # some architectures need several heads, or a fixed ratio of widths
         try:
-            with torch.random.fork_rng(devices=[]), _one_thread():
+            with torch.random.fork_rng(devices=[]), one_thread():
                 is_apart = _keeps_apart(_tiny_model(config, attention, num_heads))
             return "" if is_apart else "its attention does not depend on positions"
         except Exception as error:  # any type, from code that does not expect such sizes
             text = " ".join(f"{type(error).__name__}: {error}".split())
             reason = reason or f"a tiny model of this architecture, which would test it, does not run ({text})"
     return reason
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run torch on one thread: several would wait for each other in thousands of tiny operations."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _keeps_apart(model: PreTrainedModel) -> bool:

@@ -1,13 +1,13 @@
 """Bytes of an optimizer's state, measured by letting the real one take a step on fake tensors."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import nn
 
 from fsdp_shard.training import OptimConfig
-from fsdp_shard.utils import DataDependentOutputException, FakeTensorMode
+from fsdp_shard.utils import DataDependentOutputException, FakeTensorMode, one_thread
 
 
 def optimizer_bytes(
@@ -27,23 +27,12 @@ def optimizer_bytes(
     Returns:
         The bytes of the state after the first step.
     """
-    with _one_thread():
+    with one_thread():
         _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao computes tables at first use
     with FakeTensorMode():
         params = {name: nn.Parameter(torch.empty(shape, dtype=dtypes[name])) for name, shape in local.items()}
         optimizer = _step(optim, params, shapes)
         return sum(_num_bytes(value) for state in optimizer.state.values() for value in state.values())
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Start no OpenMP threads, which would not survive when ranks are forked from this process later."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _step(

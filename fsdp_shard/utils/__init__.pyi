@@ -7,6 +7,7 @@ from .atomic_write import (
     write_file as write_file,
 )
 from .environment import (
+    one_thread as one_thread,
     require_package as require_package,
     set_environment as set_environment,
     user_cache as user_cache,

@@ -48,3 +48,19 @@ def require_package(module: str, extra: str, needed_by: str, alternative: str = 
             f"{needed_by} needs {module.replace('_', '-')}, which is not installed. Install it with "
             f"pip install 'fsdp-shard[{extra}]'{instead}."
         )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread, and restore the number of threads on exit.
+
+    Several would wait for each other in thousands of tiny operations, and OpenMP's do not survive a later fork.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
