@@ -39,9 +39,9 @@ def test_good_files_pass(tmp_path: Path, name: str, content: str) -> None:
     ("name", "content", "words"),
     [
         ("a.txt", "", "is empty"),
-        ("a.txt", " \n\n ", "1 documents without text"),
+        ("a.txt", " \n\n ", "1 document without text"),
         ("a.jsonl", "", "no documents"),
-        ("a.jsonl", '{"text": ""}\n', "1 documents without text"),
+        ("a.jsonl", '{"text": ""}\n', "1 document without text"),
         ("a.jsonl", '{"texts": "x"}\n', "no column 'text'; it has texts (did you mean texts?)"),
         ("a.jsonl", '{"text": "x"\n', "line 1 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 is a JSON list"),

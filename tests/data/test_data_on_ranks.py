@@ -56,7 +56,7 @@ def test_a_mixture_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_p
         whole.result["sources"]
     )
     assert f"prose: 24 samples, {24 * 128:,} tokens" in whole.err
-    assert "train, prose (3 of 4 samples): 1 documents, " in whole.err
+    assert "train, prose (3 of 4 samples): 1 document, " in whole.err
     assert "train, asked (1 of 4 samples): 11 rows" in whole.err
     assert len(train(tmp_path / "parts", *given, "train.steps=3").losses) == 3
     second = train(tmp_path / "parts", *given)

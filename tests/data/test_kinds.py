@@ -167,8 +167,8 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
     config = DataConfig(path=path, kind="pairs", sequence_length=8, cache_dir=str(tmp_path / "cache"))
     samples = prepare_data(config, byte_tokenizer())
     assert samples.notes == (
-        "train: 4 rows, 28 tokens, 1 rows dropped that have nothing to learn, 1 dropped that have nothing to learn in "
-        "their first 8 tokens, 1 cut to 8 tokens, each in a window of up to 8",
+        "train: 4 rows, 28 tokens, 1 row dropped with nothing to learn, 1 dropped with nothing to learn in the "
+        "first 8 tokens, 1 cut to 8 tokens, each in a window of up to 8",
     )
     batch = samples.train.batch([0, 1, NO_WINDOW])
     assert batch.input_ids[:2].tolist() == [[*b"aaa\nbcde"], [*b"a\nb", 0, 0, 0, 0, 0]]

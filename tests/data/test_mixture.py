@@ -135,7 +135,7 @@ def test_its_order_is_that_of_a_plain_loop_over_the_sources(config: DataConfig, 
         sum(mixed.batch([index]).num_predictions for index in order[drawn_from == number]) for number in range(3)
     ]
     assert source_predictions(plain["web"], [order], [batch]) == []
-    assert samples.notes[0].startswith("train, web (1 of 4 samples): 1 documents, 112 tokens, 14 windows")
+    assert samples.notes[0].startswith("train, web (1 of 4 samples): 1 document, 112 tokens, 14 windows")
     assert samples.notes[3] == ("samples of the mixture until a source repeats: asked 14, books 9, web 56")
 
 

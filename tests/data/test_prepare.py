@@ -25,7 +25,7 @@ def test_all_of_it_is_trained_by_default(tmp_path: Path, tokenizer: Any) -> None
     windows = prepare_data(config, tokenizer, tmp_path / "cache")
     assert windows.held_out is None
     assert windows.train.tokens.tolist() == [*TEXT.encode()]
-    assert windows.notes == ("train: 1 documents, 101 tokens, 13 windows of 8, the last padded by 4",)
+    assert windows.notes == ("train: 1 document, 101 tokens, 13 windows of 8, the last padded by 4",)
 
 
 @pytest.mark.parametrize(("fraction", "num_held_out"), [(0.01, 1), (0.25, 3), (0.5, 6)])
@@ -68,7 +68,7 @@ def test_held_out_text_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
     assert windows.held_out.tokens.tolist() == [*b"held", 256, *b"out"]
     assert (
         windows.notes[1]
-        == "held out: 2 documents (1 empty ones left out), 8 tokens, 1 windows of 8, the last padded by 1"
+        == "held out: 2 documents (1 empty left out), 8 tokens, 1 window of 8, the last padded by 1"
     )
     assert len(list((tmp_path / "own cache").iterdir())) == 2
 

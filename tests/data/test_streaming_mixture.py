@@ -127,7 +127,7 @@ def test_it_is_opened_like_any_other_data(tmp_path: Path, tokenizer: Any) -> Non
     assert samples.held_out is not None
     assert samples.notes[0].startswith("train, web (1 of 4 samples): data.mixture.web.path=")
     assert samples.notes[0].endswith("is streamed, each 6 rows shuffled")
-    assert samples.notes[3].startswith("held out: 1 documents")
+    assert samples.notes[3].startswith("held out: 1 document")
 
 
 def test_what_is_no_place_in_it(tmp_path: Path, tokenizer: Any) -> None:

@@ -51,7 +51,7 @@ def test_texts_with_classes(tmp_path: Path) -> None:
     task = Task("sequence_classification", num_labels=3, label_numbers={"bad": 2, "good": 1}, padding=7)
     samples = opened(config, tmp_path / "cache", task)
     assert "5 documents" in samples.notes[0]
-    assert "2 documents dropped that have nothing to learn, 1 cut to 4 tokens, 2 classes" in samples.notes[0]
+    assert "2 documents dropped with nothing to learn, 1 cut to 4 tokens, 2 classes" in samples.notes[0]
     batch = samples.train.batch([2, 1, NO_WINDOW])
     assert batch.labels.tolist() == [1, 2, MASKED]
     assert batch.input_ids[:, :4].tolist() == [[*b"ghij"], [*b"de", 7, 7], [*b"abc", 7]], "nothing counts of the last"

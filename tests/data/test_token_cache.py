@@ -226,7 +226,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_too_little_text(tmp_path: Path, tokenizer: Any) -> None:
     config = DataConfig(path=write(tmp_path / "a.txt", "x"))
-    with pytest.raises(DataError, match="1 tokens in 1 documents"):
+    with pytest.raises(DataError, match="1 token in 1 document"):
         tokens_of(config, tokenizer, tmp_path / "cache")
 
 

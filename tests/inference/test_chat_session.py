@@ -226,7 +226,7 @@ def test_a_terminal(tmp_path: Path) -> None:
         os.write(terminal, b"\x03")
         assert "[stopped]" in _until(terminal, "[stopped]")
         os.write(terminal, b"/quit\n")
-        assert "1 completions" in _until(terminal, "per token")
+        assert "1 completion" in _until(terminal, "per token")
     finally:
         status = _end(pid)
         os.close(terminal)

@@ -16,6 +16,7 @@ from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.tokenized.example_cache import ExampleFile, Examples
 from fsdp_shard.data.tokenized.token_cache import TokenFile
 from fsdp_shard.errors import DataError
+from fsdp_shard.utils import format_count
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class SampleFactory:
 
     def _open_tokens(self, file: TokenFile) -> tuple[MapDataset, str]:
         assert self.window_tokens
-        empty = f" ({file.num_empty_documents} empty ones left out)" if file.num_empty_documents else ""
-        note = f"{file.num_documents} documents{empty}, {file.num_tokens} tokens"
+        empty = f" ({file.num_empty_documents} empty left out)" if file.num_empty_documents else ""
+        note = f"{format_count(file.num_documents, 'document')}{empty}, {format_count(file.num_tokens, 'token')}"
         return self.windows(file.open(), file.digest, self.seed), note
 
     def _open_examples(self, file: ExampleFile) -> tuple[MapDataset, str]:
@@ -107,10 +108,10 @@ def _class_numbers(classes: Sequence[str | int], task: Task) -> tuple[int, ...]:
 
 
 def _row_note(config: DataConfig, file: ExampleFile, cut: rows.Cut) -> str:
-    what = "documents" if config.kind == "text" else "rows"
-    note = f"{file.num_rows} {what}, {file.num_tokens} tokens"
+    what = "document" if config.kind == "text" else "row"
+    note = f"{format_count(file.num_rows, what)}, {format_count(file.num_tokens, 'token')}"
     if file.num_dropped:
-        note += f", {file.num_dropped} {what} dropped that have nothing to learn"
+        note += f", {format_count(file.num_dropped, what)} dropped with nothing to learn"
     if cut.num_dropped:
-        note += f", {cut.num_dropped} dropped that have nothing to learn in their first {config.sequence_length} tokens"
+        note += f", {cut.num_dropped} dropped with nothing to learn in the first {config.sequence_length} tokens"
     return note + (f", {cut.num_truncated} cut to {config.sequence_length} tokens" if cut.num_truncated else "")

@@ -15,6 +15,7 @@ from fsdp_shard.data.sample_order import epoch_order
 from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, empty_batch
 from fsdp_shard.data.samples.protocol import MapDataset
 from fsdp_shard.data.samples.rows import CausalRows, next_tokens
+from fsdp_shard.utils import format_count
 
 _ORDER = 1  # changes if the same index becomes another window
 
@@ -88,7 +89,7 @@ class PackedDataset(MapDataset):
     @property
     def summary(self) -> str:
         full = 1 - self.num_padded / (len(self) * self.sequence_length)
-        return f"packed into {len(self)} windows of {self.sequence_length} ({full:.1%} full)"
+        return f"packed into {format_count(len(self), 'window')} of {self.sequence_length} ({full:.1%} full)"
 
     @property
     def num_padded(self) -> int:

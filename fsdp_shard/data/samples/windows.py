@@ -17,6 +17,7 @@ import numpy.typing as npt
 from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, empty_batch
 from fsdp_shard.data.samples.protocol import MapDataset
 from fsdp_shard.data.task import SpecialTokens
+from fsdp_shard.utils import format_count
 
 _TO_MASK, _TO_RANDOM = 0.8, 0.9
 
@@ -48,7 +49,7 @@ class WindowDataset(MapDataset):
     @property
     def summary(self) -> str:
         padded = f", the last padded by {self.num_padded}" if self.num_padded else ""
-        return f"{len(self)} windows of {self.sequence_length}{padded}"
+        return f"{format_count(len(self), 'window')} of {self.sequence_length}{padded}"
 
     def batch(self, indices: Indices) -> Batch:
         batch = empty_batch(len(indices), self.sequence_length)
@@ -93,7 +94,7 @@ class MaskedWindows(MapDataset):
 
     @property
     def summary(self) -> str:
-        return f"{len(self)} windows of {self.sequence_length}, {self.fraction:.0%} of them to predict"
+        return f"{format_count(len(self), 'window')} of {self.sequence_length}, {self.fraction:.0%} of them to predict"
 
     def order(self, seed: int, first: int, count: int) -> Ints:
         epochs = np.arange(first, first + count) // len(self)

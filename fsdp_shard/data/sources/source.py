@@ -18,7 +18,7 @@ from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.sources import datasets_private
 from fsdp_shard.data.sources.readers import EXTENSIONS, START, Row, check_size, document_of, read_rows
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
-from fsdp_shard.utils import first_line
+from fsdp_shard.utils import first_line, format_count
 
 _READ_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
@@ -76,7 +76,7 @@ class Source(ABC):
             if document.strip():
                 return
             num_documents += 1
-        found = f"{num_documents} documents without text" if num_documents else "no documents"
+        found = f"{format_count(num_documents, 'document')} without text" if num_documents else "no documents"
         raise DataError(f"{self.name} is empty: it has {found}. Give a file with text.")
 
 

@@ -26,6 +26,7 @@ from fsdp_shard.data.tokenized import cache_directory as cache
 from fsdp_shard.data.tokenized.token_cache import tokenizer_state
 from fsdp_shard.data.tokenized.worker_pool import ordered_map
 from fsdp_shard.errors import DataError
+from fsdp_shard.utils import format_count
 
 _FORMAT_VERSION = 1
 _BATCH_ROWS = 256
@@ -199,7 +200,7 @@ def _write(temporary: Path, source: Source, kind: Kind, tokenizer: Tokenizer, nu
             cache.flush(file)
     if not writer.num_examples:
         raise DataError(
-            f"{source.name} has nothing to train on: none of its {writer.num_rows} rows has a token to predict."
+            f"{source.name} has nothing to train on: no token to predict in {format_count(writer.num_rows, 'row')}."
         )
     classes = _sort_classes(temporary / "labels.bin", writer.classes)
     writer.digest.update(json.dumps([writer.dtype, list(writer.classes)]).encode())

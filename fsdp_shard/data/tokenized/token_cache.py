@@ -19,6 +19,7 @@ from fsdp_shard.data.sources.source import Source
 from fsdp_shard.data.tokenized import cache_directory as cache
 from fsdp_shard.data.tokenized.worker_pool import ordered_map
 from fsdp_shard.errors import DataError
+from fsdp_shard.utils import format_count
 
 _FORMAT_VERSION = 1
 _BATCH_CHARACTERS = 1 << 20  # enough documents for the tokenizer's threads, few enough for the memory
@@ -116,7 +117,8 @@ def _write(temporary: Path, source: Source, tokenizer: Tokenizer, begin: list[in
         cache.flush(out)
     if num_tokens < 2:
         raise DataError(
-            f"{source.name} has {num_tokens} tokens in {counted.num_seen} documents; at least two are needed."
+            f"{source.name} has {format_count(num_tokens, 'token')} in {format_count(counted.num_seen, 'document')}; "
+            "at least two are needed."
         )
     digest.update(dtype.encode())
     num_empty = counted.num_seen - num_documents

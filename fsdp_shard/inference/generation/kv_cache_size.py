@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.models import Block
+from fsdp_shard.utils import format_count
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class KVCacheBudget:
     num_tokens: int
 
     def __str__(self) -> str:
-        return f"{self.batch_size} texts of {self.num_tokens} tokens"
+        return f"{format_count(self.batch_size, 'text')} of {format_count(self.num_tokens, 'token')}"
 
 
 _CONVERSATION = 4096  # tokens to reserve for a conversation, whose length is not known in advance

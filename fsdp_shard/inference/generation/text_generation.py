@@ -15,7 +15,7 @@ from fsdp_shard.inference.generation.completions_file import open_completions
 from fsdp_shard.inference.generation.decoder import Decoder, Figures
 from fsdp_shard.inference.generation.tokenize_prompts import tokenize_prompts
 from fsdp_shard.models import load_config, load_tokenizer
-from fsdp_shard.utils import format_size, peak_resident_bytes
+from fsdp_shard.utils import format_count, format_size, peak_resident_bytes
 
 _write = partial(print, end="", flush=True)
 
@@ -57,7 +57,7 @@ def generate(
         file = open_completions(settings, run_dir, prompts, seed) if is_main else None
         num_done = file.num_rows if file else 0
         if num_done:
-            log(f"{num_done} of {len(prompts)} completions exist already; resuming after them")
+            log(f"{num_done} of {format_count(len(prompts), 'completion')} exist already; resuming after them")
         on_text = _write if file and len(prompts) == 1 else None  # a single one is shown as it is generated
         if on_text:
             log(f"\n> {prompts[0].text}")
@@ -70,8 +70,10 @@ def generate(
         result = {"num_prompts": len(prompts), "output": str(file.path) if file else ""}
 
     figures, peak_bytes = _total(decoder.figures, context), peak_resident_bytes()
+    num_prompts, num_tokens = result["num_prompts"], figures.num_new_tokens
     log(
-        f"\n{result['num_prompts']} completions, {figures.num_new_tokens} new tokens; loaded in {load_seconds:.1f} s, "
+        f"\n{format_count(num_prompts, 'completion')}, {format_count(num_tokens, 'new token')}; "
+        f"loaded in {load_seconds:.1f} s, "
         f"{figures.tokens_per_second:.1f} tokens/s, peak memory {format_size(peak_bytes)}, "
         f"{format_size(figures.disk_bytes_per_token)} read from disk per token"
     )
