@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test faults models check lint docs coverage bench-convert bench-train bench-save bench-inference clean
+.PHONY: help install demo test slow faults models check lint docs coverage bench-convert bench-train bench-save bench-inference clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
 	@echo "make demo      fine-tune, convert, evaluate and generate with a real model, in a few minutes"
 	@echo "make test      what CI runs: lint, types, tests"
+	@echo "make slow      the tests that take longer: benchmarks on tiny models, and make faults (20 minutes)"
 	@echo "make faults    kills, power cuts, failing disks, hostile files: many more than in make test (25 minutes)"
 	@echo "make models    dispatch each of MODELS=DIR:DIR under every map, beside transformers (minutes for each)"
 	@echo "make lint      repair formatting, and what ruff can"
@@ -31,6 +32,9 @@ demo: $(STAMP)
 
 test check: $(STAMP)
 	@scripts/check
+
+slow: faults
+	@$(VENV)/bin/python -m pytest -q -m slow --timeout 1500
 
 faults: $(STAMP)
 	@FAULTS=long $(VENV)/bin/python -m pytest -q -s --timeout 1500 tests/faults
