@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from fsdp_shard.checkpoint import convert
+from fsdp_shard.checkpoint import run_conversion
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import ConvertConfig
 from fsdp_shard.utils import format_count, format_size, write_result
@@ -14,19 +14,7 @@ from fsdp_shard.utils import format_count, format_size, write_result
 @recipe(ConvertConfig)
 def main(config: ConvertConfig) -> None:
     """Convert `source` into the directory `target`."""
-    report = convert(
-        config.source,
-        config.target,
-        format=config.format,
-        max_shard_size=config.max_shard_size,
-        ranks=config.ranks,
-        nest=config.nest,
-        dtype=config.dtype,
-        verify=config.verify,
-        overwrite=config.overwrite,
-        sync=config.sync,
-        base=config.base,
-    )
+    report = run_conversion(config)
     write_result(config.run_dir, asdict(report))
     checked = "read back and compared" if report.verified else "not read back"
     for kind, count in report.left_out.items():

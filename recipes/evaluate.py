@@ -8,7 +8,6 @@ from fsdp_shard.cli import recipe
 from fsdp_shard.config import EvaluateConfig
 from fsdp_shard.evaluation import check_evaluation
 from fsdp_shard.inference import check_checkpoint
-from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
 from fsdp_shard.utils import write_result
 
 
@@ -23,6 +22,7 @@ def main(config: EvaluateConfig) -> None:
     """Evaluate the model in `checkpoint` by `task`."""
     from fsdp_shard.evaluation import EVALUATIONS
     from fsdp_shard.inference import dispatch_model
+    from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
 
     source = config.source
     model_config = load_config(source.directory, config.dispatch.trust_remote_code)

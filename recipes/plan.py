@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import PlanConfig
-from fsdp_shard.models import check_model_config, check_model_task, load_config
+from fsdp_shard.models import check_model_config
 from fsdp_shard.utils import write_result
 
 
@@ -21,6 +21,7 @@ def check(config: PlanConfig) -> None:
 def main(config: PlanConfig) -> None:
     """Print what each rank of `finetune` would need, and with `dispatch.device_map` where `generate` puts blocks."""
     from fsdp_shard.inference import KVCacheBudget, plan_from_config
+    from fsdp_shard.models import check_model_task, load_config
     from fsdp_shard.planning import PlannedRun, figures, plan_memory, plan_report
 
     length, num_ranks = config.data.sequence_length, config.launch.num_ranks

@@ -1,9 +1,9 @@
 from .config import (
     DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE,
     CheckpointConfig as CheckpointConfig,
-    ConvertConfig as ConvertConfig,
+    ConvertSettings as ConvertSettings,
 )
-from .conversion import convert as convert
+from .conversion import convert as convert, run_conversion as run_conversion
 from .digests import digest_tensor as digest_tensor
 from .formats.peft import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
@@ -16,7 +16,6 @@ from .index import TensorIndex as TensorIndex
 from .integrity.diff import diff as diff
 from .integrity.summary import summarize_checkpoint as summarize_checkpoint
 from .integrity.verify import verify as verify
-from .io.dtypes import CASTABLE as CASTABLE, itemsize as itemsize, to_torch as to_torch
 from .io.fault_points import (
     FAULTS as FAULTS,
     MAIN_POINTS as MAIN_POINTS,
@@ -28,18 +27,19 @@ from .io.files import (
     has_file as has_file,
     member as member,
     open_regular as open_regular,
+    parse_json as parse_json,
     pread_into as pread_into,
     read_json as read_json,
 )
+from .io.safetensors_format import CASTABLE as CASTABLE, itemsize as itemsize, to_torch as to_torch
 from .keys.matching import match_names as match_names, untie as untie
 from .location import Location as Location, locate as locate, open_checkpoint as open_checkpoint
 from .lora_merge import refuse_unmerged_adapter as refuse_unmerged_adapter
 from .model_files import copy_model_files as copy_model_files
 from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy
-from .remote.store import RemoteStore as RemoteStore
+from .remote.store import RemoteStore as RemoteStore, is_remote as is_remote, refuse_remote as refuse_remote
 from .remote.upload import catch_up as catch_up, prune_remote as prune_remote, upload_step as upload_step
-from .remote.url import is_remote as is_remote, refuse_remote as refuse_remote
 from .sharded_state.load_shards import encode_shards as encode_shards, load_shards as load_shards
 from .sharded_state.optimizer_state import (
     check_slots as check_slots,
@@ -58,6 +58,5 @@ from .steps.step_store import (
     Store as Store,
     has_optimizer as has_optimizer,
     parse_step as parse_step,
-    step_trainer as step_trainer,
 )
 from .tensor_entry import Span as Span

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fsdp_shard.checkpoint.remote.url import check_remote, refuse_remote
+from fsdp_shard.checkpoint.remote.store import check_remote, refuse_remote
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import REQUIRED, Parsed, parse_size, setting
 
@@ -98,7 +98,7 @@ class CheckpointConfig:
 
 
 @dataclass
-class ConvertConfig:
+class ConvertSettings:
     """The source of a conversion, its target, and the format to write."""
 
     source: str = setting(REQUIRED, "A checkpoint of any format, a run directory (its latest step), or a hub id.")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.config import DEFAULT_SHARD_SIZE, ConvertConfig
+from fsdp_shard.checkpoint.config import DEFAULT_SHARD_SIZE, ConvertSettings
 from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tensor
 from fsdp_shard.checkpoint.formats.registry import recognize, writer
 from fsdp_shard.checkpoint.index import TensorIndex
@@ -28,7 +28,7 @@ from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps import DCP_METADATA, INDEX_FILE, MANIFEST, Manifest, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.transfer import Digests, Move, Progress, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
-from fsdp_shard.utils import check, fsync_file, peak_resident_bytes, write_file
+from fsdp_shard.utils import check, fsync_path, peak_resident_bytes, write_file
 
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf"})
 _STATES = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")  # other files of trainers
@@ -99,7 +99,7 @@ def convert(
     Example:
         >>> convert("outputs/run", "model", max_shard_size="2GB", dtype="bfloat16")
     """
-    settings = ConvertConfig(
+    settings = ConvertSettings(
         source=str(source),
         target=str(target),
         format=format,
@@ -116,7 +116,7 @@ def convert(
     return run_conversion(settings)
 
 
-def run_conversion(settings: ConvertConfig) -> ConvertReport:
+def run_conversion(settings: ConvertSettings) -> ConvertReport:
     """Convert as checked settings say; see `convert`."""
     start = time.perf_counter()
     target = Path(settings.target).expanduser().absolute()
@@ -164,7 +164,7 @@ class ConversionPlan:
 
 
 def plan_conversion(
-    index: TensorIndex, settings: ConvertConfig, model_files: Mapping[str, Path] | None = None
+    index: TensorIndex, settings: ConvertSettings, model_files: Mapping[str, Path] | None = None
 ) -> ConversionPlan:
     """Plan the files of the target and where each range of each tensor goes, without writing any.
 
@@ -231,7 +231,7 @@ def _write(index: TensorIndex, plan: ConversionPlan, root: Path) -> None:
                 raise SaveError(f"{problem}; the disk or the memory of this machine is at fault. Nothing was kept.")
     if plan.sync:
         for name in names:
-            fsync_file(root / name)
+            fsync_path(root / name)
         atomicity.sync_directories(root)
 
 

@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.io import has_file
 from fsdp_shard.checkpoint.lora_merge import merge_adapter
 from fsdp_shard.checkpoint.model_files import CONFIG, has_tokenizer, list_model_files, replace_tokenizer
 from fsdp_shard.checkpoint.open import open_weights
-from fsdp_shard.checkpoint.remote.url import is_remote
+from fsdp_shard.checkpoint.remote.store import is_remote
 from fsdp_shard.errors import CheckpointError, InputError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
 

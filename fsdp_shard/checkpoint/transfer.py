@@ -16,13 +16,13 @@ from threading import Lock
 from fsdp_shard.checkpoint.digests import chunk_digests, describe_chunk, digest_chunks
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.non_finite import find_non_finite
-from fsdp_shard.checkpoint.io import PAGE_BYTES, Handles, TensorSpec, dtypes, in_threads, page_aligned, start_writeback
-from fsdp_shard.checkpoint.io.files import pwrite_all
+from fsdp_shard.checkpoint.io import PAGE_BYTES, Handles, in_threads, page_aligned, pwrite_all, start_writeback
+from fsdp_shard.checkpoint.io.safetensors_format import TensorSpec, itemsize, to_torch, torch_name
 from fsdp_shard.checkpoint.sharded_state.write_shards import create_file
 from fsdp_shard.checkpoint.steps import Extent, FilePlan
 from fsdp_shard.checkpoint.tensor_entry import Span
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import fsync_file, name_in_errors
+from fsdp_shard.utils import fsync_path, name_in_errors
 
 _STEP_BYTES = 4 << 20  # read, hashed and written at a time
 _JOB_BYTES = 32 << 20  # what a thread takes at a time: adjacent bytes, so that each file is read and written in order
@@ -45,7 +45,7 @@ class Move:
 
     def jobs(self) -> Iterator[tuple[Move, range]]:
         """The tensor in jobs for threads, each with the first elements of its steps."""
-        size = max(dtypes.itemsize(self.source_dtype), dtypes.itemsize(self.target.dtype))
+        size = max(itemsize(self.source_dtype), itemsize(self.target.dtype))
         step = _STEP_BYTES // size  # whole chunks of both, as no size is more than four times the other
         many, total = _JOB_BYTES // _STEP_BYTES * step, self.target.num_elements
         return ((self, range(first, min(first + many, total), step)) for first in range(0, total, many))
@@ -103,7 +103,7 @@ def move_tensors(
 
 def _sync(paths: Iterator[Path]) -> None:
     for path in paths:
-        fsync_file(path)
+        fsync_path(path)
 
 
 def compare_with(index: TensorIndex, digests: Digests, progress: Progress) -> str | None:
@@ -132,13 +132,13 @@ class _Reader:
 
     def read(self, move: Move, start: int, count: int) -> memoryview:
         """The bytes to write for `count` elements from element `start` on; valid until the next call."""
-        name, size = move.target.name, dtypes.itemsize(move.source_dtype)
+        name, size = move.target.name, itemsize(move.source_dtype)
         data = self._source[: count * size]
         self._index.read_into(name, start, data)
         found = chunk_digests(data, start * size, move.target.num_elements * size)
         self._check(name, found)
         if move.is_cast:
-            size = dtypes.itemsize(move.target.dtype)
+            size = itemsize(move.target.dtype)
             data = self._cast(move, data, self._cast_to[: count * size])
             found = chunk_digests(data, start * size, move.target.num_bytes)
         self._digests[name].update(found)
@@ -156,14 +156,14 @@ class _Reader:
     def _cast(self, move: Move, data: memoryview, out: memoryview) -> memoryview:
         import torch
 
-        source = torch.frombuffer(data, dtype=dtypes.to_torch(move.source_dtype))
-        cast = torch.frombuffer(out, dtype=dtypes.to_torch(move.target.dtype)).copy_(source)
+        source = torch.frombuffer(data, dtype=to_torch(move.source_dtype))
+        cast = torch.frombuffer(out, dtype=to_torch(move.target.dtype)).copy_(source)
         if find_non_finite(move.target.dtype, out) is None:
             return out
         if num_lost := int((source.isfinite() & ~cast.isfinite()).sum()):
             raise CheckpointError(
                 f"{self._index.path}: tensor {move.target.name} holds values ({num_lost:,} or more) that are too "
-                f"large for {dtypes.torch_name(move.target.dtype)} and would become infinite; choose another dtype, "
+                f"large for {torch_name(move.target.dtype)} and would become infinite; choose another dtype, "
                 f"such as bfloat16 or float32."
             )
         return out
@@ -183,7 +183,7 @@ class _Writer:
 
     def write(self, move: Move, start: int, data: memoryview) -> None:
         """Write `data`, the elements of `move` from element `start` on, to its extents."""
-        at = start * dtypes.itemsize(move.target.dtype)
+        at = start * itemsize(move.target.dtype)
         for extent in move.extents:
             low, high = max(at, extent.start), min(at + len(data), extent.stop)
             if low < high:
@@ -199,7 +199,7 @@ class _Writer:
         """The spans of the bytes [low, high) of `move` in the source, if they can be written as they are."""
         if not self._clones or move.is_cast or not self._index.entry(move.target.name).is_in_long_runs:
             return ()
-        size = dtypes.itemsize(move.target.dtype)
+        size = itemsize(move.target.dtype)
         return self._index.spans(move.target.name, low // size, high // size)
 
     def _put(self, handle: int, offset: int, data: memoryview, spans: Sequence[Span]) -> None:

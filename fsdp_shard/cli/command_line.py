@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_shard import checkpoint
+from fsdp_shard import __version__, checkpoint
 from fsdp_shard.cli.exit import run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.errors import CheckpointError, DifferenceError, InputError
 from fsdp_shard.utils import configs, format_count, nearest, recipes, set_environment, shipped
@@ -64,8 +64,6 @@ def run_command(arguments: Sequence[str]) -> None:
     if command in ("--help", "-h"):
         print(_HELP, end="")
     elif command == "--version":
-        from fsdp_shard import __version__
-
         print(f"fsdp-shard {__version__}")
     elif command in ("-sc", "--shell-completion"):
         _complete(rest)
@@ -84,10 +82,10 @@ def run_command(arguments: Sequence[str]) -> None:
 
 def _run_shipped(command: str, arguments: Sequence[str], program: str = "") -> None:
     from fsdp_shard.cli.recipes import load_recipe, run_jobs
-    from fsdp_shard.config import schema_of
+    from fsdp_shard.config import COMMANDS as SCHEMAS
 
     file = shipped("recipes") / f"{command}.py"
-    run_jobs(schema_of(command), lambda: load_recipe(file), arguments, program or f"fsdp-shard {command}")
+    run_jobs(SCHEMAS[command], lambda: load_recipe(file), arguments, program or f"fsdp-shard {command}")
 
 
 def _run_file(arguments: Sequence[str]) -> None:

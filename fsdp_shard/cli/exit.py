@@ -79,14 +79,17 @@ def print_error(error: BaseException, debug: bool) -> None:
 
     Args:
         error: What was raised.
-        debug: Whether to print its traceback first.
+        debug: Whether to print its traceback first; if a rank raised it, that of the rank.
     """
     if debug:
-        sys.stderr.write(redact(_traceback(error)))
+        of_rank = getattr(error, "traceback", "") or getattr(error.__cause__, "traceback", "")
+        sys.stderr.write(redact(of_rank or "".join(traceback.format_exception(error))))
     # Wrong input is the same on all ranks: the first one reports it, without a number.
     is_shared = isinstance(error, InputError) and joined_rank() == 0
     rank = f"rank {joined_rank()}: " if is_joined_rank() and not is_shared else ""
-    hint = " Give debug=true or --debug to see the traceback." if _is_unexpected(error) and not debug else ""
+    # Only a traceback can explain what others raised, or what a rank has sent with one.
+    is_explained = (isinstance(error, FsdpShardError) or _names_a_file(error)) and not getattr(error, "traceback", "")
+    hint = "" if is_explained or debug else " Give debug=true or --debug to see the traceback."
     print(_paragraph(f"{rank}{_message(error)}{hint}", error), file=sys.stderr)
 
 
@@ -106,11 +109,6 @@ def _names_a_file(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.filename is not None and bool(error.strerror)
 
 
-def _is_unexpected(error: BaseException) -> bool:
-    """Whether only a traceback can explain the error."""
-    return not (isinstance(error, FsdpShardError) or _names_a_file(error)) or bool(getattr(error, "traceback", ""))
-
-
 def _paragraph(text: str, error: BaseException) -> str:
     """`error: ...` on one line, or filled to the width of the terminal, without breaking words."""
     start = "" if isinstance(error, Interrupted) else "error: "
@@ -119,9 +117,3 @@ def _paragraph(text: str, error: BaseException) -> str:
         return text
     width = os.get_terminal_size(sys.stderr.fileno()).columns
     return textwrap.fill(text, max(width - 1, 40), break_long_words=False, break_on_hyphens=False)
-
-
-def _traceback(error: BaseException) -> str:
-    """The traceback of `error`; if a rank raised it, that of the rank."""
-    of_rank = getattr(error, "traceback", "") or getattr(error.__cause__, "traceback", "")
-    return of_rank or "".join(traceback.format_exception(error))

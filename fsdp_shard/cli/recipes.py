@@ -13,19 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from fsdp_shard.checkpoint import refuse_remote
+from fsdp_shard import checkpoint, config as configs
 from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
-from fsdp_shard.config import RunConfig, command_of, is_used
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
 from fsdp_shard.utils import walk, warnings_of
 
-if TYPE_CHECKING:
-    from fsdp_shard.config import Job
-
-C = TypeVar("C", bound=RunConfig)
+C = TypeVar("C", bound=configs.RunConfig)
 
 _SECONDS_TO_REPORT = 20.0
 
@@ -46,7 +42,7 @@ def recipe(schema: type[C], *, check: Callable[[C], None] | None = None) -> Call
     Returns:
         The decorator.
     """
-    command_of(schema)
+    configs.command_of(schema)
     return lambda work: Recipe(schema, work, check)
 
 
@@ -102,56 +98,51 @@ def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
     Raises:
         RunError: If runs of a sweep failed.
     """
+    if {"-h", "--help"} & set(arguments):
+        # Hydra's own takes seconds: it copies the whole ConfigStore for each group that it lists.
+        print(configs.help_text(schema, program))
+        return
     with _first_rank_reports():
-        jobs = _prepare(schema, find, arguments, program)
+        jobs = configs.compose_jobs(schema, [argument for argument in arguments if argument != "--debug"], program)
+        for job in jobs:
+            job.config.debug |= "--debug" in arguments
+        if len(jobs) > 1:
+            _check_sweep(schema, jobs)
+        if joined_rank() == 0:
+            for line in dict.fromkeys(line for job in jobs for line in warnings_of(job.config)):
+                print(line, file=sys.stderr, flush=True)
+        for job in jobs:
+            _check(find(), job.config)
     start_garbage_collection()
     failed = []
     for number, job in enumerate(jobs, start=1):
-        if len(jobs) == 1:
-            _run(find(), job.config)
-            continue
-        print(f"[{number}/{len(jobs)}] {' '.join(job.overrides)} -> {job.config.run_dir}", flush=True)
+        if len(jobs) > 1:
+            print(f"[{number}/{len(jobs)}] {' '.join(job.overrides)} -> {job.config.run_dir}", flush=True)
         try:
             _run(find(), job.config)
-        except Interrupted:
-            raise
         except FsdpShardError as error:
+            if len(jobs) == 1 or isinstance(error, Interrupted):
+                raise
             failed.append(job.config.run_dir)
             print_error(error, job.config.debug)
-        gc.collect()  # reference cycles hold the job's model and optimizer, and the next one needs their memory
+        if number < len(jobs):
+            gc.collect()  # reference cycles hold the job's model and optimizer, and the next one needs their memory
     if failed:
         raise RunError(f"{len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}.")
 
 
-def _prepare(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence[str], program: str) -> list[Job[C]]:
-    """The jobs, checked. Nothing is loaded if there is nothing to do."""
-    from fsdp_shard.config import compose_jobs
-
-    jobs = compose_jobs(schema, [argument for argument in arguments if argument != "--debug"], program)
-    for job in jobs:
-        job.config.debug |= "--debug" in arguments
-    if len(jobs) > 1:
-        _check_sweep(schema, [job.config for job in jobs])
-    if joined_rank() == 0:
-        for line in dict.fromkeys(line for job in jobs for line in warnings_of(job.config)):
-            print(line, file=sys.stderr, flush=True)
-    for job in jobs:
-        _check(find(), job.config)
-    return jobs
-
-
-def _check_sweep(schema: type[C], configs: Sequence[C]) -> None:
+def _check_sweep(schema: type[C], jobs: Sequence[configs.Job[C]]) -> None:
     """Refuse a sweep whose ranks meet only once, and so for one job only."""
     if schema.ranks_are != "started":
         return
     if is_joined_rank():
         raise ConfigError(
-            f"-m asks for {len(configs)} runs one after the other, but ranks started by torchrun or srun meet only "
+            f"-m asks for {len(jobs)} runs one after the other, but ranks started by torchrun or srun meet only "
             f"once; start each run separately, or have fsdp-shard start the ranks (launch.ranks)."
         )
-    if (nodes := max(config.launch.max_nodes for config in configs)) > 1:
+    if (nodes := max(job.config.launch.max_nodes for job in jobs)) > 1:
         raise ConfigError(
-            f"-m asks for {len(configs)} runs one after the other, but {nodes} machines (launch.nodes) meet only once; "
+            f"-m asks for {len(jobs)} runs one after the other, but {nodes} machines (launch.nodes) meet only once; "
             f"start each run separately."
         )
 
@@ -175,27 +166,25 @@ def _check(recipe: Recipe[C], config: C) -> None:
     if config.ranks_are == "started":
         check_machine(config.launch)
     _refuse_unused(config)
-    refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
+    checkpoint.refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
     recipe.check(config)
 
 
-def _refuse_unused(config: RunConfig) -> None:
+def _refuse_unused(config: configs.RunConfig) -> None:
     """No setting that is given is ignored."""
     schema = type(config)
     defaults = {name: value for name, _, value in walk(schema())}
-    unused = [(name, value) for name, _, value in walk(config) if not is_used(schema, name)]
+    unused = [(name, value) for name, _, value in walk(config) if not configs.is_used(schema, name)]
     if given := [f"{name}={value}" for name, value in unused if value != defaults[name]]:
         raise ConfigError(f"{', '.join(given)} has no effect: {config.command} does not use it. Remove it.")
 
 
 def _run(recipe: Recipe[C], config: C) -> None:
-    from fsdp_shard.config import write_config
-
     if config.ranks_are == "started":
-        launch(recipe.perform, config, begin=write_config)
+        launch(recipe.perform, config, begin=configs.write_config)
     else:
         if config.writes:
-            write_config(config)
+            configs.write_config(config)
         recipe.perform(config)
 
 
@@ -245,9 +234,6 @@ def load_recipe(path: str | Path) -> Recipe[Any]:
 @contextmanager
 def _importable(directory: Path) -> Iterator[None]:
     """Let modules in `directory` be imported for a while."""
-    if str(directory) in sys.path:
-        yield
-        return
     sys.path.insert(0, str(directory))
     try:
         yield

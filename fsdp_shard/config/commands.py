@@ -1,26 +1,52 @@
-"""The whole config of each command: its own settings, and those of the rooms that it uses."""
+"""The whole config of each command: the settings that all have, its own, and those of the rooms that it uses."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from fsdp_shard.checkpoint import (
-    DEFAULT_SHARD_SIZE,
-    CheckpointConfig,
-    ConvertConfig as ConvertSettings,
-    Location,
-    locate,
-)
-from fsdp_shard.config.run_config import Ranks, RunConfig, default_run_dir
+from fsdp_shard.checkpoint import DEFAULT_SHARD_SIZE, CheckpointConfig, ConvertSettings, Location, locate
 from fsdp_shard.data import DataConfig
+from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation import EvaluateSettings
-from fsdp_shard.inference import GenerateSettings
+from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.planning import PlanSettings
-from fsdp_shard.sharding import ShardConfig
-from fsdp_shard.training import AdapterConfig, OptimConfig, TrainConfig
+from fsdp_shard.planning import PlannedDispatchConfig, PlanSettings
+from fsdp_shard.sharding import WRAPPERS, ShardConfig
+from fsdp_shard.training import OPTIMIZERS, AdapterConfig, LoraConfig, OptimConfig, TrainConfig
 from fsdp_shard.utils import setting
+
+Ranks = Literal["started", "planned", "one"]
+
+
+def default_run_dir(command: str) -> str:
+    """The default of `run_dir`; `now` is a resolver of Hydra's, and stays the same through a run."""
+    return setting(
+        f"outputs/{command}/${{now:%Y-%m-%d_%H-%M-%S}}", "Output directory of the run, created if it does not exist."
+    )
+
+
+@dataclass
+class RunConfig:
+    """The settings of every command.
+
+    Attributes:
+        command: The command that has this config.
+        ranks_are: The meaning of launch.ranks: ranks to start, ranks to plan for, or one, as the command works in a
+            single process.
+        unused: Settings and sections that the command does not use: `--help` omits them, and setting one is an error.
+        writes: Whether the command writes a run_dir, with its config.yaml.
+    """
+
+    command: ClassVar[str] = ""
+    ranks_are: ClassVar[Ranks] = "one"
+    unused: ClassVar[tuple[str, ...]] = ("launch",)
+    writes: ClassVar[bool] = True
+
+    run_dir: str = default_run_dir("run")
+    seed: int = setting(0, "Seed of all random number generators.", minimum=0)
+    debug: bool = setting(False, "Show tracebacks of errors and the messages of torch's launcher.")
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 @dataclass
@@ -141,13 +167,30 @@ class DoctorConfig(FinetuneConfig):
     data: DataConfig = field(default_factory=lambda: DataConfig(path=""))
 
 
-_SCHEMAS: dict[str, type[RunConfig]] = {
+COMMANDS: dict[str, type[RunConfig]] = {
     schema.command: schema
     for schema in (FinetuneConfig, ConvertConfig, EvaluateConfig, GenerateConfig, PlanConfig, DoctorConfig)
 }
-COMMANDS = tuple(_SCHEMAS)
+
+# Group -> option -> its dataclass; YAML files in conf/GROUP/ are options too. There can be no group `checkpoint`: Hydra
+# would take generate's `checkpoint=PATH` for a choice of it.
+OPTIONS: dict[str, dict[str, type]] = {
+    "shard": dict(WRAPPERS),
+    "optim": dict(OPTIMIZERS),
+    "adapter": {"none": AdapterConfig, "lora": LoraConfig},
+    "train": {"default": TrainConfig},
+    "dispatch": {"default": DispatchConfig, "planned": PlannedDispatchConfig},
+    "generation": {"default": GenerationSettings},
+}
 
 
-def schema_of(command: str) -> type[RunConfig]:
-    """The config dataclass of one of `COMMANDS`."""
-    return _SCHEMAS[command]
+def is_used(schema: type[RunConfig], name: str) -> bool:
+    """Whether the command reads the setting of this dotted name."""
+    return not any(name == unused or name.startswith(f"{unused}.") for unused in schema.unused)
+
+
+def command_of(schema: type) -> str:
+    """The command that has the config `schema`: its own, or that of the class that it extends."""
+    if command := getattr(schema, "command", ""):
+        return str(command)
+    raise TypeError(f"{schema.__name__} must be, or extend, the config of a command (fsdp_shard.config)")

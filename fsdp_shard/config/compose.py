@@ -1,25 +1,30 @@
-"""From a command line to checked configs, through Hydra: overrides, groups, presets, sweeps, --cfg, --help.
+"""From a command line to checked configs, through Hydra: overrides, groups, presets, sweeps, --cfg.
 
 Hydra only composes. It runs nothing, writes nothing and makes no directory: the recipe does, after all configs of a
 sweep have been checked.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import io
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import hydra
+from hydra.conf import HydraConf, RunDir, SweepDir
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fsdp_shard.config.commands import OPTIONS, RunConfig, command_of
 from fsdp_shard.config.config_errors import composition_error, unknown_setting
-from fsdp_shard.config.reference import help_text, settings_of
-from fsdp_shard.config.registry import options_of, register, schema_name
-from fsdp_shard.config.run_config import RunConfig, command_of
+from fsdp_shard.config.reference import settings_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import check, redact, redact_setting, set_environment, shipped, walk, write_atomically
 
@@ -42,7 +47,7 @@ _FOR_JOBS = (
 _HYDRA_PREFIXES = ("hydra.", "hydra/", "+hydra", "~hydra")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Job(Generic[C]):
     """A run: its config, and the overrides that make it different from the others of a sweep."""
 
@@ -56,19 +61,14 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
     Args:
         schema: The config dataclass of the command.
         arguments: Overrides and flags, without the command.
-        program: The command as the user typed it, for `--help`.
+        program: The command as the user typed it, for Hydra's messages.
 
     Returns:
-        The jobs: one, several for a sweep, none for `--help` and other flags that only print.
+        The jobs: one, several for a sweep, none for flags that only print.
 
     Raises:
         ConfigError: A setting is unknown, missing, of the wrong type, out of range, or contradicts another.
     """
-    if {"-h", "--help"} & set(arguments):
-        # Hydra's own takes seconds: it copies the whole ConfigStore for each group that it lists.
-        print(help_text(schema, program))
-        return []
-
     try:
         composed = _compose(schema, list(arguments), program)
     except (ConfigError, BrokenPipeError):
@@ -84,41 +84,59 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
 
 
 def _compose(schema: type, arguments: list[str], program: str) -> list[_Composed]:
-    register(schema)
     if not any(argument.startswith(("-", *_HYDRA_PREFIXES)) for argument in arguments):
-        return [_compose_one(schema, arguments)]
+        # hydra.main would compose it twice, first to see whether it is a sweep.
+        _register(schema, ".", ())
+        with hydra.initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+            return [(hydra.compose(command_of(schema), arguments), None, tuple(arguments))]
     with tempfile.TemporaryDirectory() as scratch:
-        _register_hydra(scratch, _FOR_JOBS)
+        _register(schema, scratch, _FOR_JOBS)
         return _run_hydra_main(schema, arguments, program)
 
 
-def _compose_one(schema: type, overrides: list[str]) -> _Composed:
-    """Compose one config from overrides; hydra.main would compose it twice, first to see whether it is a sweep."""
-    from hydra import compose, initialize_config_dir
+def _register(schema: type, scratch: str, defaults: Sequence[Mapping[str, str]]) -> None:
+    """Put into Hydra's ConfigStore what YAML files name: `schema`, the options of its groups, Hydra's own settings.
 
-    _register_hydra(".", ())
-    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        return compose(command_of(schema), overrides), None, tuple(overrides)
+    A recipe's own schema, with settings of its own, replaces the one that it extends. Hydra logs nothing, and has
+    `scratch` for what it writes in a sweep.
+    """
+    store: Any = ConfigStore.instance()
+    store.store(name=f"{command_of(schema)}_schema", node=schema)
+    for field in dataclasses.fields(schema):
+        for option, node in OPTIONS.get(field.name, {}).items():
+            store.store(group=field.name, name=option, node=node)
+    conf = HydraConf(defaults=[*defaults], run=RunDir("."), sweep=SweepDir(scratch, "jobs"), output_subdir=None)
+    store.store(group="hydra", name="config", node=conf, provider="fsdp-shard")
 
 
 def _run_hydra_main(schema: type, arguments: list[str], program: str) -> list[_Composed]:
     """Apply Hydra's flags: a sweep, a config that is only printed, presets from another directory."""
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
     composed: list[_Composed] = []
 
     def collect(config: Any) -> None:
-        job = HydraConfig.get()
-        number = int(job.job.num) if job.mode == RunMode.MULTIRUN else None
-        composed.append((config, number, tuple(job.overrides.task)))
+        job = HydraConfig.get().job
+        number = None if OmegaConf.is_missing(job, "num") else int(job.num)  # only a sweep counts
+        composed.append((config, number, tuple(HydraConfig.get().overrides.task)))
 
     conf, arguments = _preset_directories(arguments)
     # argparse accepts positional arguments only in one sequence, and users put -m anywhere.
     arguments = sorted(arguments, key=lambda argument: "=" in argument and not argument.startswith("-"))
-    with _config_errors(), _replaced_argv(program, arguments):
-        hydra.main(version_base="1.3", config_path=str(conf), config_name=command_of(schema))(collect)()
+    said, own_argv = io.StringIO(), sys.argv
+    sys.argv = [program, *arguments]  # from which hydra.main reads the command line
+    try:
+        with set_environment({"HYDRA_FULL_ERROR": "1"}), redirect_stderr(said):  # exceptions come out as they are
+            hydra.main(version_base="1.3", config_path=str(conf), config_name=command_of(schema))(collect)()
+    except SystemExit as leaving:
+        if leaving.code:
+            line = said.getvalue().strip().rpartition("\n")[2]
+            message = line.partition("error: ")[2] or line  # argparse prints the usage and the program's name first
+            raise ConfigError(
+                f"{message[:1].upper()}{message[1:]}; settings have the form name=value; --help lists them."
+            ) from None
+    else:
+        sys.stderr.write(said.getvalue())
+    finally:
+        sys.argv = own_argv
     return composed
 
 
@@ -141,52 +159,7 @@ def _preset_directories(arguments: list[str]) -> tuple[Path, list[str]]:
     return own, [*rest, f"--config-dir={shipped('conf')}"]
 
 
-def _register_hydra(scratch: str, defaults: Sequence[Mapping[str, str]]) -> None:
-    """Register Hydra's own settings: no logging, and a scratch directory for what it writes in a sweep."""
-    from hydra.conf import HydraConf, RunDir, SweepDir
-    from hydra.core.config_store import ConfigStore
-
-    conf = HydraConf(defaults=[*defaults], run=RunDir("."), sweep=SweepDir(scratch, "jobs"), output_subdir=None)
-    store: Any = ConfigStore.instance()
-    store.store(group="hydra", name="config", node=conf, provider="fsdp-shard")
-
-
-@contextlib.contextmanager
-def _config_errors() -> Iterator[None]:
-    """Let exceptions out of Hydra, and turn an error of its argument parser into a ConfigError."""
-    said = io.StringIO()
-    try:
-        with set_environment({"HYDRA_FULL_ERROR": "1"}), contextlib.redirect_stderr(said):
-            yield
-    except SystemExit as leaving:
-        if leaving.code:
-            raise ConfigError(_argparse_message(said.getvalue())) from None
-    else:
-        sys.stderr.write(said.getvalue())
-
-
-def _argparse_message(said: str) -> str:
-    """The message of argparse, without the usage and the program's name."""
-    line = said.strip().rpartition("\n")[2]
-    message = line.partition("error: ")[2] or line
-    return f"{message[:1].upper()}{message[1:]}; settings have the form name=value; --help lists them."
-
-
-@contextlib.contextmanager
-def _replaced_argv(program: str, arguments: list[str]) -> Iterator[None]:
-    """Replace sys.argv, from which hydra.main reads the command line."""
-    before = sys.argv
-    sys.argv = [program, *arguments]
-    try:
-        yield
-    finally:
-        sys.argv = before
-
-
 def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: type[C]) -> Job[C]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     # Hydra accepts `+name=value` for any name, which nothing would read.
     if (name := next(_unknown_keys(composed), None)) is not None:
         raise ConfigError(unknown_setting(name, schema))
@@ -208,8 +181,6 @@ def _fill_alternatives(composed: Any) -> None:
 
     `instead` maps a setting to `other` (which has any value) or `other=value`.
     """
-    from omegaconf import OmegaConf
-
     for name, other in getattr(OmegaConf.get_type(composed), "instead", {}).items():
         key, _, value = other.partition("=")
         section, _, leaf = name.rpartition(".")
@@ -224,8 +195,6 @@ def _fill_alternatives(composed: Any) -> None:
 
 def _unknown_keys(composed: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of the keys that are not fields of the dataclass of their section."""
-    from omegaconf import OmegaConf
-
     kind = OmegaConf.get_type(composed)
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(composed)
     yield from (f"{prefix}{key}" for key in composed if key not in fields)
@@ -236,8 +205,6 @@ def _unknown_keys(composed: Any, prefix: str = "") -> Iterator[str]:
 
 def _sections(composed: Any) -> Iterator[tuple[str, Any]]:
     """(key, mapping) of each mapping in `composed`."""
-    from omegaconf import DictConfig, OmegaConf
-
     for key in composed:
         is_set = not OmegaConf.is_interpolation(composed, key) and not OmegaConf.is_missing(composed, key)
         if is_set and isinstance(section := composed[key], DictConfig):
@@ -259,12 +226,11 @@ def write_config(config: RunConfig) -> None:
     Raises:
         ConfigError: `run_dir` cannot be written.
     """
-    directory, text = Path(config.run_dir), redact(_as_yaml(config))
+    file, text = Path(config.run_dir) / "config.yaml", redact(_as_yaml(config))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if (directory / "config.yaml").is_file() and (directory / "config.yaml").read_bytes() == text.encode():
-            return
-        write_atomically(directory / "config.yaml", text)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not (file.is_file() and file.read_bytes() == text.encode()):
+            write_atomically(file, text)
     except OSError as error:
         raise ConfigError(
             f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Set it to a writable directory."
@@ -273,17 +239,15 @@ def write_config(config: RunConfig) -> None:
 
 def _as_yaml(config: RunConfig) -> str:
     """All settings, and a defaults list with the dataclass of each group."""
-    from omegaconf import OmegaConf
-
     command = command_of(type(config))
     chosen: list[Any] = [
-        {group: option}
-        for group in (field.name for field in dataclasses.fields(config))
-        for option, node in options_of(group).items()
-        if type(getattr(config, group)) is node
+        {field.name: option}
+        for field in dataclasses.fields(config)
+        for option, node in OPTIONS.get(field.name, {}).items()
+        if type(getattr(config, field.name)) is node
     ]
     comment = f"# To repeat this run: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
-    defaults = OmegaConf.to_yaml({"defaults": [schema_name(command), *chosen, "_self_"]})
+    defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *chosen, "_self_"]})
     settings = OmegaConf.structured(config)
     for name, _, value in walk(config):
         if isinstance(value, str):

@@ -2,26 +2,30 @@
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from fsdp_shard.config.commands import command_of
 from fsdp_shard.config.reference import groups_of, settings_of
-from fsdp_shard.config.run_config import command_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import nearest
 
 
 def composition_error(error: BaseException, schema: type, arguments: Sequence[str]) -> ConfigError:
     """The ConfigError for an exception of Hydra or OmegaConf while composing `schema` from `arguments`."""
-    said = _wrong_override(error, schema, arguments) or _wrong_value(error, schema)
-    return ConfigError(said or _in_one_paragraph(error))
+    if said := _wrong_override(error, schema, arguments) or _wrong_value(error, schema):
+        return ConfigError(said)
+    said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+    return ConfigError(" ".join(said.split()).replace(f"{Path.cwd()}/", ""))
 
 
 def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]) -> str | None:
     """The message for the first override that cannot be parsed, or names an unknown setting, group or option."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     for before, argument in zip(["", *arguments], arguments, strict=False):
         is_value_of_flag = before.startswith("-") and "=" not in argument
         if argument.startswith("-") or is_value_of_flag or "hydra" in argument.partition("=")[0]:
@@ -71,7 +75,12 @@ def _whole_section(override: Any, inside: Sequence[str]) -> str:
 def unknown_setting(name: str, schema: type) -> str:
     """The message for a setting that does not exist."""
     known = sorted({*(setting.name for setting in settings_of(schema)), *groups_of(schema)})
-    return f"{name} is not a setting of {command_of(schema)}{_near(name, known)}. See --help for all of them."
+    close = nearest(name, known)
+    if not close:  # or else the one whose last part is closest
+        last_parts = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
+        if matches := get_close_matches(name.rpartition(".")[2], last_parts, n=1):
+            close = f" (did you mean {last_parts[matches[0]]}?)"
+    return f"{name} is not a setting of {command_of(schema)}{close}. See --help for all of them."
 
 
 def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseException) -> str | None:
@@ -82,41 +91,24 @@ def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseExce
     options = groups[group]
     if option in options:
         return None
-    there_are = f"{group} has {', '.join(options) or 'none'}"
-    return f"{group}={option}: there is no such option; {there_are}{nearest(option, options)}."
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    """The closest known full name, or else the one with the closest last part."""
-    if close := nearest(name, known):
-        return close
-    last_parts = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
-    found = re.search(r"did you mean (.*)\?", nearest(name.rpartition(".")[2], list(last_parts)))
-    return f" (did you mean {last_parts[found[1]]}?)" if found else ""
+    return f"{group}={option}: there is no such option; {group} has {', '.join(options)}{nearest(option, options)}."
 
 
 def _wrong_value(error: BaseException, schema: type) -> str | None:
     """The message for a value of the wrong type, or for an unknown key in a YAML file."""
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
-
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return None
     name = str(getattr(cause, "full_key", None) or "")
-    where = _preset_in(str(error))
+    match = re.match(r"In '([^']+)'", str(error))  # the YAML file: `In 'group/option': ...`
+    where = f"{match[1]}.yaml: " if match else ""
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and name:
         return f"{where}{unknown_setting(name, schema)}"
     if isinstance(cause, ValidationError) and name:
         return f"{where}{_expected(name, str(cause.msg))}."
     return None
-
-
-def _preset_in(message: str) -> str:
-    """The YAML file that Hydra names in `In 'group/option': ...`."""
-    match = re.match(r"In '([^']+)'", message)
-    return f"{match[1]}.yaml: " if match else ""
 
 
 _TYPES = {
@@ -138,9 +130,3 @@ def _expected(name: str, message: str) -> str:
     if message.endswith("is not Optional"):
         return f"{name}=null: this setting needs a value; leave it out to use its default"
     return f"{name}: {message.rstrip('.')}"
-
-
-def _in_one_paragraph(error: BaseException) -> str:
-    said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
-    text = " ".join(said.split())
-    return text.replace(str(Path.cwd()) + "/", "")

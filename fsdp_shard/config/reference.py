@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_shard.config.commands import COMMANDS, schema_of
-from fsdp_shard.config.registry import options_of
-from fsdp_shard.config.run_config import RunConfig, command_of, is_used
-from fsdp_shard.utils import REQUIRED, configs
+from fsdp_shard.config.commands import COMMANDS, OPTIONS, RunConfig, command_of, is_used
+from fsdp_shard.utils import REQUIRED, configs, in_yaml
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def _walk(config: Any, prefix: str) -> Iterator[Setting]:
     fields = sorted(dataclasses.fields(config), key=lambda f: dataclasses.is_dataclass(getattr(config, f.name)))
     for field in fields:
         name, value = prefix + field.name, getattr(config, field.name)
-        options = {option: node for option, node in options_of(name).items() if issubclass(node, type(value))}
+        options = {option: node for option, node in OPTIONS.get(name, {}).items() if issubclass(node, type(value))}
         if options:
             yield from _walk_options(name, options)
         elif dataclasses.is_dataclass(value):
@@ -54,22 +52,19 @@ def _walk(config: Any, prefix: str) -> Iterator[Setting]:
 
 def _walk_options(group: str, nodes: dict[str, type]) -> Iterator[Setting]:
     """The settings of all options of a group, each once, with the options that have it unless all do."""
-    options = {name: list(_walk(node(), f"{group}.")) for name, node in nodes.items()}
-    seen: set[str] = set()
-    for settings in options.values():
-        for setting in settings:
-            if setting.name in seen:
-                continue
-            seen.add(setting.name)
-            having = [name for name, others in options.items() if setting.name in {other.name for other in others}]
-            only = "" if len(having) == len(options) else " or ".join(f"{group}={name}" for name in having)
-            yield dataclasses.replace(setting, only_with=only)
+    first: dict[str, Setting] = {}
+    having: dict[str, list[str]] = {}
+    for option, node in nodes.items():
+        for setting in _walk(node(), f"{group}."):
+            first.setdefault(setting.name, setting)
+            having.setdefault(setting.name, []).append(f"{group}={option}")
+    for name, setting in first.items():
+        only = "" if len(having[name]) == len(nodes) else " or ".join(having[name])
+        yield dataclasses.replace(setting, only_with=only)
 
 
 def _format(value: Any) -> str:
     """`value` as in an override, with a placeholder for the time in the default of run_dir."""
-    if isinstance(value, bool):
-        return str(value).lower()
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -78,7 +73,7 @@ def _format(value: Any) -> str:
         return "[" + ",".join(_format(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{_format(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    return in_yaml(value)
 
 
 def _accepts(rules: Any) -> str:
@@ -93,12 +88,13 @@ def groups_of(schema: type) -> dict[str, list[str]]:
     root = next(item.path for item in configs() if item.name == f"{command_of(schema)}.yaml")
     groups = re.findall(r"^  - (\w+): ", root.read_text(encoding="utf-8"), re.MULTILINE)
     presets = [item.name.removesuffix(".yaml").rpartition("/") for item in configs()]
-    options = {group: [*options_of(group), *(name for of, _, name in presets if of == group)] for group in groups}
+    options = {group: [*OPTIONS.get(group, {}), *(name for of, _, name in presets if of == group)] for group in groups}
     return {group: names for group, names in options.items() if names}
 
 
 def help_text(schema: type, command: str) -> str:
     """The text of `--help` for a command."""
+    groups = [f"  {group:<12} {', '.join(options)}" for group, options in groups_of(schema).items()]
     lines = [
         f"{command} [name=value ...]",
         "",
@@ -107,18 +103,13 @@ def help_text(schema: type, command: str) -> str:
         "name=value sets a setting, group=option selects a set of them. -m with name=a,b runs once for each value.",
         "--cfg job prints the config without running, --config-dir DIR adds your presets, --debug shows tracebacks.",
         "",
-        *_group_lines(groups_of(schema)),
+        *(["Groups", *groups, ""] if groups else ()),
         "Settings and their defaults (??? is required)",
     ]
     for setting in settings_of(schema):
         lines.append(f"  {setting.name}={setting.default}")
         lines += textwrap.wrap(setting.sentence, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
-
-
-def _group_lines(groups: dict[str, list[str]]) -> list[str]:
-    lines = [f"  {group:<12} {', '.join(options)}" for group, options in groups.items()]
-    return ["Groups", *lines, ""] if lines else []
 
 
 def markdown() -> str:
@@ -129,10 +120,9 @@ def markdown() -> str:
         "Generated by `make docs` from the declarations in the code. On the command line, `name=value` sets a setting",
         f"and `group=option` selects a set of them. `{REQUIRED}` is required.",
     ]
-    for command in COMMANDS:
-        schema = schema_of(command)
+    for command, schema in COMMANDS.items():
         lines += ["", f"## fsdp-shard {command}", "", (schema.__doc__ or "").strip().partition("\n")[0], ""]
-        if base := next((other for other in COMMANDS if schema_of(other) in schema.__mro__[1:]), None):
+        if base := next((name for name, other in COMMANDS.items() if other in schema.__mro__[1:]), None):
             lines.append(f"Its settings are those of `{base}`, none of which is required.")
             continue
         groups = (

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,9 @@ class Agent(OverridableAgent):
         if died and self._death_seen is None:
             self._death_seen = time.monotonic()
             self._first_death = min(died.items(), key=lambda death: death[1] >= 0)  # killed ones come first
-            if not self._can_restart(self._first_death[1]):
+            # Wrong input would be wrong again. A fixed number of machines cannot continue after one was told to leave.
+            status = self._first_death[1]
+            if status == InputError.exit_status or (status > 128 and not self._settings.is_elastic):
                 self.forbid_restarts()
             _send(signal.SIGTERM, [pid for rank, pid in pids.items() if rank not in died])
         if self._death_seen is not None:
@@ -126,13 +129,6 @@ class Agent(OverridableAgent):
         self.shut_down(int(seconds))
         # What a rank has started goes with it: it could hold files and locks that the next attempt needs.
         _send(signal.SIGKILL, [-int(worker.id) for worker in worker_group.workers])
-
-    def _can_restart(self, status: int) -> bool:
-        """Whether a rank that ended with this status may succeed when it is started again.
-
-        Wrong input would be wrong again. A fixed number of machines cannot continue after one was told to leave.
-        """
-        return not (status == InputError.exit_status or (status > 128 and not self._settings.is_elastic))
 
     def _kill_frozen(self, pids: dict[int, int]) -> None:
         files = {self._attempt.heartbeat(rank): rank for rank in pids.keys() - self._attempt.finished()}
@@ -157,7 +153,5 @@ def _exit_status(pid: int) -> int | None:
 def _send(number: signal.Signals, pids: Iterable[int]) -> None:
     """Send a signal to processes, and to process groups where a number is negative."""
     for pid in pids:
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-        except (ProcessLookupError, PermissionError):
-            continue

@@ -94,16 +94,15 @@ def _join_ranks(work: Callable[[C], None], begin: Callable[[C], None], config: C
     # The store is kept until the work is done on all ranks: rank 0 may be serving it.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = join_store(timeout_seconds=config.launch.timeout_seconds)
-    key = "run_dir"
     try:
         if rank == 0:
             try:
                 begin(config)
             except BaseException:
-                store.set(key, "")
+                store.set("run_dir", "")
                 raise
-            store.set(key, config.run_dir)
-        elif not (received := store.get(key)):
+            store.set("run_dir", config.run_dir)
+        elif not (received := store.get("run_dir")):
             sys.exit(1)  # rank 0 says why
         else:
             config.run_dir = received.decode()
@@ -183,9 +182,8 @@ def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:
     Raises:
         ConfigError: If there are fewer GPUs than ranks, or none at all.
     """
-    if joins(settings, os.environ):
-        return
-    if settings.device == "cpu" or (settings.device == "auto" and settings.ranks == 1):
+    needs_none = settings.device == "cpu" or (settings.device == "auto" and settings.ranks == 1)
+    if needs_none or joins(settings, os.environ):
         return
     num_gpus = count_gpus()
     if settings.device == "cuda" and num_gpus == 0:

@@ -38,7 +38,7 @@ def run_ranks(
     start_method: str,
     num_threads: int,
     log: bool = False,
-    prepare: Callable[[Agree], None] | None = None,
+    prepare: Callable[[Agree], None] = lambda agree: None,
 ) -> None:
     """Call `work(config)` on the ranks of this machine, together with those of other machines.
 
@@ -61,16 +61,16 @@ def run_ranks(
     """
     with (
         _torch_launcher(log, num_threads),
-        tempfile.TemporaryDirectory(prefix="fsdp-shard-") as reports,
+        tempfile.TemporaryDirectory(prefix="fsdp-shard-") as directory,
         ExitStack() as cleanup,
-        _restored_handlers(),
     ):
-        error: FsdpShardError | None = None
+        reports = Path(directory)
         try:
             rendezvous = Rendezvous.create(settings)
             cleanup.callback(rendezvous.leave)
-            if prepare is not None:
-                prepare(rendezvous.first_value)
+            for number in stop_signals():  # torch's agent replaces their handlers
+                cleanup.callback(signal.signal, number, signal.getsignal(number))
+            prepare(rendezvous.first_value)
             spec = WorkerSpec(
                 role="rank",
                 local_world_size=settings.ranks,
@@ -81,10 +81,10 @@ def run_ranks(
                 monitor_interval=0.05,
                 local_addr=rendezvous.local_addr,
             )
-            error = _run_agent(Agent(spec, settings, start_method, Path(reports)), rendezvous, settings, Path(reports))
+            error = _run_agent(Agent(spec, settings, start_method, reports), rendezvous, settings, reports)
         except SignalException as stopped:
             _kill_ranks()
-            error = interruption(AttemptDirectory.last(Path(reports)).reports(), int(stopped.sigval))
+            error = interruption(AttemptDirectory.last(reports).reports(), int(stopped.sigval))
         except RendezvousError as failed:
             _kill_ranks()
             error = RunError(f"The machines could not meet at launch.rendezvous={settings.rendezvous}: {failed}")
@@ -104,13 +104,13 @@ def _run_agent(agent: Agent, rendezvous: Rendezvous, settings: LaunchConfig, rep
     return first_cause(last.reports(), agent.first_death(), set(local_ranks) - last.finished())
 
 
-def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threads: int) -> None:
+def _rank_main(work: Callable[[Any], None], config: Any, reports: Path, num_threads: int) -> None:
     """One rank, from its first line to its last."""
     # A process group of its own: Ctrl-C then reaches the starting process only, which passes it on exactly once.
     os.setpgid(0, 0)
     interrupt_on_signals(ctrl_c=True)
     torch.set_num_threads(num_threads)
-    directory, rank = AttemptDirectory.create(Path(reports), attempt()), int(os.environ["RANK"])
+    directory, rank = AttemptDirectory.create(reports, attempt()), int(os.environ["RANK"])
     directory.start_heartbeat(rank)
     try:
         try:
@@ -130,17 +130,6 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: str, num_threa
 def _on_signals(handler: signal.Handlers) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, handler)
-
-
-@contextmanager
-def _restored_handlers() -> Iterator[None]:
-    """Restore the handlers of the stop signals on exit, which torch's agent replaces."""
-    before = {number: signal.getsignal(number) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -207,10 +207,10 @@ def join_store(rendezvous: str = "env://", timeout_seconds: float = 300.0) -> St
     Returns:
         The store of this attempt.
     """
-    explicit = (
-        {} if rendezvous == "env://" else {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
-    )
-    store, _, _ = next(torch_rendezvous(rendezvous, timeout=timedelta(seconds=timeout_seconds), **explicit))
+    # If one is missing, torch says so.
+    rank, world_size = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
+    timeout = timedelta(seconds=timeout_seconds)
+    store, _, _ = next(torch_rendezvous(rendezvous, rank, world_size, timeout=timeout))
     return PrefixStore(f"fsdp-shard/attempt-{attempt()}", store)
 
 

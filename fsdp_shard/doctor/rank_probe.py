@@ -13,15 +13,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-import torch.distributed as dist
 
+from fsdp_shard import data, sharding
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data import cache_directory
 from fsdp_shard.distributed import DistributedContext, init_distributed, launch, run_on_main, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem
 from fsdp_shard.doctor.machine import versions
 from fsdp_shard.doctor.run import nearest_existing, scratch_directory
-from fsdp_shard.sharding import check_ranks as check_num_ranks
 from fsdp_shard.utils import format_size
 
 _REDUCED_BYTES = 16 << 20
@@ -48,7 +46,7 @@ class Facts:
 def check_ranks(config: FinetuneConfig) -> Iterator[Finding]:
     """Start all ranks as finetune would, let them meet, and end them; on several machines, on each."""
     for num_ranks in world_sizes(config.launch):
-        check_num_ranks(config.shard, num_ranks, on_gpu=uses_gpus(config.launch))
+        sharding.check_ranks(config.shard, num_ranks, on_gpu=uses_gpus(config.launch))
     if world_sizes(config.launch) == [1]:
         yield ok("one rank, which communicates with no other")
         return
@@ -58,8 +56,7 @@ def check_ranks(config: FinetuneConfig) -> Iterator[Finding]:
         if not findings.exists():
             yield ok("the ranks have met; the machine of rank 0 reports the details")
             return
-        for mark, text in json.loads(findings.read_text(encoding="utf-8")):
-            yield Finding(mark, text)
+        yield from (Finding(*found) for found in json.loads(findings.read_text(encoding="utf-8")))
 
 
 def judge(facts: Sequence[Facts], seconds: float, bytes_per_second: float) -> Iterator[Finding]:
@@ -113,7 +110,7 @@ def _probe(findings: str, config: FinetuneConfig) -> None:
         seconds = time.perf_counter() - begin
         rate = _all_reduce_rate(context)
         with ExitStack() as scratch:
-            directories = [Path(config.run_dir), cache_directory(config.data)]
+            directories = [Path(config.run_dir), data.cache_directory(config.data)]
             written = run_on_main(context, lambda: _write_marks(scratch, directories))
             facts = context.all_gather_object(_facts(context, written))
     if context.is_main:
@@ -134,7 +131,7 @@ def _all_reduce_rate(context: DistributedContext) -> float:
     seconds = []
     for _ in range(1 + _ROUNDS):
         begin = time.perf_counter()
-        dist.all_reduce(tensor)
+        torch.distributed.all_reduce(tensor)
         if context.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)

@@ -14,17 +14,16 @@ from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
 
-from fsdp_shard import training
+import torch
+
+from fsdp_shard import inference, models, sharding, training
 from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import open_samples, tokenize_all
 from fsdp_shard.distributed import uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
-from fsdp_shard.inference import free_cpu_bytes
-from fsdp_shard.models import load_config, load_tokenizer
 from fsdp_shard.planning import MemoryPlan, PlannedRun, plan_memory
-from fsdp_shard.sharding import num_shards
-from fsdp_shard.utils import format_count, format_size, fsync_directory
+from fsdp_shard.utils import format_count, format_size, write_atomically
 
 PlanFunction = Callable[[], MemoryPlan | None]
 
@@ -61,10 +60,11 @@ def check_disk(run_dir: str) -> Iterator[Finding]:
     """Check that files can be written, synced, renamed and locked in `run_dir`, and measure how fast."""
     directory = nearest_existing(Path(run_dir))
     with scratch_directory(directory) as scratch:
-        seconds = _write(Path(scratch) / "trial.partial")
-        os.rename(Path(scratch) / "trial.partial", Path(scratch) / "trial")
-        fsync_directory(Path(scratch))
-        handle = os.open(Path(scratch) / "trial", os.O_RDWR)  # as the lock of a run is
+        trial, content = Path(scratch) / "trial", os.urandom(_TRIAL_BYTES)  # some file systems compress
+        begin = time.perf_counter()
+        write_atomically(trial, content, sync=True)
+        rate = _TRIAL_BYTES / (time.perf_counter() - begin)
+        handle = os.open(trial, os.O_RDWR)  # as the lock of a run is
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -73,19 +73,8 @@ def check_disk(run_dir: str) -> Iterator[Finding]:
             )
         finally:
             os.close(handle)
-    rate = _TRIAL_BYTES / seconds
     text = f"{directory}: {format_size(disk_usage(directory).free)} free, written and synced at {format_size(rate)}/s"
     yield ok(text) if rate > _SLOW_BYTES_PER_SECOND else warning(f"{text}: saving checkpoints will be slow")
-
-
-def _write(path: Path) -> float:
-    """Seconds to write a file of `_TRIAL_BYTES` and sync it to the disk."""
-    content = os.urandom(_TRIAL_BYTES)  # some file systems compress
-    begin = time.perf_counter()
-    with open(path, "xb", buffering=0) as file:
-        file.write(content)
-        os.fsync(file.fileno())
-    return time.perf_counter() - begin
 
 
 def check_remote(url: str | None) -> Iterator[Finding]:
@@ -119,17 +108,10 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
     """
     if not config.model.path or config.shard.tensor_parallel > 1 or config.shard.expert_parallel > 1:
         return None
-    run = PlannedRun(
-        config.model,
-        config.shard,
-        config.train,
-        config.optim,
-        config.data.sequence_length,
-        min(world_sizes(config.launch)),
-        config.adapter,
-        config.checkpoint.asynchronous,
-    )
-    return plan_memory(load_config(config.source.directory, config.model.trust_remote_code), run)
+    length, num_ranks = config.data.sequence_length, min(world_sizes(config.launch))
+    saving = config.checkpoint.asynchronous
+    run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)
+    return plan_memory(models.load_config(config.source.directory, config.model.trust_remote_code), run)
 
 
 def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
@@ -143,8 +125,8 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
     if plan.peak_bytes is None:
         yield warning(f"{what}; the activations of its forward pass could not be measured ({plan.problem})")
         return
-    on_gpu, num_ranks = uses_gpus(config.launch), config.launch.ranks
-    free = _free_gpu_bytes(num_ranks) if on_gpu else free_cpu_bytes() // num_ranks
+    on_gpu, num_ranks, free_host = uses_gpus(config.launch), config.launch.ranks, inference.free_cpu_bytes()
+    free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_ranks)) if on_gpu else free_host // num_ranks
     text = f"{what}: up to {format_size(plan.peak_bytes)} per rank, {format_size(free)} free"
     if plan.peak_bytes <= free:
         yield ok(text)
@@ -154,9 +136,9 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
             f"{' or shard.cpu_offload=true' if on_gpu else ''}; `fsdp-shard plan` shows what needs the memory."
         )
     in_host_memory = max(rank.staging_bytes + rank.host_bytes for rank in plan.per_rank) * num_ranks
-    if on_gpu and in_host_memory > (free := free_cpu_bytes()):
+    if on_gpu and in_host_memory > free_host:
         yield problem(
-            f"the ranks need up to {format_size(in_host_memory)} of host memory, {format_size(free)} free; "
+            f"the ranks need up to {format_size(in_host_memory)} of host memory, {format_size(free_host)} free; "
             f"checkpoint.asynchronous=false and shard.cpu_offload=false need none."
         )
 
@@ -167,7 +149,7 @@ def check_disk_space(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator
     if plan is None:
         return
     # A checkpoint has one replica. Of an adapter only what is trained is saved, which is what has gradients.
-    replica = plan.per_rank[: num_shards(config.shard, len(plan.per_rank))]
+    replica = plan.per_rank[: sharding.num_shards(config.shard, len(plan.per_rank))]
     is_adapter = isinstance(config.adapter, training.LoraConfig)
     weights = sum(rank.gradients_bytes if is_adapter else rank.parameters_bytes for rank in replica)
     optimizer = sum(rank.optimizer_bytes for rank in replica) * config.checkpoint.optimizer
@@ -200,7 +182,7 @@ def check_data(config: FinetuneConfig) -> Iterator[Finding]:
     if missing := _missing(config):
         yield skipped(missing)
         return
-    tokenizer = load_tokenizer(config.source.tokenizer, config.model.trust_remote_code)
+    tokenizer = models.load_tokenizer(config.source.tokenizer, config.model.trust_remote_code)
     task = training.data_task(config.model, config.source)
     tokenized = tokenize_all(config.data, tokenizer, task=task.name)
     samples = open_samples(config.data, tokenized, task, config.seed, lambda: tokenizer)
@@ -216,9 +198,3 @@ def check_data(config: FinetuneConfig) -> Iterator[Finding]:
 def _missing(config: FinetuneConfig) -> str:
     given = {"model.path=...": config.model.path, "data.path=...": config.data.path or config.data.mixture}
     return " ".join(name for name, value in given.items() if not value)
-
-
-def _free_gpu_bytes(num_ranks: int) -> int:
-    import torch
-
-    return min(int(torch.cuda.mem_get_info(ordinal)[0]) for ordinal in range(num_ranks))

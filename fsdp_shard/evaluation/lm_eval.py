@@ -7,8 +7,6 @@ doi:10.5281/zenodo.12608602), with its own seeds, so that results compare with t
 import importlib.metadata
 import json
 import logging
-import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -62,7 +60,7 @@ class LmEval:
             )
         seconds = time.perf_counter() - start
         for name, rows in results.get("samples", {}).items():
-            _write_samples(self.samples_dir / f"{name.replace(os.sep, '_')}.jsonl", rows)
+            _write_samples(self.samples_dir / f"{name.replace('/', '_')}.jsonl", rows)
         groups = [make_table(results, "groups")] if results.get("groups") else []
         row = {
             "results": results["results"],
@@ -147,14 +145,9 @@ def _write_samples(path: Path, rows: list[Any]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: dict[str, Any]) -> Any:
     """`value` in JSON types: numpy's numbers as Python's, and null for those that are not finite."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value, default=lambda number: number.item()), parse_constant=lambda name: None)
 
 
 @contextmanager

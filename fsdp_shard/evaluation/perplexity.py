@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,6 +17,7 @@ from fsdp_shard.data import MASKED, MapDataset, prepare_held_out
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
 from fsdp_shard.inference import context_length
+from fsdp_shard.utils import format_count
 
 _MAX_LOSS = 700.0  # exp of more overflows a double
 
@@ -46,13 +46,16 @@ class PerplexityEvaluation:
     def describe(self) -> str:
         """Number of tokens and windows."""
         windows = self.windows
-        return f"{windows.num_predictions} tokens in {len(windows)} windows of {windows.sequence_length}"
+        tokens, count = format_count(windows.num_predictions, "token"), format_count(len(windows), "window")
+        return f"{tokens} in {count} of {windows.sequence_length}"
 
     def measure(self, model: PreTrainedModel) -> Figures:
         """Run all windows; raises LossError if a loss is not finite."""
         with tqdm(total=len(self.windows), unit="window", desc="evaluate", disable=None) as bar:
             found = perplexity(model, self.windows, self.batch_size, bar.update)
-        text = f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}) over {found.num_tokens} tokens"
+        text = (
+            f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}) over {format_count(found.num_tokens, 'token')}"
+        )
         return Figures(text, {"perplexity": found.perplexity, **asdict(found)})
 
 
@@ -125,6 +128,8 @@ def perplexity(
 def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
     """Sum over `labels` [rows, length] under `logits` [rows, length, vocabulary], upcast a row at a time."""
     return sum(
-        float(cross_entropy(row.float(), of_row.to(row.device), ignore_index=MASKED, reduction="sum"))
+        float(
+            torch.nn.functional.cross_entropy(row.float(), of_row.to(row.device), ignore_index=MASKED, reduction="sum")
+        )
         for row, of_row in zip(logits, labels, strict=True)
     )

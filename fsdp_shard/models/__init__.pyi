@@ -2,15 +2,15 @@ from .blocks import Block as Block, no_split_blocks as no_split_blocks, tied_nam
 from .config import REMOTE_CODE as REMOTE_CODE, ModelConfig as ModelConfig
 from .context_length import check_packing as check_packing, num_positions as num_positions
 from .gguf_config import GGUF_FORMAT as GGUF_FORMAT, gguf_model_files as gguf_model_files
-from .hub import download_model as download_model
 from .loading import (
+    build_on_meta as build_on_meta,
     check_causal as check_causal,
-    check_model_config as check_model_config,
     check_model_task as check_model_task,
     load_config as load_config,
     load_tokenizer as load_tokenizer,
+    rebuild_buffers as rebuild_buffers,
 )
-from .meta_device import build_on_meta as build_on_meta, rebuild_buffers as rebuild_buffers
+from .model_directory import check_model_config as check_model_config, download_model as download_model
 from .quantized_linear import (
     QUANTIZATION_BLOCK as QUANTIZATION_BLOCK,
     QUANTIZATION_CODES as QUANTIZATION_CODES,

@@ -4,7 +4,7 @@ They follow from the modules, their names and the shapes of their parameters, so
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -90,7 +90,7 @@ def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
                     f"its modules that could be blocks are {', '.join(known)}."
                 )
         return list(_outermost(model, set(names)))
-    layers = _own(model) or list(_structural(model, _whole_classes(model)))
+    layers = _own(model) or list(_structural(model, _classes(model, _is_layer)))
     if not layers:
         raise ModelError(
             f"No blocks were found in {type(model).__name__}: no module repeats, and it lists none itself. "
@@ -112,25 +112,25 @@ def _own(model: nn.Module) -> list[nn.Module]:
     if not listed:
         return []
     parents = {child: parent for parent in model.modules() for child in parent.children()}
-    repeated = _repeated_classes(model)
+    repeated = _classes(model, _is_repeated)
     own = {type(module) for module in listed if not _is_single(module, parents[module])}
     above = (_around(module, parents, repeated) for module in listed if type(module) not in own)
     around = {type(module).__name__ for module in above if module is not None}
     found = list(_outermost(model, names | around))
     if not own and not around:
         taken = {id(inner) for module in found for inner in module.modules()}
-        structural = list(_structural(model, _whole_classes(model)))
+        structural = _structural(model, _classes(model, _is_layer))
         found += [block for block in structural if not any(id(inner) in taken for inner in block.modules())]
     return found
 
 
 def _is_single(child: nn.Module, parent: nn.Module) -> bool:
-    return not _is_container(parent) and sum(type(sibling) is type(child) for sibling in parent.children()) == 1
+    return not isinstance(parent, _CONTAINERS) and [type(part) for part in parent.children()].count(type(child)) == 1
 
 
-def _repeated_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """Return the classes of modules, other than lists, that repeat in a list."""
-    found = {type(child) for parent in model.modules() for child in parent.children() if _is_repeated(child, parent)}
+def _classes(model: nn.Module, test: Callable[[nn.Module, nn.Module], bool]) -> set[type[nn.Module]]:
+    """Return the classes other than lists of which some module passes `test`, which also gets its parent."""
+    found = {type(child) for parent in model.modules() for child in parent.children() if test(child, parent)}
     return found - set(_CONTAINERS)
 
 
@@ -160,34 +160,30 @@ def _structural(module: nn.Module, whole: set[type[nn.Module]]) -> Iterator[nn.M
     shortcut is the identity, and one that is alone in its list.
     """
     for child in module.children():
-        is_alike = type(child) in whole and _is_container(module) and _has_params(child)
+        is_alike = type(child) in whole and isinstance(module, _CONTAINERS) and _has_params(child)
         if isinstance(child, (nn.RNNBase, nn.RNNCellBase)) or is_alike or _is_layer(child, module):
             yield child
         else:
             yield from _structural(child, whole)
 
 
-def _whole_classes(model: nn.Module) -> set[type[nn.Module]]:
-    """Return the classes of which some module repeats and is more than a list."""
-    found = {type(child) for parent in model.modules() for child in parent.children() if _is_layer(child, parent)}
-    return found - set(_CONTAINERS)
-
-
 def _is_layer(child: nn.Module, parent: nn.Module) -> bool:
+    """Return whether the module repeats in a list and is more than a list."""
     return _is_repeated(child, parent) and not _is_stage(child)
 
 
 def _is_repeated(child: nn.Module, parent: nn.Module) -> bool:
-    if not _is_container(parent) or not any(child.children()):
+    """Return whether the module repeats in a list."""
+    if not isinstance(parent, _CONTAINERS) or not any(child.children()):
         return False
-    return _has_params(child) and sum(type(sibling) is type(child) for sibling in parent.children()) > 1
+    return _has_params(child) and [type(part) for part in parent.children()].count(type(child)) > 1
 
 
 def _is_stage(module: nn.Module) -> bool:
     """Return whether all parameters of the module are in lists of modules that repeat."""
     with_params = [child for child in module.children() if _has_params(child)]
     return bool(with_params) and all(
-        _is_repeated(child, module) or (_is_container(child) and _is_stage(child)) for child in with_params
+        _is_repeated(child, module) or (isinstance(child, _CONTAINERS) and _is_stage(child)) for child in with_params
     )
 
 
@@ -209,10 +205,6 @@ def _has_params(module: nn.Module) -> bool:
 
 def _candidates(model: nn.Module) -> list[str]:
     """Return the class names of modules with parameters and other modules, most frequent first."""
-    inner = (module for module in model.modules() if module is not model and not _is_container(module))
+    inner = (module for module in model.modules() if module is not model and not isinstance(module, _CONTAINERS))
     counts = Counter(type(module).__name__ for module in inner if _has_params(module) and any(module.children()))
     return [name for name, _ in counts.most_common()]
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, _CONTAINERS)

@@ -3,19 +3,17 @@
 The second is tested by running a tiny model of the same architecture.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models.meta_device import build_on_meta, rebuild_buffers
+from fsdp_shard.models.loading import build_on_meta, named_class, rebuild_buffers
 from fsdp_shard.utils import one_thread, persistent_buffers
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PretrainedConfig, PreTrainedModel
 
 _LEARNED_POSITIONS = frozenset({"position_embeddings", "position_embedding", "embed_positions", "wpe"})
 
@@ -36,8 +34,6 @@ _FLASH_LIKE = "fsdp_shard_by_positions"  # transformers looks for kernels if a n
 
 def num_positions(model: PreTrainedModel) -> int | None:
     """Return the number of positions that a model has learned; None if it computes them, so that there is no limit."""
-    from torch import nn
-
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     found = []
     for name, module in model.named_modules():
@@ -63,10 +59,7 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
     Raises:
         ModelError: One document changes the logits of the other, or no tiny model can be run.
     """
-    import transformers
-
-    name = next(iter(config.architectures or ()), config.model_type)
-    cls = getattr(transformers, name, None)
+    name, cls = named_class(config)
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     others = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
@@ -89,8 +82,6 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
 
 def _leak(config: PretrainedConfig, attention: str | None) -> str:
     """Return why packed windows are wrong in models of `config`; empty if they are right."""
-    import torch
-
     reason = ""
     for num_heads in (1, 4, None):  # some architectures need several heads, or a fixed ratio of widths
         try:
@@ -105,8 +96,6 @@ def _leak(config: PretrainedConfig, attention: str | None) -> str:
 
 def _keeps_apart(model: PreTrainedModel) -> bool:
     """Return whether the second document of a window has the same logits as without the first one."""
-    import torch
-
     generator = torch.Generator().manual_seed(1)
     window, another = torch.randint(5, _TINY_VOCABULARY - 5, (2, 1, _FIRST + _SECOND), generator=generator)
     second = another[:, _FIRST:] = window[:, _FIRST:]
@@ -135,9 +124,6 @@ def _tiny_model(config: PretrainedConfig, attention: str | None, num_heads: int 
 
     It has all layers, as not every config lists which kind each of them is.
     """
-    import torch
-    from torch import nn
-
     small = type(config).from_dict(_shrunk(config.to_dict(), num_heads))
     model = build_on_meta(small, "float32", attention=attention)
     if sum(param.numel() for param in model.parameters()) > _MOST_PARAMETERS:
@@ -193,8 +179,6 @@ def _shrunk(values: Mapping[str, Any], num_heads: int | None, heads: int = 0) ->
 
 def _flash_like() -> str:
     """Register an attention function with the inputs of flash attention, positions but no mask; return its name."""
-    from transformers import AttentionInterface
-
     AttentionInterface.register(_FLASH_LIKE, _attend_like_flash)
     return _FLASH_LIKE
 
@@ -202,8 +186,6 @@ def _flash_like() -> str:
 def _attend_like_flash(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    import torch
-
     length = query.shape[2]
     mask = torch.ones(length, length, dtype=torch.bool).tril()
     positions = kwargs.get("position_ids")

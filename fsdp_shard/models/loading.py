@@ -1,17 +1,16 @@
-"""Config and tokenizer of a model, and the check that its class fits the task."""
+"""A model from its files, without its weights: config, tokenizer, the model on the meta device, and its buffers."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models.transformers_private import model_classes
-from fsdp_shard.utils import first_line
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from fsdp_shard.models.transformers_private import build_from_config, initialize_buffers, model_classes
+from fsdp_shard.utils import first_line, non_persistent_buffers
 
 
 def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -24,8 +23,6 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
     Raises:
         ModelError: The config is missing or transformers cannot use it.
     """
-    from transformers import AutoConfig
-
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -33,34 +30,21 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
     return config
 
 
-def check_model_config(directory: Path) -> None:
-    """Raise ModelError unless a directory has a config.json that names a model type. Imports no transformers."""
-    config = directory / "config.json"
-    if not config.is_file():
-        raise ModelError(
-            f"{directory} is not a model: it has no config.json; expected a Hugging Face model directory. If it has "
-            "only weights, copy config.json and the tokenizer of their base model into it."
-        )
-    try:
-        parsed = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{config} is not valid JSON: {error}.") from error
-    if not isinstance(parsed, dict) or "model_type" not in parsed:
-        raise ModelError(f"{config} has no model_type, so the architecture is unknown.")
+def named_class(config: PretrainedConfig) -> tuple[str, Any]:
+    """Return the name of the class that a config names, or else of its type; and the class, if transformers has it."""
+    name = next(iter(config.architectures or ()), "")
+    return name or config.model_type, getattr(transformers, name, None)
 
 
 def check_causal(config: PretrainedConfig) -> None:
     """Raise ModelError unless `config` names a causal language model."""
-    import transformers
-
     if config.is_encoder_decoder:
         raise ModelError(
             f"{config.model_type} is an encoder-decoder model; a decoder-only model, which predicts the next token, is "
             "required."
         )
-    name = next(iter(config.architectures or ()), "")
-    known = getattr(transformers, name, None)
-    if known is not None and not known.can_generate():
+    name, cls = named_class(config)
+    if cls is not None and not cls.can_generate():
         raise ModelError(
             f"The model is a {name}, which does not predict the next token; a causal language model is required."
         )
@@ -76,8 +60,6 @@ def check_model_task(config: PretrainedConfig, task: str) -> None:
     Raises:
         ModelError: The class is for another task.
     """
-    import transformers
-
     if task == "causal_lm":
         check_causal(config)
         return
@@ -86,12 +68,12 @@ def check_model_task(config: PretrainedConfig, task: str) -> None:
         "masked_lm": transformers.AutoModelForMaskedLM,
         "sequence_classification": transformers.AutoModelForSequenceClassification,
     }[task]
-    name = next(iter(config.architectures or ()), "")
+    name, _ = named_class(config)
     fitting = [cls.__name__ for cls in model_classes(auto, config)]
     if name not in fitting:
         needed = " or ".join(fitting) or f"model of its kind, and transformers has none of type {config.model_type}"
         raise ModelError(
-            f"The model is a {name or config.model_type}, but model.task={task} needs a {needed}. Convert it with "
+            f"The model is a {name}, but model.task={task} needs a {needed}. Convert it with "
             f"transformers' {auto.__name__}.from_pretrained(...) and save it, or choose another model.task."
         )
 
@@ -106,8 +88,6 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
     Raises:
         ModelError: The tokenizer files are missing or transformers cannot use them.
     """
-    from transformers import AutoTokenizer
-
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code
@@ -118,3 +98,71 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
             f"Copy the tokenizer files of the original model into that directory."
         ) from error
     return tokenizer
+
+
+def build_on_meta(
+    config: PretrainedConfig,
+    dtype: str | torch.dtype | None = None,
+    *,
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+) -> PreTrainedModel:
+    """Build a model on the meta device, with tied weights tied and in eval mode.
+
+    Args:
+        config: The config of the model. The class is the first of its `architectures`, or the causal LM of its type.
+        dtype: Dtype of the parameters; None uses that of the config.
+        trust_remote_code: Whether code that comes with the model may run.
+        attention: Attention implementation, as named by transformers.
+
+    Returns:
+        The model; its parameters and buffers take no memory.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    kwargs: dict[str, Any] = {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype or config.dtype}
+    if attention is not None:
+        kwargs["attn_implementation"] = attention
+    name, cls = named_class(config)
+    try:
+        with torch.device("meta"):
+            if cls is not None:
+                model = build_from_config(cls, config, **kwargs)
+            else:
+                auto = transformers.AutoModelForCausalLM
+                model = auto.from_config(config, trust_remote_code=trust_remote_code, **kwargs)
+    except (ValueError, KeyError, ImportError, AttributeError) as error:
+        raise ModelError(f"{name} cannot be built: {first_line(error)}") from error
+    model.tie_weights()
+    return model.eval()  # type: ignore[no-any-return]  # torch leaves eval() untyped here
+
+
+def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Compute the non-persistent buffers of a model (rotary frequencies, masks), which no checkpoint holds.
+
+    transformers computes them in `_init_weights`, which `from_pretrained` calls too, so the values are bit-equal to
+    its own. Parameters do not change: modules with such buffers have none, or they stay on the meta device.
+
+    Args:
+        model: A model whose buffers may be on the meta device.
+        device: The device for the buffers.
+
+    Raises:
+        ModelError: A module outside of any transformers model has such buffers.
+    """
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    owners = {module: owner for owner in inner for module in owner.modules()}  # the innermost, which comes last
+    with torch.no_grad():
+        for module in model.modules():
+            buffers = dict(non_persistent_buffers(module))
+            if not buffers:
+                continue
+            if (owner := owners.get(module)) is None:
+                raise ModelError(
+                    f"The non-persistent buffers {', '.join(buffers)} of {type(module).__name__} cannot be computed on "
+                    f"{device}: it is not part of a transformers model."
+                )
+            for name, buffer in buffers.items():
+                setattr(module, name, torch.empty_like(buffer, device=device))
+            initialize_buffers(owner, module)

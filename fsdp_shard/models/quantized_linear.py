@@ -73,10 +73,6 @@ class QuantizationCode:
             weights[start : start + step] = self.to_values(part[:, : self.code_bytes].contiguous()) * largest
         return weights.view(-1)[:num_weights]
 
-    def scratch_bytes(self, num_weights: int, itemsize: int) -> int:
-        """Return the peak memory of `decode` in bytes, with its result of `itemsize` bytes per weight."""
-        return num_weights * itemsize + 8 * min(num_weights, _DECODED_AT_ONCE)
-
 
 def _to_int8(blocks: torch.Tensor) -> torch.Tensor:
     return (blocks * 127).round().to(torch.int8)
@@ -120,16 +116,11 @@ class QuantizedWeight(nn.Module):
 
     def __init__(self, shape: tuple[int, int], code: QuantizationCode, held_as: torch.dtype) -> None:
         super().__init__()
-        self.shape, self.code = shape, code
+        self.shape, self.code, self.num_weights = shape, code, shape[0] * shape[1]
         width, rest = divmod(code.row_bytes, held_as.itemsize)
         assert not rest, "a row is a whole number of elements"
         rows = torch.empty(code.num_rows(self.num_weights), width, dtype=held_as, device="meta")
         self.rows = nn.Parameter(rows, requires_grad=False)
-
-    @property
-    def num_weights(self) -> int:
-        """Number of weights of W."""
-        return self.shape[0] * self.shape[1]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = _Product.apply(inputs, self.rows, self.code, self.shape)  # type: ignore[no-untyped-call]
@@ -165,16 +156,13 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, rows: torch.Tensor, code: QuantizationCode, shape: tuple[int, int]
     ) -> torch.Tensor:
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(rows)
+        ctx.save_for_backward(rows)
         ctx.code, ctx.shape = code, shape
         return F.linear(inputs, _decode(rows, code, shape, inputs.dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (rows,) = ctx.saved_tensors
         return grad @ _decode(rows, ctx.code, ctx.shape, grad.dtype), None, None, None
 
@@ -194,8 +182,8 @@ def weights_per_parameter(model: nn.Module) -> dict[str, int]:
 
 def dequantization_bytes(model: nn.Module, itemsize: int) -> int:
     """Return the memory in bytes to decode the largest quantized weight of `model` to a dtype of `itemsize` bytes."""
-    weights = (module for _, module in quantized_weights(model))
-    return max((module.code.scratch_bytes(module.num_weights, itemsize) for module in weights), default=0)
+    num_weights = max((module.num_weights for _, module in quantized_weights(model)), default=0)
+    return num_weights * itemsize + 8 * min(num_weights, _DECODED_AT_ONCE)
 
 
 def _decode(rows: torch.Tensor, code: QuantizationCode, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,28 +1,28 @@
 """Bytes that the forward pass of one micro-batch saves for the backward pass, measured without computing anything.
 
+And those of a chunked loss head, which replaces the logits and their gradient; they are computed.
+
 The model runs on fake tensors, which have shapes, dtypes and storages but no memory, under autograd's hooks for saved
 tensors; each storage counts once, parameters do not count. The block that saved a storage says whether checkpointing
 frees it, and the operator that made it whether selective checkpointing keeps it. Kernels are those of the CPU; those of
 attention save the same as a GPU's flash attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import UntypedStorage, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fsdp_shard.models import attention_implementation, no_split_blocks
-from fsdp_shard.sharding import RecomputeSettings, is_saved_operator, recomputed_fqns
+from fsdp_shard.sharding import ShardConfig, is_saved_operator, recomputed_fqns
+from fsdp_shard.training import LOSS_CHUNK_BYTES, use_loss_head
 from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, replace_tensors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # transformers builds a causal mask whenever it meets fake tensors; real training without padding has none, so that
 # kernels with a causal flag are used. This attention is sdpa without a mask.
@@ -104,7 +104,7 @@ class _SelectiveMode(TorchDispatchMode):
 
 
 def measure_activations(
-    model: PreTrainedModel, settings: RecomputeSettings, batch_size: int, sequence_length: int
+    model: PreTrainedModel, settings: ShardConfig, batch_size: int, sequence_length: int
 ) -> Activations:
     """Run the forward pass of `model` on fake tensors and add up what it saves for the backward pass.
 
@@ -131,16 +131,11 @@ def measure_activations(
             torch.autograd.graph.saved_tensors_hooks(saved.save, lambda tensor: tensor),
             _SelectiveMode(saved) if settings.activation_checkpointing == "selective" else nullcontext(),
         ):
-            output = model(**_inputs(model, batch_size, sequence_length), use_cache=False)
+            names = ["input_ids", *(["decoder_input_ids"] if model.config.is_encoder_decoder else [])]
+            inputs = {name: torch.zeros((batch_size, sequence_length), dtype=torch.long) for name in names}
+            output = model(**inputs, use_cache=False)
         logits = output.logits.untyped_storage().nbytes()
         return Activations(saved.device_bytes(settings.activation_offload), logits)
-
-
-def _inputs(model: PreTrainedModel, batch_size: int, sequence_length: int) -> dict[str, torch.Tensor]:
-    names = ["input_ids"]
-    if getattr(model.config, "is_encoder_decoder", False):
-        names.append("decoder_input_ids")
-    return {name: torch.zeros((batch_size, sequence_length), dtype=torch.long) for name in names}
 
 
 def _storages(value: Any) -> Iterator[UntypedStorage]:
@@ -155,9 +150,6 @@ def _storages(value: Any) -> Iterator[UntypedStorage]:
 @contextmanager
 def _causal_without_mask(model: PreTrainedModel) -> Iterator[None]:
     """Have a model with sdpa attention use its causal flag instead of a mask."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if attention_implementation(model) != "sdpa":
         yield
         return
@@ -168,3 +160,42 @@ def _causal_without_mask(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation("sdpa")
+
+
+def take_out_head(model: PreTrainedModel, chunked_loss: bool | str, num_rows: int) -> int | None:
+    """Have `model` return its hidden state instead of logits, where training would use a chunked loss.
+
+    Args:
+        model: The model, on meta.
+        chunked_loss: The setting `model.chunked_loss`.
+        num_rows: Number of tokens in a micro-batch.
+
+    Returns:
+        Bytes of the loss head, or None where training would use logits.
+
+    Raises:
+        ModelError: `chunked_loss` is true and the model cannot be used with it.
+    """
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if not use_loss_head(model, chunked_loss):
+        return None
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear), "use_loss_head has checked it"
+    head.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
+    shape, dtype, is_trained = tuple(head.weight.shape), head.weight.dtype, head.weight.requires_grad
+    return head_bytes(num_rows, shape, dtype, is_capped=softcap is not None, is_trained=is_trained)
+
+
+def head_bytes(
+    num_rows: int, shape: tuple[int, ...], dtype: torch.dtype, *, is_capped: bool = False, is_trained: bool = True
+) -> int:
+    """Peak bytes of the loss of `num_rows` tokens and its gradients, for a head of shape [vocabulary, width]."""
+    vocabulary, width = shape
+    chunk_rows = min(num_rows, max(1, LOSS_CHUNK_BYTES // (4 * vocabulary)))
+    itemsize, precise = dtype.itemsize, 4 if chunk_rows < num_rows else dtype.itemsize
+    # Logits as they come and in float32; to cap them, twice more in float32.
+    of_logits = (0 if itemsize == 4 else itemsize) + 4 * (3 if is_capped else 1)
+    of_chunk = chunk_rows * (vocabulary * of_logits + width * itemsize)
+    in_end = vocabulary * width * itemsize if is_trained and precise != itemsize else 0
+    kept = num_rows * width * itemsize + (vocabulary * width * precise if is_trained else 0)
+    return kept + max(of_chunk, in_end)

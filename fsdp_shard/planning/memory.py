@@ -6,26 +6,19 @@ one micro-batch. They are added up as if all were in use at once, so the peak is
 context, the allocator's fragmentation and the buffers of the communication library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.planning.activations import measure_activations
-from fsdp_shard.planning.head import take_out_head
+from fsdp_shard.planning.activations import measure_activations, take_out_head
 from fsdp_shard.planning.optimizer import optimizer_bytes
-from fsdp_shard.planning.unsharded import unsharded_bytes
 from fsdp_shard.training import AdapterConfig, LoraConfig, OptimConfig, TrainConfig, inject_lora, quantize_base
 from fsdp_shard.utils import balanced_partition, first_line
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 
@@ -164,7 +157,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     ]
     units = sharding.plan_units(model, run.shard)
     activations, problem = _activations_bytes(config, run)
-    unsharded = unsharded_bytes(run.shard, units, accumulates=run.num_micro_batches > 1)
+    unsharded = _unsharded_bytes(run.shard, units, accumulates=run.num_micro_batches > 1)
     unsharded += models.dequantization_bytes(model, sharding.itemsize(run.shard.param_dtype))
     states = _state_bytes(model, units, run)
     per_rank = []
@@ -174,7 +167,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
         staging = gradients + optimizer if run.saves_asynchronously else 0  # only what is trained is saved
         per_rank.append(RankMemory(rank, parameters, gradients, optimizer, unsharded, activations, host, staging))
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
-    tree = tuple(sharding.unit_tree(units, _shapes(model), run.shard, run.num_ranks)) if run.shard.explain else ()
+    tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
     return MemoryPlan(type(model).__name__, num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree)
 
 
@@ -196,13 +189,39 @@ def _num_weights(model: PreTrainedModel, block: models.Block) -> int:
     return block.num_params + sum(count - module.get_parameter(name).numel() for name, count in inside.items())
 
 
-def _shapes(model: PreTrainedModel) -> dict[str, sharding.Shape]:
-    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+def _unsharded_bytes(shard: sharding.ShardConfig, units: Sequence[sharding.Unit], *, accumulates: bool) -> int:
+    """An upper bound on the bytes of gathered units and of gradients that are not reduced yet.
+
+    Gathered are the root, the unit that computes and the prefetched ones, in the dtype that they compute in, and what
+    all units keep after the forward pass. Gradients are those of the root and of one unit, and a copy of one of the two
+    in the dtype of the reduction; those of all units, if they are reduced once per step only.
+
+    Args:
+        shard: The shard settings.
+        units: All units of the model, the root last.
+        accumulates: Whether a step has several micro-batches.
+
+    Returns:
+        The bytes; 0 where nothing is sharded, as everything is then counted as state of the rank.
+    """
+    if not shard.is_sharded:
+        return 0
+    *inner, root = (unit.gathered_bytes for unit in units)
+    every, num_ahead = shard.reshard_after_forward, max(1, shard.prefetch_forward or 0, shard.prefetch_backward or 0)
+    gathered = root + (sum(inner) if every is False else sum(sorted(inner)[-1 - num_ahead :]))
+    if type(every) is int:
+        gathered += sum(inner) // every
+    *trained, of_root = (unit.num_trained * sharding.itemsize(unit.dtype) for unit in units)
+    reduce = sharding.itemsize(shard.reduce_dtype)
+    gradients = of_root + max(trained, default=0) + reduce * max(unit.num_trained for unit in units)
+    if accumulates and not shard.sync_every_micro_batch:
+        gradients += sum(unit.num_trained for unit in units) * reduce
+    return gathered + gradients
 
 
 def _state_bytes(model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun) -> list[tuple[int, int, int]]:
     """(bytes of parameters, of gradients, of optimizer state) of each shard; equal shards are computed once."""
-    shapes = _shapes(model)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
     padding = getattr(torch, run.model.dtype)

@@ -33,6 +33,11 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
     head = f"{plan.model_class}: {_count(plan.num_params)} parameters, {sizes}"
     if plan.num_trained < plan.num_params:
         head += f"; {_count(plan.num_trained)} are trained, the others are frozen"
+    staging = max(rank.staging_bytes for rank in plan.per_rank)
+    staged = (
+        f"Asynchronous saves copy up to {gib(staging)} per rank into host memory, not included in the peak; "
+        f"checkpoint.asynchronous=false avoids the copy."
+    )
     return "\n".join(
         [
             head,
@@ -42,7 +47,7 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             *([*plan.tree, ""] if plan.tree else ()),
             *format_table(_rank_rows(plan.per_rank)),
             "",
-            *_staging(plan),
+            *([staged] if staging else ()),
             _verdict(plan, memory_bytes),
         ]
     )
@@ -77,16 +82,6 @@ def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
         name = str(found[0].rank) if len(found) == 1 else f"{found[0].rank} to {found[-1].rank}"
         rows.append([name, *(gib(getattr(found[0], f"{column}_bytes")) for column in _COLUMNS)])
     return rows
-
-
-def _staging(plan: MemoryPlan) -> list[str]:
-    most = max(rank.staging_bytes for rank in plan.per_rank)
-    if not most:
-        return []
-    return [
-        f"Asynchronous saves copy up to {gib(most)} per rank into host memory, not included in the peak; "
-        "checkpoint.asynchronous=false avoids the copy."
-    ]
 
 
 def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:

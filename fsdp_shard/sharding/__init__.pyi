@@ -1,14 +1,16 @@
 from .activation_checkpointing import (
-    RecomputeSettings as RecomputeSettings,
     clean_fqn as clean_fqn,
     is_saved_operator as is_saved_operator,
     recompute_blocks as recompute_blocks,
     recomputed_fqns as recomputed_fqns,
 )
-from .config import ShardConfig as ShardConfig, ShardedModel as ShardedModel
-from .ddp import DdpConfig as DdpConfig
-from .fsdp1 import Fsdp1Config as Fsdp1Config
-from .fsdp2 import Fsdp2Config as Fsdp2Config
+from .config import (
+    Shape as Shape,
+    ShardConfig as ShardConfig,
+    ShardedModel as ShardedModel,
+    Unit as Unit,
+    itemsize as itemsize,
+)
 from .mesh import (
     check_accumulation as check_accumulation,
     check_mesh as check_mesh,
@@ -17,8 +19,13 @@ from .mesh import (
     num_shards as num_shards,
 )
 from .prepare_model import check_dtypes as check_dtypes, check_shardable as check_shardable
-from .registry import WRAPPERS as WRAPPERS, shard as shard
-from .shard_sizes import Shape as Shape, Unit as Unit, itemsize as itemsize
+from .registry import (
+    WRAPPERS as WRAPPERS,
+    DdpConfig as DdpConfig,
+    Fsdp1Config as Fsdp1Config,
+    Fsdp2Config as Fsdp2Config,
+    shard as shard,
+)
 from .tensor_parallel import (
     INFERENCE_STYLES as INFERENCE_STYLES,
     apply_tensor_parallel as apply_tensor_parallel,

@@ -6,20 +6,15 @@ replaced, so that no name of a parameter changes.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from fsdp_shard.models import no_split_blocks
+from fsdp_shard.sharding.config import ShardConfig
 from fsdp_shard.utils import costly_operators, view_base
 
 _Forward = Callable[..., Any]
@@ -28,22 +23,17 @@ _Forward = Callable[..., Any]
 _WRAPPER_LEVELS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
 
-class RecomputeSettings(Protocol):
-    """The shard settings that say what blocks keep for the backward pass."""
-
-    blocks: list[str]
-    activation_checkpointing: bool | int | str
-    activation_offload: bool
-
-
-def recompute_blocks(model: nn.Module, settings: RecomputeSettings) -> list[nn.Module]:
+def recompute_blocks(model: nn.Module, settings: ShardConfig) -> list[nn.Module]:
     """Replace the forward of the repeated blocks of `model` by one that keeps less; returns all repeated blocks."""
     blocks = {
         block.fqn: model.get_submodule(block.fqn) for block in no_split_blocks(model, settings.blocks) if block.repeated
     }
-    contexts = _selective if settings.activation_checkpointing == "selective" else noop_context_fn
+    is_selective = settings.activation_checkpointing == "selective"
+    contexts = partial(create_selective_checkpoint_contexts, _policy) if is_selective else noop_context_fn
     for fqn in recomputed_fqns(list(blocks), settings.activation_checkpointing):
-        blocks[fqn].forward = _checkpointed(blocks[fqn].forward, contexts)
+        forward = blocks[fqn].forward
+        kept = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+        blocks[fqn].forward = wraps(forward)(kept)
     if settings.activation_offload:
         for block in blocks.values():
             block.forward = _offloaded(block.forward)
@@ -70,22 +60,15 @@ def clean_fqn(name: str) -> str:
     return name
 
 
-def offload_saved_tensors() -> AbstractContextManager[None]:
-    """Move what autograd saves inside to CPU memory until it is used, except parameters and views of them.
+def _offloaded(forward: _Forward) -> _Forward:
+    """Move what autograd saves in `forward` to CPU memory until it is used, except parameters and views of them.
 
     torch's own `save_on_cpu` copies parameters too, which stay where they are, gathered or not.
     """
-    return torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host)
 
-
-def _checkpointed(forward: _Forward, context_fn: Callable[[], Any]) -> _Forward:
-    return wraps(forward)(partial(checkpoint, forward, use_reentrant=False, context_fn=context_fn))
-
-
-def _offloaded(forward: _Forward) -> _Forward:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with offload_saved_tensors():
+        with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
             return forward(*args, **kwargs)
 
     return run
@@ -102,10 +85,6 @@ def _to_host(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
 def _from_host(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
     device, tensor = packed
     return tensor.to(device, non_blocking=True)
-
-
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

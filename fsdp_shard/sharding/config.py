@@ -1,26 +1,28 @@
-"""The shard settings that all wrappers have in common, and the interface of a sharded model.
+"""The shard settings that all wrappers have in common, and the interface of a wrapper.
 
-A wrapper is one file with a subclass of `ShardConfig` that implements `local_shapes` and `shard`. This file imports no
-torch, so that a config can be checked without it.
+A wrapper is its settings, in `registry.py`, and a module of its name with the functions `shard`, `local_shapes` and
+`check_supported`, which is imported when one of them is needed. This file imports no torch, so that a config can be
+checked without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.sharding.shard_sizes import Shape, Unit
 from fsdp_shard.utils import changed_settings, in_yaml, setting
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from fsdp_shard.distributed import DistributedContext
+    from fsdp_shard.distributed import DistributedContext, LocalShard
+
+Shape = tuple[int, ...]
 
 # float16 needs loss scaling, which bfloat16 made unnecessary.
 DTYPES = ("float32", "bfloat16")
@@ -34,6 +36,7 @@ class ShardConfig:
     """Settings that all wrappers share.
 
     Attributes:
+        wrapper: Name of the wrapper: its option of `shard=`, and its module in this folder.
         quantized_dtype: The dtype that quantized weights are stored in. Unless it is uint8, the wrapper needs each of
             them in a unit of its own.
         flattens_units: Whether all parameters of a unit, frozen and trained, are in one flat parameter.
@@ -41,6 +44,7 @@ class ShardConfig:
         accumulates_offloaded: Whether gradients of several micro-batches can be summed in CPU memory.
     """
 
+    wrapper: ClassVar[str]
     quantized_dtype: ClassVar[str] = "uint8"
     flattens_units: ClassVar[bool] = False
     is_sharded: ClassVar[bool] = True
@@ -90,10 +94,7 @@ class ShardConfig:
         "Reduce gradients after every micro-batch and keep only this rank's shard. "
         "false keeps unsharded gradients and reduces them once per step: more memory, less communication.",
     )
-    blocks: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Class names of the blocks to shard along; empty: the model's own no-split blocks."},
-    )
+    blocks: list[str] = setting([], "Class names of the blocks to shard along; empty: the model's own no-split blocks.")
     min_params: int | None = setting(
         None,
         "Make a unit of every module with at least this many parameters outside of such modules inside it; null: of "
@@ -104,13 +105,38 @@ class ShardConfig:
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings that contradict each other, whatever the model and the number of ranks."""
-        _check_values(self, prefix)
+        kind, every = self.activation_checkpointing, self.reshard_after_forward
+        if (isinstance(kind, str) and kind not in CHECKPOINTING_MODES) or (type(kind) is int and kind < 1):
+            raise ConfigError(
+                f"{prefix}activation_checkpointing={kind} is not true, false, {', '.join(CHECKPOINTING_MODES)} or a "
+                f"number N from 1 on, for every N-th block."
+            )
+        if type(every) is int and every < 2:
+            raise ConfigError(
+                f"{prefix}reshard_after_forward={every} is not true, false or a number of ranks from 2 on; "
+                f"to keep parameters gathered after the forward pass, set it to false."
+            )
+        if self.blocks and self.min_params is not None:
+            raise ConfigError(
+                f"{prefix}blocks={self.blocks} and {prefix}min_params={self.min_params} are two ways to choose the "
+                f"units; set only one of them."
+            )
+        if self.norms_in_float32 and self.param_dtype == "float32":
+            raise ConfigError(
+                f"{prefix}norms_in_float32=true would do nothing, as {prefix}param_dtype=float32 holds for all layers."
+            )
+        if self.prefetch_backward is not None and every is False:
+            raise ConfigError(
+                f"{prefix}prefetch_backward={self.prefetch_backward} would do nothing with {prefix}"
+                f"reshard_after_forward=false, which keeps parameters gathered for the backward pass."
+            )
         for name, others in (("tensor_parallel", ()), ("expert_parallel", ("tensor_parallel", "activation_offload"))):
             if getattr(self, name) > 1:
                 _check_divided(self, prefix, name, others)
 
     def check_supported(self, model: nn.Module) -> None:
         """Raise ConfigError when this wrapper cannot shard `model`, which may be on meta."""
+        self._module().check_supported(model, self)
 
     def local_shapes(
         self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int
@@ -125,39 +151,16 @@ class ShardConfig:
         Returns:
             A mapping from FQN to local shape for each shard.
         """
-        raise AssertionError("a wrapper's config class implements this")
+        local: list[dict[str, Shape]] = self._module().local_shapes(shapes, units, num_shards)
+        return local
 
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
         """Wrap `model` (on meta, buffers on the device) over the ranks of `context`; parameters are left unfilled."""
-        raise AssertionError("a wrapper's config class implements this")
+        sharded: ShardedModel = self._module().shard(model, self, context)
+        return sharded
 
-
-def _check_values(shard: ShardConfig, prefix: str) -> None:
-    kind, every = shard.activation_checkpointing, shard.reshard_after_forward
-    if (isinstance(kind, str) and kind not in CHECKPOINTING_MODES) or (type(kind) is int and kind < 1):
-        raise ConfigError(
-            f"{prefix}activation_checkpointing={kind} is not true, false, {', '.join(CHECKPOINTING_MODES)} or a number "
-            f"N from 1 on, for every N-th block."
-        )
-    if type(every) is int and every < 2:
-        raise ConfigError(
-            f"{prefix}reshard_after_forward={every} is not true, false or a number of ranks from 2 on; "
-            f"to keep parameters gathered after the forward pass, set it to false."
-        )
-    if shard.blocks and shard.min_params is not None:
-        raise ConfigError(
-            f"{prefix}blocks={shard.blocks} and {prefix}min_params={shard.min_params} are two ways to choose the "
-            f"units; set only one of them."
-        )
-    if shard.norms_in_float32 and shard.param_dtype == "float32":
-        raise ConfigError(
-            f"{prefix}norms_in_float32=true would do nothing, as {prefix}param_dtype=float32 holds for all layers."
-        )
-    if shard.prefetch_backward is not None and every is False:
-        raise ConfigError(
-            f"{prefix}prefetch_backward={shard.prefetch_backward} would do nothing with {prefix}"
-            f"reshard_after_forward=false, which keeps parameters gathered for the backward pass."
-        )
+    def _module(self) -> Any:
+        return import_module(f"{__package__}.{self.wrapper}")
 
 
 def _check_divided(shard: ShardConfig, prefix: str, divided: str, others: Sequence[str]) -> None:
@@ -171,21 +174,53 @@ def _check_divided(shard: ShardConfig, prefix: str, divided: str, others: Sequen
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module whose parameters are gathered together.
+
+    Attributes:
+        fqn: FQN of the module; empty for the root.
+        cls: Name of its class.
+        parameters: FQNs of its parameters, except those of units inside it; tied ones once.
+        num_params: Number of weights, with those that quantized parameters stand for.
+        num_bytes: Bytes of the parameters as they are stored.
+        dtype: The dtype that the unit computes in.
+        num_trained: Number of elements that are not frozen.
+        gathered_bytes: Bytes of the parameters when they are gathered.
+        is_bytes: Whether the parameters are bytes in a floating-point dtype, which must not be cast.
+    """
+
+    fqn: str
+    cls: str
+    parameters: tuple[str, ...]
+    num_params: int
+    num_bytes: int
+    dtype: str
+    num_trained: int
+    gathered_bytes: int
+    is_bytes: bool = False
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of one of the dtypes that blocks compute in."""
+    return {"float32": 4, "bfloat16": 2}[dtype]
+
+
 class ShardedModel(Protocol):
     """A model whose parameters are divided over ranks."""
 
-    module: nn.Module
     shard_mesh_dim: str
     """The dimension of the device mesh over which each parameter is divided."""
 
+    @property
+    def module(self) -> nn.Module:
+        """The model, as the wrapper made it."""
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Keep gradients of the backward passes inside on this rank, unreduced."""
-        ...
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; the norm before, a scalar []."""
-        ...
 
     def local_shards(self) -> dict[str, LocalShard]:
         """This rank's shard of every parameter and persistent buffer, by its FQN in the unsharded model."""
-        ...

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_shard.distributed import DistributedContext
@@ -64,16 +63,14 @@ def divide_experts(model: nn.Module, context: DistributedContext) -> dict[str, n
     return {fqn: model.get_submodule(fqn) for fqn, style in plan.items() if style == _SENDS}
 
 
-def shard_experts(
-    experts: Iterable[nn.Module], context: DistributedContext, mesh: DeviceMesh, settings: Mapping[str, Any]
-) -> None:
-    """Apply `fully_shard` with `settings` to each module of experts, over `mesh`.
+def shard_experts(experts: Iterable[nn.Module], context: DistributedContext, options: Mapping[str, Any]) -> None:
+    """Apply `fully_shard` with `options` to each module of experts.
 
     Tokens of all data ranks get to a module's experts, but its gradients are reduced only over the ranks that hold the
     same experts. `fully_shard` divides by the number of the latter, so the divisor is set to that of the former.
     """
     for module in experts:
-        sharded = fully_shard(module, **{**settings, "mesh": mesh})
+        sharded = fully_shard(module, **options)
         sharded.set_gradient_divide_factor(float(context.num_data_ranks))
         # Only NCCL can scale while it sums; elsewhere the sum is scaled afterwards. Without a sum torch scales anyhow,
         # and would do so twice.

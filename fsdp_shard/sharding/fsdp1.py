@@ -1,172 +1,128 @@
 """`shard=fsdp1`: torch's FullyShardedDataParallel wrapper, each unit flattened and divided evenly over the ranks."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from math import prod
 
-from fsdp_shard.distributed import LocalShard
-from fsdp_shard.errors import ConfigError
-from fsdp_shard.sharding.config import ShardConfig, ShardedModel
-from fsdp_shard.sharding.shard_sizes import Shape, Unit, flat_shapes, itemsize
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp.wrap import CustomPolicy
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp_shard import utils
+from fsdp_shard.distributed import DistributedContext, LocalShard
+from fsdp_shard.sharding.activation_checkpointing import clean_fqn
+from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit, itemsize
+from fsdp_shard.sharding.prepare_model import buffer_shards, empty_parameters, prepare_model
 
-    from fsdp_shard.distributed import DistributedContext
-
-
-@dataclass
-class Fsdp1Config(ShardConfig):
-    """`FullyShardedDataParallel` with an auto-wrap policy made of the units.
-
-    For comparison: torch calls it deprecated, and of a unit that is frozen in part it keeps gradients of the whole.
-    """
-
-    flattens_units: ClassVar[bool] = True
-    accumulates_offloaded: ClassVar[bool] = False
-    quantized_dtype: ClassVar[str] = "float32"  # a flat parameter must be floating-point, and is cast as a whole
-
-    def check(self, prefix: str) -> None:
-        super().check(prefix)
-        for name, what in (("tensor_parallel", "layers"), ("expert_parallel", "experts")):
-            if (ranks := getattr(self, name)) > 1:
-                raise ConfigError(f"{prefix}{name}={ranks}: shard=fsdp1 cannot divide {what}; use shard=fsdp2.")
-        if type(self.reshard_after_forward) is int:
-            raise ConfigError(
-                f"{prefix}reshard_after_forward={self.reshard_after_forward}: shard=fsdp1 reshards over all ranks "
-                f"(true) or not at all (false); use shard=fsdp2 for a number of ranks."
-            )
-        for name in ("prefetch_forward", "prefetch_backward"):
-            if (getattr(self, name) or 0) > 1:
-                raise ConfigError(
-                    f"{prefix}{name}={getattr(self, name)}: shard=fsdp1 gathers at most one unit ahead; give 0 or 1, "
-                    f"or use shard=fsdp2."
-                )
-        if not self.sync_every_micro_batch and self.param_dtype != self.reduce_dtype:
-            raise ConfigError(
-                f"{prefix}sync_every_micro_batch=false with shard=fsdp1 would add up gradients in {self.param_dtype}, "
-                f"not in {prefix}reduce_dtype={self.reduce_dtype}; use shard=fsdp2, or the same dtype for both."
-            )
-
-    def local_shapes(
-        self, shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int
-    ) -> list[dict[str, Shape]]:
-        names = [unit.parameters for unit in units]
-        return flat_shapes(shapes, names, num_shards, [itemsize(unit.dtype) for unit in units])
-
-    def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
-        from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel
-        from torch.distributed.fsdp.wrap import CustomPolicy
-
-        from fsdp_shard.sharding.materialize import empty_parameters
-        from fsdp_shard.sharding.prepare_model import prepare_model
-        from fsdp_shard.utils import restore_frozen_parameters
-
-        *inner, root = prepare_model(model, self, context)
-        if self.compile:
-            # The tracer looks at the gradient of each parameter; these are views of a flat one, which have none.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-        settings = {model.get_submodule(unit.fqn): {"mixed_precision": self._precision(unit)} for unit in inner}
-        for unit in inner:
-            if unit.dtype != self.param_dtype and not unit.is_bytes:
-                _cast_output(model.get_submodule(unit.fqn), self.param_dtype)
-        with _without_warnings():
-            wrapped = FullyShardedDataParallel(
-                model,
-                device_mesh=context.mesh if self.replicas > 1 else context.mesh["shard"],
-                sharding_strategy=self._strategy(context),
-                auto_wrap_policy=CustomPolicy(lambda module: settings.get(module, False)),
-                mixed_precision=self._precision(root),
-                cpu_offload=CPUOffload(offload_params=True) if self.cpu_offload else None,
-                backward_prefetch=None if self.prefetch_backward == 0 else BackwardPrefetch.BACKWARD_PRE,
-                forward_prefetch=self.prefetch_forward == 1,
-                device_id=context.device,
-                param_init_fn=empty_parameters(context.device),
-                use_orig_params=True,
-            )
-        wrapped.register_forward_pre_hook(lambda module, args: restore_frozen_parameters(wrapped))
-        return Fsdp1Model(wrapped, context)
-
-    def _precision(self, unit: Unit) -> MixedPrecision | None:
-        import torch
-        from torch.distributed.fsdp import MixedPrecision
-
-        from fsdp_shard.utils import keep_batch_norms_wrapped
-
-        if unit.is_bytes:
-            return None
-        precision = MixedPrecision(
-            param_dtype=getattr(torch, unit.dtype),
-            reduce_dtype=getattr(torch, self.reduce_dtype),
-            # Inputs come in the dtype of what is around; a unit with one of its own casts them.
-            cast_forward_inputs=unit.dtype != self.param_dtype,
-        )
-        if unit.dtype == "float32":
-            keep_batch_norms_wrapped(precision)
-        return precision
-
-    def _strategy(self, context: DistributedContext) -> ShardingStrategy:
-        from torch.distributed.fsdp import ShardingStrategy
-
-        from fsdp_shard.utils import hybrid_shard_grad_op
-
-        if context.world_size == self.replicas:
-            return ShardingStrategy.NO_SHARD
-        if self.replicas > 1:
-            return ShardingStrategy.HYBRID_SHARD if self.reshard_after_forward else hybrid_shard_grad_op()
-        return ShardingStrategy.FULL_SHARD if self.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
+_FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param: each parameter of a unit begins at a multiple of this
 
 
+@dataclass(frozen=True)
 class Fsdp1Model:
     """A model under FullyShardedDataParallel."""
 
+    module: fsdp.FullyShardedDataParallel
+    context: DistributedContext
     shard_mesh_dim = "shard"
 
-    def __init__(self, module: FullyShardedDataParallel, context: DistributedContext) -> None:
-        self.module: nn.Module = module
-        self._fsdp = module
-        self._context = context
-
     def no_sync(self) -> AbstractContextManager[None]:
-        return self._fsdp.no_sync()
+        return self.module.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        return self._fsdp.clip_grad_norm_(max_norm)  # the free function would take a rank's norm for the whole one
+        return self.module.clip_grad_norm_(max_norm)  # the free function would take a rank's norm for the whole one
 
     def local_shards(self) -> dict[str, LocalShard]:
-        from fsdp_shard.sharding.activation_checkpointing import clean_fqn
-        from fsdp_shard.sharding.materialize import buffer_shards
-        from fsdp_shard.utils import flat_parameter_shards, restore_frozen_parameters
-
-        writes = self._context.mesh.get_local_rank("replicate") == 0
-        restore_frozen_parameters(self._fsdp)
-        names = {id(param): clean_fqn(name) for name, param in self._fsdp.named_parameters()}
+        writes = self.context.mesh.get_local_rank("replicate") == 0
+        utils.restore_frozen_parameters(self.module)
+        names = {id(param): clean_fqn(name) for name, param in self.module.named_parameters()}
         params = {
             names[id(param)]: LocalShard(param, data, start, shape, writes)
-            for param, data, start, shape in flat_parameter_shards(self._fsdp)
+            for param, data, start, shape in utils.flat_parameter_shards(self.module)
             if id(param) in names
         }
-        return {name: params[name] for name in names.values()} | buffer_shards(self._fsdp, self._context)
+        return {name: params[name] for name in names.values()} | buffer_shards(self.module, self.context)
 
 
-def _cast_output(module: nn.Module, dtype: str) -> None:
-    """Cast the output of `module` to `dtype`, which FullyShardedDataParallel does not do."""
-    import torch
-
-    module.register_forward_hook(lambda module, args, output: output.to(getattr(torch, dtype)))
+def check_supported(model: nn.Module, settings: ShardConfig) -> None:
+    """FullyShardedDataParallel takes every model."""
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """torch says that this wrapper is deprecated, and that frozen parameters in a unit take as much gradient memory as
-    trainable ones; whoever chose shard=fsdp1 knows both from our docs."""
+def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
+    """A flat shape of each parameter for each shard; the padding of a unit is `(padding of unit N)`.
+
+    The flattened parameters of a unit are concatenated, and the result is divided evenly.
+    """
+    if num_shards == 1:  # NO_SHARD: parameters as they are
+        return [{name: (prod(shape),) for name, shape in shapes.items()}]
+    shards: list[dict[str, Shape]] = [{} for _ in range(num_shards)]
+    for number, unit in enumerate(units):
+        multiple, spans, end = max(1, _FLAT_ALIGN_BYTES // itemsize(unit.dtype)), {}, 0
+        for name in unit.parameters:
+            start = -(-end // multiple) * multiple
+            end = start + prod(shapes[name])
+            spans[name] = start, end
+        length = -(-end // num_shards)
+        for index, local in enumerate(shards):
+            low, high = index * length, (index + 1) * length
+            held = {name: max(0, min(high, end) - max(low, start)) for name, (start, end) in spans.items()}
+            local.update({name: (count,) for name, count in held.items()})
+            local[f"(padding of unit {number})"] = (length - sum(held.values()),)
+    return shards
+
+
+def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) -> ShardedModel:
+    """Wrap `model` in FullyShardedDataParallel, with an auto-wrap policy made of its units."""
+    *inner, root = prepare_model(model, settings, context)
+    if settings.compile:
+        # The tracer looks at the gradient of each parameter; these are views of a flat one, which have none.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    policy = {model.get_submodule(unit.fqn): {"mixed_precision": _precision(unit, settings)} for unit in inner}
+    dtype = getattr(torch, settings.param_dtype)
+    for unit in inner:
+        if unit.dtype != settings.param_dtype and not unit.is_bytes:  # torch does not cast what such a unit returns
+            model.get_submodule(unit.fqn).register_forward_hook(lambda module, args, output: output.to(dtype))
     with warnings.catch_warnings():
+        # That this wrapper is deprecated, and that frozen parameters in a unit take as much gradient memory as
+        # trainable ones: whoever chose shard=fsdp1 knows both from our docs.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.fsdp")
         warnings.filterwarnings("ignore", r"[\s\S]*has both parameters with requires_grad=True and False", UserWarning)
-        yield
+        wrapped = fsdp.FullyShardedDataParallel(
+            model,
+            device_mesh=context.mesh if settings.replicas > 1 else context.mesh["shard"],
+            sharding_strategy=_strategy(settings, context),
+            auto_wrap_policy=CustomPolicy(lambda module: policy.get(module, False)),
+            mixed_precision=_precision(root, settings),
+            cpu_offload=fsdp.CPUOffload(offload_params=True) if settings.cpu_offload else None,
+            backward_prefetch=None if settings.prefetch_backward == 0 else fsdp.BackwardPrefetch.BACKWARD_PRE,
+            forward_prefetch=settings.prefetch_forward == 1,
+            device_id=context.device,
+            param_init_fn=empty_parameters(context.device),
+            use_orig_params=True,
+        )
+    wrapped.register_forward_pre_hook(lambda module, args: utils.restore_frozen_parameters(wrapped))
+    return Fsdp1Model(wrapped, context)
+
+
+def _precision(unit: Unit, settings: ShardConfig) -> fsdp.MixedPrecision | None:
+    if unit.is_bytes:
+        return None
+    precision = fsdp.MixedPrecision(
+        param_dtype=getattr(torch, unit.dtype),
+        reduce_dtype=getattr(torch, settings.reduce_dtype),
+        # Inputs come in the dtype of what is around; a unit with one of its own casts them.
+        cast_forward_inputs=unit.dtype != settings.param_dtype,
+    )
+    if unit.dtype == "float32":
+        utils.keep_batch_norms_wrapped(precision)
+    return precision
+
+
+def _strategy(settings: ShardConfig, context: DistributedContext) -> fsdp.ShardingStrategy:
+    if context.world_size == settings.replicas:
+        return fsdp.ShardingStrategy.NO_SHARD
+    if settings.replicas > 1:
+        return fsdp.ShardingStrategy.HYBRID_SHARD if settings.reshard_after_forward else utils.hybrid_shard_grad_op()
+    return fsdp.ShardingStrategy.FULL_SHARD if settings.reshard_after_forward else fsdp.ShardingStrategy.SHARD_GRAD_OP

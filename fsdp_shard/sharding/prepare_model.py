@@ -1,18 +1,22 @@
-"""What all wrappers do with a model before they shard it: check it, plan its units, replace the forward of blocks."""
+"""What all wrappers do with a model: check it, plan its units, replace the forward of its blocks, and give parameters
+and buffers that are on meta memory, unfilled.
+"""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
-from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import no_split_blocks
-from fsdp_shard.sharding.activation_checkpointing import recompute_blocks, recomputed_fqns
-from fsdp_shard.sharding.compile import check_backend, compile_blocks
-from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.sharding.materialize import materialize_buffers
-from fsdp_shard.sharding.shard_sizes import Unit
+from fsdp_shard.sharding.activation_checkpointing import clean_fqn, recompute_blocks, recomputed_fqns
+from fsdp_shard.sharding.config import ShardConfig, Unit
 from fsdp_shard.sharding.wrap_policy import plan_units
+from fsdp_shard.utils import give_back_free_memory, nearest, persistent_buffers
+
+_LARGE_BYTES = 1 << 20
 
 
 def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedContext) -> tuple[Unit, ...]:
@@ -23,8 +27,15 @@ def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedCont
     """
     check_shardable(model, shard)
     units = plan_units(model, shard)
-    compile_blocks(recompute_blocks(model, shard), shard.compile)
-    materialize_buffers(model, context.device)
+    blocks = recompute_blocks(model, shard)
+    if shard.compile is not False:
+        # One graph serves all blocks of a kind, and gathering parameters stays outside of it. Only the `forward` of a
+        # block is replaced, so that no name of a parameter changes.
+        for block in blocks:
+            block.forward = torch.compile(block.forward, backend="inductor" if shard.compile is True else shard.compile)
+    for owner, name, _, buffer in persistent_buffers(model):
+        if buffer.is_meta:
+            setattr(owner, name, torch.empty_like(buffer, device=context.device))
     return units
 
 
@@ -35,7 +46,7 @@ def check_shardable(model: nn.Module, shard: ShardConfig) -> None:
         ModelError: No blocks are found in the model.
         ConfigError: A setting cannot work for this model, or would do nothing.
     """
-    check_backend(shard.compile)
+    _check_backend(shard.compile)
     _check_recomputed(model, shard, plan_units(model, shard))
     shard.check_supported(model)
 
@@ -71,7 +82,43 @@ def check_dtypes(model: nn.Module, shard: ShardConfig) -> None:
         dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in held})
         if len(dtypes) > 1:
             raise ConfigError(
-                f"shard={type(shard).__name__.removesuffix('Config').lower()} cannot shard {unit.fqn or 'the root'} "
-                f"({unit.cls}), which has parameters of {' and '.join(dtypes)}; set model.dtype=float32"
+                f"shard={shard.wrapper} cannot shard {unit.fqn or 'the root'} ({unit.cls}), which has "
+                f"parameters of {' and '.join(dtypes)}; set model.dtype=float32"
                 f"{', or use shard=fsdp2' if shard.flattens_units else ''}."
             )
+
+
+def _check_backend(backend: bool | str) -> None:
+    if not isinstance(backend, bool) and backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise ConfigError(
+            f"shard.compile={backend} is neither true, false nor a backend of torch.compile: "
+            f"{', '.join(known)}{nearest(backend, known)}."
+        )
+
+
+def empty_parameters(device: torch.device) -> Callable[[nn.Module], None]:
+    """A `param_init_fn` that gives one module's own parameters memory, unfilled; tied ones stay tied."""
+    # The meta parameter is kept, so that ids stay unique; the real one is not, so that a sharded unit is free.
+    made: dict[int, tuple[nn.Parameter, weakref.ref[nn.Parameter]]] = {}
+
+    def init(module: nn.Module) -> None:
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not param.is_meta:
+                continue
+            known = made[id(param)][1]() if id(param) in made else None
+            if known is None:
+                if device.type == "cpu" and param.numel() * param.element_size() >= _LARGE_BYTES:
+                    give_back_free_memory()  # what the unit before left when it was sharded
+                known = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+                made[id(param)] = param, weakref.ref(known)
+            setattr(module, name, known)
+
+    return init
+
+
+def buffer_shards(module: nn.Module, context: DistributedContext) -> dict[str, LocalShard]:
+    """Every persistent buffer as a LocalShard that is the whole buffer."""
+    return {
+        clean_fqn(fqn): LocalShard(buffer, buffer.detach().reshape(-1), 0, tuple(buffer.shape), writes=context.is_main)
+        for _, _, fqn, buffer in persistent_buffers(module)
+    }

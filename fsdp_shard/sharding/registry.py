@@ -1,23 +1,118 @@
-"""The wrappers by name, and sharding a model from Python. A new wrapper is one more line here."""
+"""The wrappers: the settings of each, by name, and sharding a model from Python.
+
+A new wrapper is a settings class here, and a module of its name (see `config.py`).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.sharding.config import ShardConfig, ShardedModel
-from fsdp_shard.sharding.ddp import DdpConfig
-from fsdp_shard.sharding.fsdp1 import Fsdp1Config
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.sharding.config import DTYPES, ShardConfig, ShardedModel
 from fsdp_shard.sharding.mesh import check_ranks
-from fsdp_shard.utils import check, nearest
+from fsdp_shard.utils import changed_settings, check, in_yaml, nearest, setting
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fsdp_shard.distributed import DistributedContext
 
-WRAPPERS: dict[str, type[ShardConfig]] = {"fsdp2": Fsdp2Config, "fsdp1": Fsdp1Config, "ddp": DdpConfig}
+
+@dataclass
+class Fsdp2Config(ShardConfig):
+    """`fully_shard` on each unit and on the root."""
+
+    wrapper: ClassVar[str] = "fsdp2"
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        if self.prefetch_backward == 0:
+            raise ConfigError(
+                f"{prefix}prefetch_backward=0: shard=fsdp2 gathers at least one unit ahead in the backward pass; give "
+                f"a number from 1 on, or use shard=fsdp1."
+            )
+
+
+@dataclass
+class Fsdp1Config(ShardConfig):
+    """`FullyShardedDataParallel` with an auto-wrap policy made of the units.
+
+    For comparison: torch calls it deprecated, and of a unit that is frozen in part it keeps gradients of the whole.
+    """
+
+    wrapper: ClassVar[str] = "fsdp1"
+    flattens_units: ClassVar[bool] = True
+    accumulates_offloaded: ClassVar[bool] = False
+    quantized_dtype: ClassVar[str] = "float32"  # a flat parameter must be floating-point, and is cast as a whole
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        for name, what in (("tensor_parallel", "layers"), ("expert_parallel", "experts")):
+            if (ranks := getattr(self, name)) > 1:
+                raise ConfigError(f"{prefix}{name}={ranks}: shard=fsdp1 cannot divide {what}; use shard=fsdp2.")
+        if type(self.reshard_after_forward) is int:
+            raise ConfigError(
+                f"{prefix}reshard_after_forward={self.reshard_after_forward}: shard=fsdp1 reshards over all ranks "
+                f"(true) or not at all (false); use shard=fsdp2 for a number of ranks."
+            )
+        for name in ("prefetch_forward", "prefetch_backward"):
+            if (getattr(self, name) or 0) > 1:
+                raise ConfigError(
+                    f"{prefix}{name}={getattr(self, name)}: shard=fsdp1 gathers at most one unit ahead; give 0 or 1, "
+                    f"or use shard=fsdp2."
+                )
+        if not self.sync_every_micro_batch and self.param_dtype != self.reduce_dtype:
+            raise ConfigError(
+                f"{prefix}sync_every_micro_batch=false with shard=fsdp1 would add up gradients in {self.param_dtype}, "
+                f"not in {prefix}reduce_dtype={self.reduce_dtype}; use shard=fsdp2, or the same dtype for both."
+            )
+
+
+# Settings of how parameters are sharded and gathered, which DDP does not do.
+_MEANINGLESS = (
+    "norms_in_float32",
+    "replicas",
+    "tensor_parallel",
+    "expert_parallel",
+    "reshard_after_forward",
+    "prefetch_forward",
+    "prefetch_backward",
+    "cpu_offload",
+    "min_params",
+)
+
+
+@dataclass
+class DdpConfig(ShardConfig):
+    """`DistributedDataParallel`: nothing is sharded."""
+
+    wrapper: ClassVar[str] = "ddp"
+    is_sharded: ClassVar[bool] = False
+
+    param_dtype: str = setting("float32", "The dtype that blocks compute in: that of model.dtype.", choices=DTYPES)
+    reduce_dtype: str = setting(
+        "float32", "The dtype that gradients are reduced in: that of model.dtype.", choices=DTYPES
+    )
+    sync_every_micro_batch: bool = setting(
+        False, "Reduce gradients after every micro-batch, which costs time and saves no memory with DDP."
+    )
+    find_unused_parameters: bool = setting(
+        False,
+        "Look for parameters without a gradient in each step, such as the image encoder of a multimodal model that is "
+        "trained on text; without it torch fails in the second step.",
+    )
+
+    def check(self, prefix: str) -> None:
+        super().check(prefix)
+        for name, value in changed_settings(self, _MEANINGLESS).items():
+            raise ConfigError(
+                f"{prefix}{name}={in_yaml(value)} would do nothing with shard=ddp, where every rank has the "
+                f"whole model all the time; leave it out, or use shard=fsdp2."
+            )
+
+
+WRAPPERS: dict[str, type[ShardConfig]] = {kind.wrapper: kind for kind in (Fsdp2Config, Fsdp1Config, DdpConfig)}
 
 
 def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2", **settings: Any) -> ShardedModel:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 from fsdp_shard.distributed import LocalShard, row_major_range
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import parallel_plan, tied_names
-from fsdp_shard.sharding.shard_sizes import Shape
+from fsdp_shard.sharding.config import Shape
 from fsdp_shard.utils import local_shape_and_offset
 
 # Styles that cut a parameter along one dimension, or leave it whole on each rank with the same gradient.
@@ -117,14 +117,11 @@ def is_divided(param: DTensor) -> bool:
 
 def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """`clip_grad_norm_` over parameters that lie on several meshes, which torch's own does not take."""
-    params = [param for param in parameters if param.grad is not None]
-    groups = by_mesh(params).values()
-    squares = [_squared_norm([param.grad for param in members if param.grad is not None]) for members in groups]
-    total = torch.stack(squares).sum().sqrt()
+    grads = [param.grad for param in parameters if param.grad is not None]
+    total = torch.stack([_squared_norm(members) for members in by_mesh(grads).values()]).sum().sqrt()
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for param in params:
-        assert param.grad is not None
-        local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+    for grad in grads:
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
         local.mul_(scale)
     return total
 
@@ -141,11 +138,11 @@ def _squared_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     return square
 
 
-def by_mesh(params: Iterable[nn.Parameter]) -> Mapping[Any, list[nn.Parameter]]:
-    """`params` in groups of those that are divided over the same mesh."""
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for param in params:
-        groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
+def by_mesh(tensors: Iterable[torch.Tensor]) -> Mapping[Any, list[torch.Tensor]]:
+    """`tensors` in groups of those that are divided over the same mesh."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
     return groups
 
 

@@ -4,13 +4,12 @@ The parameters of a unit are gathered together. What is in no unit belongs to th
 """
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Protocol
 
 from torch import nn
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import Block, no_split_blocks, quantized_weights, tied_names, weights_per_parameter
-from fsdp_shard.sharding.shard_sizes import Unit, itemsize
+from fsdp_shard.sharding.config import ShardConfig, Unit, itemsize
 
 # A block outside of the layers (an embedding, a head) is a unit from this size on; a final norm with its few kilobytes
 # is not worth a collective and stays in the root.
@@ -21,17 +20,7 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _USES_ITS_CHILDREN = (nn.MultiheadAttention,)
 
 
-class UnitSettings(Protocol):
-    """The shard settings that decide what is a unit."""
-
-    quantized_dtype: ClassVar[str]
-    param_dtype: str
-    norms_in_float32: bool
-    blocks: list[str]
-    min_params: int | None
-
-
-def plan_units(model: nn.Module, settings: UnitSettings) -> tuple[Unit, ...]:
+def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
     """The units of `model`: its blocks, or every module that is large enough, besides norms and quantized weights.
 
     Parameters that are tied across units must be gathered at one time, so such modules are not units, whichever they

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
 
-from fsdp_shard.sharding.config import ShardConfig
+from torch import nn
+
+from fsdp_shard.sharding.config import Shape, ShardConfig, Unit
 from fsdp_shard.sharding.mesh import num_shards
-from fsdp_shard.sharding.shard_sizes import Shape, Unit
+from fsdp_shard.sharding.wrap_policy import plan_units
 from fsdp_shard.utils import format_size, format_table
 
 _HEAD = ("unit", "class", "units", "parameters", "gathered", "per rank")
@@ -32,12 +34,11 @@ class _Node:
         return template, self.unit.cls, self.unit.num_params, self.unit.dtype, self.held, [n.key for n in self.inner]
 
 
-def unit_tree(units: Sequence[Unit], shapes: Mapping[str, Shape], shard: ShardConfig, num_ranks: int) -> list[str]:
+def unit_tree(model: nn.Module, shard: ShardConfig, num_ranks: int) -> list[str]:
     """The tree of units as a table; units that are alike and follow each other are one line.
 
     Args:
-        units: The units, from `plan_units`.
-        shapes: The unsharded shape of every parameter, by FQN.
+        model: The model before it is sharded; it may be on meta.
         shard: The shard settings.
         num_ranks: Number of ranks.
 
@@ -45,6 +46,8 @@ def unit_tree(units: Sequence[Unit], shapes: Mapping[str, Shape], shard: ShardCo
         The lines. *Gathered* are the bytes of a unit in the dtype that it computes in, *per rank* those that a rank
         stores, the least and the most where they differ.
     """
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    units = plan_units(model, shard)
     local = shard.local_shapes(shapes, units, num_shards(shard, num_ranks))
     return format_table([list(_HEAD), *_rows([_tree(units, shapes, local)], 0)])
 

@@ -1,4 +1,3 @@
-from .checkpoints.background_save import BackgroundSave as BackgroundSave
 from .checkpoints.resume import (
     check_optimizer as check_optimizer,
     find_step as find_step,
@@ -6,7 +5,7 @@ from .checkpoints.resume import (
     read_trainer as read_trainer,
 )
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder
-from .checkpoints.saver import Saver as Saver, open_saver as open_saver
+from .checkpoints.saver import BackgroundSave as BackgroundSave, Saver as Saver, open_saver as open_saver
 from .config import TrainConfig as TrainConfig
 from .finetune_checks import check_finetune as check_finetune
 from .held_out import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as evaluate_loss
@@ -18,7 +17,7 @@ from .load_model import (
 )
 from .logging.profiler import StepProfiler as StepProfiler
 from .logging.run_log import RunLog as RunLog, interrupted as interrupted
-from .loop import train as train
+from .loop import StepReport as StepReport, TrainingRun as TrainingRun, train as train
 from .loss.cross_entropy import cross_entropy as cross_entropy
 from .loss.linear_cross_entropy import (
     LOSS_CHUNK_BYTES as LOSS_CHUNK_BYTES,
@@ -30,13 +29,12 @@ from .model_origin import (
     collect_model_files as collect_model_files,
     data_task as data_task,
 )
-from .optim.adamw import AdamWConfig as AdamWConfig
 from .optim.adamw8bit import AdamW8bitConfig as AdamW8bitConfig
 from .optim.build import build_optimizer as build_optimizer
 from .optim.config import OptimConfig as OptimConfig
 from .optim.muon import MuonConfig as MuonConfig
 from .optim.registry import OPTIMIZERS as OPTIMIZERS
-from .optim.sgd import SgdConfig as SgdConfig
+from .optim.torch_optim import AdamWConfig as AdamWConfig, SgdConfig as SgdConfig
 from .peft.config import AdapterConfig as AdapterConfig, LoraConfig as LoraConfig
 from .peft.lora import inject_lora as inject_lora
 from .peft.qlora import quantize_base as quantize_base
@@ -46,6 +44,5 @@ from .run_setup import (
     restore_state as restore_state,
     start_run as start_run,
 )
-from .step import StepReport as StepReport, TrainingRun as TrainingRun
 from .stop_signal import StopSignal as StopSignal
 from .trainer_state import TrainerState as TrainerState

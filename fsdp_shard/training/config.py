@@ -14,7 +14,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.peft.config import AdapterConfig
-from fsdp_shard.utils import setting
+from fsdp_shard.utils import changed_settings, setting
 
 SCHEDULES = (
     "linear",
@@ -25,12 +25,12 @@ SCHEDULES = (
     "warmup_stable_decay",
     "constant",
 )
-# Setting -> its default, and the schedules that use it.
-_SCHEDULE_SETTINGS: dict[str, tuple[float | None, tuple[str, ...]]] = {
-    "power": (1.0, ("polynomial",)),
-    "num_cycles": (1, ("cosine_with_restarts",)),
-    "decay_steps": (None, ("warmup_stable_decay",)),
-    "final_lr_fraction": (0.0, tuple(name for name in SCHEDULES if name not in ("inverse_sqrt", "constant"))),
+# Setting -> the schedules that use it.
+_SCHEDULE_SETTINGS = {
+    "power": ("polynomial",),
+    "num_cycles": ("cosine_with_restarts",),
+    "decay_steps": ("warmup_stable_decay",),
+    "final_lr_fraction": tuple(name for name in SCHEDULES if name not in ("inverse_sqrt", "constant")),
 }
 
 
@@ -72,11 +72,7 @@ class TrainConfig:
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings that contradict each other or have no effect."""
-        if self.global_batch_size % self.micro_batch_size:
-            raise ConfigError(
-                f"{prefix}global_batch_size={self.global_batch_size} is not divisible by {prefix}micro_batch_size="
-                f"{self.micro_batch_size}; {_valid_sizes(self.global_batch_size, self.micro_batch_size, prefix)}."
-            )
+        check_batch(self, 1, prefix)
         if self.patience is not None and not 0 < self.eval_every < self.steps:
             raise ConfigError(
                 f"{prefix}patience={self.patience} needs evaluations during training, but with {prefix}eval_every="
@@ -97,11 +93,11 @@ class TrainConfig:
                 f"{prefix}warmup_steps={self.warmup_steps} is more than {prefix}steps={self.steps}, so the learning "
                 f"rate would never reach optim.lr. Set it to at most {self.steps}."
             )
-        for name, (default, schedules) in _SCHEDULE_SETTINGS.items():
-            if getattr(self, name) != default and self.schedule not in schedules:
+        for name, value in changed_settings(self, _SCHEDULE_SETTINGS).items():
+            if self.schedule not in (schedules := _SCHEDULE_SETTINGS[name]):
                 raise ConfigError(
-                    f"{prefix}{name}={getattr(self, name)} has no effect with {prefix}schedule={self.schedule}; it is "
-                    f"for {prefix}schedule={' or '.join(schedules)}."
+                    f"{prefix}{name}={value} has no effect with {prefix}schedule={self.schedule}; it is for "
+                    f"{prefix}schedule={' or '.join(schedules)}."
                 )
         if num_decay_steps(self) > self.steps - self.warmup_steps:
             raise ConfigError(
@@ -149,27 +145,24 @@ def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> 
     Raises:
         ConfigError: The global batch cannot be divided into micro-batches over the ranks.
     """
-    unit = config.micro_batch_size * num_ranks
-    if config.global_batch_size % unit:
+    size, unit = config.global_batch_size, config.micro_batch_size * num_ranks
+    below, above = size // unit * unit, (size // unit + 1) * unit
+    if size != below:
+        ranks = f" x {num_ranks} data-parallel ranks = {unit}" if num_ranks > 1 else ""
+        fitting = f"{prefix}global_batch_size={below} or {above} would fit"
         raise ConfigError(
-            f"{prefix}global_batch_size={config.global_batch_size} is not divisible by {prefix}micro_batch_size="
-            f"{config.micro_batch_size} x {num_ranks} data-parallel ranks = {unit}; "
-            f"{_valid_sizes(config.global_batch_size, unit, prefix)}."
+            f"{prefix}global_batch_size={size} is not divisible by {prefix}micro_batch_size="
+            f"{config.micro_batch_size}{ranks}; {fitting if below else f'the least that fits is {above}'}."
         )
-    return config.global_batch_size // unit
+    return size // unit
 
 
-def check_held_out(config: TrainConfig, data: DataConfig, prefix: str = "train.") -> None:
+def check_held_out(config: TrainConfig, data: DataConfig) -> None:
     """Raise ConfigError if a setting asks for evaluations but no text is held out."""
     if data.eval_path is not None or data.eval_fraction:
         return
     for name in ("patience", "eval_every", "eval_windows"):
         if value := getattr(config, name):
             raise ConfigError(
-                f"{prefix}{name}={value} needs held-out text to evaluate on; set data.eval_path or data.eval_fraction."
+                f"train.{name}={value} needs held-out text to evaluate on; set data.eval_path or data.eval_fraction."
             )
-
-
-def _valid_sizes(size: int, unit: int, prefix: str) -> str:
-    below, above = size // unit * unit, (size // unit + 1) * unit
-    return f"{prefix}global_batch_size={below} or {above} would fit" if below else f"the least that fits is {above}"

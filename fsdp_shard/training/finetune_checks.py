@@ -1,9 +1,8 @@
 """What is wrong with the settings of a run, found before any rank starts: for its machine, its data and its model."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
+
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import checkpoint, data, models, sharding
 from fsdp_shard.distributed import is_restarted, uses_gpus, world_sizes
@@ -19,9 +18,6 @@ from fsdp_shard.training.model_origin import decoder_start, empty_model, model_s
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.qlora import quantize_base
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def check_finetune(config: FinetuneSettings) -> None:

@@ -11,8 +11,8 @@ from fsdp_shard.data import MapDataset, evaluation_batches
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.training.loop import TrainingRun, forward_loss
 from fsdp_shard.training.optim.lr_schedule import is_due
-from fsdp_shard.training.step import TrainingRun, forward_loss
 from fsdp_shard.training.trainer_state import TrainerState
 
 

@@ -1,17 +1,16 @@
 """Building a model on the meta device, sharding it along its blocks, and loading this rank's shards of its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import checkpoint
 from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig, no_split_blocks, rebuild_buffers, tied_names
-from fsdp_shard.sharding import ShardConfig, ShardedModel, plan_units, unit_tree
+from fsdp_shard.sharding import ShardConfig, ShardedModel, unit_tree
 from fsdp_shard.training.loss.fused_kernels import use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.model_origin import empty_model
@@ -19,9 +18,6 @@ from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.qlora import quantize_base
 from fsdp_shard.utils import format_count, format_size, peak_resident_bytes
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ def load_sharded(
             quantized, names = quantize_base(model, adapter.quantize, shard, names)
             added = replace(added, base=base, frozen=quantized.describe() if quantized else None)
         run_on_all(context, lambda: chunk_loss(model, config, shard))  # the adapter may add an output head
-        tree = _unit_tree(model, shard, context.world_size) if shard.explain else []
+        tree = unit_tree(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
         rebuild_buffers(model, context.device)
         sharded = shard.shard(model, context)
@@ -153,10 +149,9 @@ def describe_model(
     """Describe the model, how it is sharded, and what loading it cost, one line each."""
     figures = loaded.figures
     mesh = f"{context.world_size} {context.device.type} rank{'s' if context.world_size > 1 else ''}"
-    if context.num_tensor_ranks > 1:
-        mesh += f" (layers divided over {context.num_tensor_ranks})"
-    if context.num_expert_ranks > 1:
-        mesh += f" (experts divided over {context.num_expert_ranks})"
+    for what, num_ranks in (("layers", context.num_tensor_ranks), ("experts", context.num_expert_ranks)):
+        if num_ranks > 1:
+            mesh += f" ({what} divided over {num_ranks})"
     if context.num_replicas > 1:
         mesh += f" ({context.num_replicas} replicas of {context.world_size // context.num_replicas})"
     lines = [
@@ -175,11 +170,6 @@ def describe_model(
             "config.json has output_router_logits, but the loss here does not include the router's auxiliary loss"
         )
     return lines
-
-
-def _unit_tree(model: PreTrainedModel, shard: ShardConfig, num_ranks: int) -> list[str]:
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    return unit_tree(plan_units(model, shard), shapes, shard, num_ranks)
 
 
 def _figures(shards: Mapping[str, LocalShard], block_bytes: int, context: DistributedContext) -> LoadFigures:

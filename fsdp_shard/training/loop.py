@@ -1,12 +1,109 @@
-"""The training loop: a generator of one report per step.
+"""The training loop: a generator of one report per step, each an update of the weights from one global batch.
 
 Saving, logging, evaluating and early stopping are the caller's, between one report and the next. Nothing here reads a
-file or the environment.
+file or the environment. Every rank makes the same calls in the same order: what only one rank knows (its tokens, its
+loss, a signal that it received) is summed over the ranks before anyone acts on it.
+
+The loss is the mean over the predictions of the *global* batch: each rank divides the sum of its own by (predictions of
+all ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks.
 """
 
-from collections.abc import Iterator
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
-from fsdp_shard.training.step import StepReport, TrainingRun, train_step
+import torch
+
+from fsdp_shard.data import Batch, Dataset, micro_batches, source_figures, source_predictions
+from fsdp_shard.distributed import STOP_SIGNALS, DistributedContext
+from fsdp_shard.errors import LossError
+from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.loss.cross_entropy import cross_entropy
+from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
+from fsdp_shard.training.optim.lr_schedule import learning_rate
+from fsdp_shard.training.seeding import derived_seed, seed_all
+from fsdp_shard.training.stop_signal import StopSignal
+from fsdp_shard.training.trainer_state import TrainerState
+from fsdp_shard.utils import device_peak_bytes
+
+
+@dataclass
+class TrainingRun:
+    """A model in training, and how far it is.
+
+    Attributes:
+        model: The sharded model.
+        optimizer: Its optimizer; the learning rate of each group is the peak of the schedule.
+        dataset: The samples, in the order in which they are trained.
+        config: Settings of the loop.
+        context: The ranks that train.
+        state: Progress of the run; the loop updates it after each step.
+        stop: Signals that ask the run to stop.
+        sync_every_micro_batch: Whether gradients are reduced after every micro-batch, or once per step.
+        profile: Returns the context in which the step with this number is made.
+        interrupted_by: The signal that stopped the run before its last step, or 0.
+    """
+
+    model: ShardedModel
+    optimizer: torch.optim.Optimizer
+    dataset: Dataset
+    config: TrainConfig
+    context: DistributedContext
+    state: TrainerState
+    stop: StopSignal = field(default_factory=StopSignal)
+    sync_every_micro_batch: bool = True
+    profile: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
+    interrupted_by: int = field(default=0, init=False)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step follows: the last is done, evaluations no longer improve, or a signal came."""
+        is_done = self.state.step >= self.config.steps or self.state.stops_early(self.config.patience)
+        return is_done or bool(self.interrupted_by)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A finished step. Everything but `stop_signal` and `fault` is a row of metrics.jsonl.
+
+    Attributes:
+        step: Number of the step, from 1.
+        loss: Mean loss in nats per token, before the update.
+        learning_rate: Learning rate of the update.
+        grad_norm: Norm of the gradients before clipping.
+        tokens: Predictions of this step, over all ranks.
+        tokens_per_second: Of all ranks together.
+        step_seconds: Duration on this rank.
+        memory_bytes: Highest peak of any rank so far.
+        skipped: Number of skipped updates so far.
+        stop_signal: A signal that any rank received, or 0.
+        fault: Why this step was skipped, or empty.
+        sources: Samples, tokens and epochs so far of each source of a mixture.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    tokens_per_second: float
+    step_seconds: float
+    memory_bytes: int
+    skipped: int = 0
+    stop_signal: int = 0
+    fault: str = ""
+    sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """The row of metrics.jsonl. JSON has neither NaN nor infinity, so they become null."""
+        figures = {name: value for name, value in vars(self).items() if name not in ("stop_signal", "fault", "sources")}
+        row = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        return row | ({"sources": dict(self.sources)} if self.sources else {})
 
 
 def train(run: TrainingRun) -> Iterator[StepReport]:
@@ -33,3 +130,126 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
         if report.step < run.config.steps:
             run.interrupted_by = report.stop_signal
         yield report
+
+
+def train_step(run: TrainingRun) -> StepReport:
+    """Update the weights from the next global batch, and record it in `run.state`; a collective.
+
+    When the loss or the norm of the gradients is not finite on any rank, no rank changes its weights or its optimizer.
+
+    Args:
+        run: The run.
+
+    Raises:
+        LossError: On all ranks: the loss or the gradients are not finite, and the settings do not allow to skip this.
+    """
+    began = time.perf_counter()
+    config, context, state = run.config, run.context, run.state
+    rate = _set_learning_rate(run)
+    seed_all(derived_seed(state.seed, state.step, context.data_rank))
+    samples = run.dataset.order(state.seed, state.num_samples, config.global_batch_size)
+    parts = micro_batches(samples, config.micro_batch_size, context.data_rank, context.num_data_ranks)
+    batches = [run.dataset.batch(part) for part in parts]
+    num_local = sum(batch.num_predictions for batch in batches)
+    counts = context.all_reduce([num_local, *source_predictions(run.dataset, parts, batches)])
+    # Tensor-parallel ranks count the same samples.
+    num_tokens, *by_source = (int(count / context.num_tensor_ranks) for count in counts)
+    run.optimizer.zero_grad()
+    losses = _accumulate(run, batches, max(num_tokens, 1) / context.num_data_ranks)
+    norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
+    loss, grad_norm, memory_bytes, stop_signal = _reduce(run, float(sum(losses)), float(norm))
+    fault = ""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        run.optimizer.step()
+    else:
+        bad = [int(i) for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss) for i in part]
+        in_loss = sorted({i for rank in context.all_gather_object(bad) for i in rank})
+        where = f"loss of samples {in_loss}" if in_loss else f"gradients only, samples {sorted(set(samples.tolist()))}"
+        fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite in the {where}"
+    run.optimizer.zero_grad()  # evaluations and saves need the memory
+    if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
+        raise LossError(_message(fault, state, config))
+    by_name = dict(zip(run.dataset.source_names, by_source, strict=True))
+    state.advance(len(samples), num_tokens, by_name, skipped=bool(fault))
+    state.place = run.dataset.state_dict(state.num_samples)
+    seconds = time.perf_counter() - began
+    return StepReport(
+        step=state.step,
+        loss=loss,
+        learning_rate=rate,
+        grad_norm=grad_norm,
+        tokens=num_tokens,
+        tokens_per_second=num_tokens / seconds,
+        step_seconds=seconds,
+        memory_bytes=memory_bytes,
+        skipped=state.num_skipped,
+        stop_signal=stop_signal,
+        fault=fault,
+        sources=source_figures(run.dataset, state.num_samples, state.source_tokens),
+    )
+
+
+def _set_learning_rate(run: TrainingRun) -> float:
+    """Set the learning rate of each group. The peak is the one that it was built with, as in torch's schedulers."""
+    rate = 0.0
+    for group in run.optimizer.param_groups:
+        rate = learning_rate(run.config, group.setdefault("initial_lr", group["lr"]), run.state.step)
+        group["lr"] = rate
+    return rate
+
+
+def _accumulate(run: TrainingRun, batches: Sequence[Batch], divisor: float) -> list[torch.Tensor]:
+    """Accumulate the gradients of the micro-batches; returns their parts of the loss, scalars on the device."""
+    losses = []
+    for number, batch in enumerate(batches, start=1):
+        is_synced = run.sync_every_micro_batch or number == len(batches)
+        with nullcontext() if is_synced else run.model.no_sync():
+            loss = forward_loss(run.model, batch, divisor, run.context.device)
+            loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def forward_loss(model: ShardedModel, batch: Batch, divisor: float, device: torch.device) -> torch.Tensor:
+    """Run the forward pass and return the summed cross-entropy of a batch over `divisor`, a float32 scalar in nats.
+
+    A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
+    that share a window are separated by their positions (`data/samples/packing.py`).
+    """
+    inputs = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in batch.inputs.items()}
+    labels = torch.from_numpy(batch.labels).to(device, non_blocking=True)
+    with giving_loss(model.module, labels, divisor) as is_loss, warnings.catch_warnings():
+        # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        logits = model.module(**inputs, use_cache=False).logits
+    return logits.reshape(()) if is_loss else cross_entropy(logits, labels, divisor)
+
+
+def _reduce(run: TrainingRun, loss: float, grad_norm: float) -> tuple[float, float, int, int]:
+    """Reduce what each rank knows in one sum: losses, norms, received signals, and one element per rank of memory.
+
+    The norm is the same on all ranks unless one of them failed; then none may continue.
+
+    Returns:
+        Mean loss, norm of the gradients, highest peak of the memory in bytes, and a received signal or 0.
+    """
+    context = run.context
+    signals = [float(run.stop.number == number) for number in STOP_SIGNALS]
+    memory = [0.0] * context.world_size
+    memory[context.rank] = float(device_peak_bytes(context.device.type))
+    total_loss, total_norm, *summed = context.all_reduce([loss, grad_norm, *signals, *memory])
+    received = (number for number, count in zip(STOP_SIGNALS, summed, strict=False) if count)
+    grad_norm = grad_norm if math.isfinite(total_norm) else total_norm
+    return total_loss / context.world_size, grad_norm, int(max(summed[len(signals) :])), int(next(received, 0))
+
+
+def _message(fault: str, state: TrainerState, config: TrainConfig) -> str:
+    """The message of the LossError that ends a run in the step after `state`."""
+    before, remedy = "", "skip such steps with train.non_finite=skip"
+    if config.non_finite == "skip":
+        before = f", after {state.num_skipped_in_row} steps in a row that were skipped"
+        remedy = f"allow more than train.max_skips={config.max_skips}"
+    return (
+        f"Step {state.step + 1} has {fault}{before}. It did not change the weights. Lower optim.lr, lengthen "
+        f"train.warmup_steps, look at these samples (windows of data.path, counted from 0), or {remedy}."
+    )

@@ -1,10 +1,10 @@
 """Where a run takes its model from: config, tokenizer and weights, and the files for its checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.checkpoint import Location, copy_model_files, locate
 from fsdp_shard.data import SEQ2SEQ, Task
@@ -13,9 +13,6 @@ from fsdp_shard.models import ModelConfig, build_on_meta, load_config
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
 from fsdp_shard.utils import first_line
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def model_source(config: FinetuneSettings, step_directory: Path | None) -> Location:
@@ -29,12 +26,8 @@ def model_source(config: FinetuneSettings, step_directory: Path | None) -> Locat
 
 def empty_model(config: ModelConfig, source: Location) -> PreTrainedModel:
     """Build the model on the meta device, with the dtype and attention of `config`."""
-    return build_on_meta(
-        load_config(source.directory, config.trust_remote_code),
-        config.dtype,
-        trust_remote_code=config.trust_remote_code,
-        attention=config.attention,
-    )
+    model, trust = load_config(source.directory, config.trust_remote_code), config.trust_remote_code
+    return build_on_meta(model, config.dtype, trust_remote_code=trust, attention=config.attention)
 
 
 def data_task(config: ModelConfig, source: Location) -> Task:
@@ -53,8 +46,6 @@ def decoder_start(model: PreTrainedModel) -> int:
     Raises:
         ModelError: The model has no such token.
     """
-    import torch
-
     name, config = type(model).__name__, model.config
     configured: int | None = getattr(config, "decoder_start_token_id", None)
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)

@@ -17,9 +17,9 @@ from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.logging.mfu import utilization
 from fsdp_shard.training.logging.run_log import RunLog
 from fsdp_shard.training.logging.trackers import public_settings
+from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.model_origin import model_source
 from fsdp_shard.training.seeding import deterministic_algorithms
-from fsdp_shard.training.step import TrainingRun
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
 

@@ -7,25 +7,24 @@ number of ranks the numbers differ, the samples do not.
 
 import hashlib
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import numpy
+import torch
 
 from fsdp_shard.utils import set_environment
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
-    """Return a 63-bit seed; those of neighboring steps, ranks and seeds are unrelated."""
-    digest = hashlib.blake2b(f"fsdp-shard {seed} {step} {rank}".encode(), digest_size=8).digest()
+def derived_seed(*parts: int | str) -> int:
+    """Return a 63-bit seed that is a function of `parts`; those of neighboring numbers are unrelated."""
+    digest = hashlib.blake2b(" ".join(["fsdp-shard", *map(str, parts)]).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_all(seed: int) -> None:
     """Seed the generators of torch (on every device), numpy and Python."""
-    import random
-
-    import numpy
-    import torch
-
     torch.manual_seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
@@ -40,8 +39,6 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    import torch
-
     cudnn, variable = torch.backends.cudnn, "CUBLAS_WORKSPACE_CONFIG"
     before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
     torch.use_deterministic_algorithms(True)

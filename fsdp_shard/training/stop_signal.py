@@ -4,12 +4,10 @@ The first signal only sets a flag. The loop reduces it over the ranks at the end
 after the same step and can save a checkpoint. A second signal ends this rank at once.
 """
 
-from __future__ import annotations
-
 import signal
 import time
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+from typing import Self
 
 from fsdp_shard.distributed import stop_signals
 from fsdp_shard.errors import Interrupted
@@ -26,16 +24,12 @@ class StopSignal:
         self.number = 0
         self._grace_seconds = grace_seconds
         self._since = 0.0
-        self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopSignal:
-        for number in stop_signals():
-            self._before[number] = signal.signal(number, self._receive)
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._receive) for number in stop_signals()}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

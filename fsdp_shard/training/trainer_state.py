@@ -7,10 +7,11 @@ The learning rate, the random state and the position in the data are functions o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from fsdp_shard.checkpoint import parse_json
 from fsdp_shard.errors import CheckpointError, ConfigError
 
 _FORMAT_VERSION = 1
@@ -119,35 +120,28 @@ class TrainerState:
     @classmethod
     def from_json(cls, text: str, what: str) -> TrainerState:
         """Parse the content of the file `what`; raises CheckpointError, which names it, if it is damaged."""
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise CheckpointError(f"{what} is not JSON ({error}); this checkpoint cannot be resumed.") from error
+        values = parse_json(text.encode(), what)
         if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
             raise CheckpointError(f"{what} is not a trainer state of format version {_FORMAT_VERSION}.")
-        values = {name: make() for name, make in _OPTIONAL.items()} | values
-        expected = {field.name for field in fields(cls)}
-        if expected != set(values):
-            missing, unknown = sorted(expected - set(values)), sorted(set(values) - expected)
+        known = {field.name for field in fields(cls)}
+        missing, unknown = sorted(known - _OPTIONAL - set(values)), sorted(set(values) - known)
+        if missing or unknown:
             raise CheckpointError(f"{what} does not have the expected entries: missing {missing}, unknown {unknown}.")
         for name, value in values.items():
             _check_entry(name, value, what)
+        for source, num in values.get("source_tokens", {}).items():
+            _check_entry(f"source_tokens.{source}", num, what)
         return cls(**values)
 
 
 def _check_entry(name: str, value: Any, what: str) -> None:
-    if name == "source_tokens" and isinstance(value, dict):
-        for source, num in value.items():
-            _check_entry(f"source_tokens.{source}", num, what)
-        return
     kinds, words = _KINDS.get(name, ((int,), "a whole number of at least 0"))
-    is_right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-    if not is_right or (isinstance(value, int) and value < 0):
+    if type(value) not in kinds or (type(value) is int and value < 0):
         raise CheckpointError(f"{what}: {name} is {value!r}; expected {words}.")
 
 
-# Entries that are left out if empty, and the empty value.
-_OPTIONAL: dict[str, Callable[[], Any]] = {"place": lambda: None, "source_tokens": dict, "owes_evaluation": bool}
+_OPTIONAL = {"place", "source_tokens", "owes_evaluation"}  # left out if empty
+# The types of entries, and words for them; of other entries, counts.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str,), "text"),
     "place": ((dict, type(None)), "an object or null"),

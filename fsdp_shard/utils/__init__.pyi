@@ -1,10 +1,11 @@
 from .atomic_write import (
+    RESULT as RESULT,
     atomic_directory as atomic_directory,
-    fsync_directory as fsync_directory,
-    fsync_file as fsync_file,
+    fsync_path as fsync_path,
     name_in_errors as name_in_errors,
     write_atomically as write_atomically,
     write_file as write_file,
+    write_result as write_result,
 )
 from .environment import (
     one_thread as one_thread,
@@ -22,7 +23,6 @@ from .process_memory import (
     keep_freed_memory as keep_freed_memory,
     peak_resident_bytes as peak_resident_bytes,
 )
-from .result_file import RESULT as RESULT, write_result as write_result
 from .secrets import redact as redact, redact_setting as redact_setting
 from .settings import (
     REQUIRED as REQUIRED,

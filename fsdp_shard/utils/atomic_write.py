@@ -1,11 +1,17 @@
 """Files and directories that appear complete or not at all, and that survive a power cut where that is asked for."""
 
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from fsdp_shard.utils.secrets import redact
+
+RESULT = "result.json"
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
@@ -28,7 +34,24 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
         temporary.unlink(missing_ok=True)
         raise
     if sync:
-        fsync_directory(path.parent)
+        fsync_path(path.parent)
+
+
+def write_result(run_dir: str | os.PathLike[str], figures: Mapping[str, Any]) -> Path:
+    """Write RUN_DIR/result.json, with `"status": "completed"`. It is written last: if it exists, the run has completed.
+
+    Args:
+        run_dir: Directory of the run; made if it does not exist.
+        figures: Results of the run; numbers must be finite.
+
+    Returns:
+        Path of the file.
+    """
+    path = Path(run_dir) / RESULT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"status": "completed", **figures}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(path, redact(text))
+    return path
 
 
 def write_file(path: Path, content: str | bytes, *, sync: bool = True) -> None:
@@ -73,18 +96,9 @@ def name_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def fsync_file(path: Path) -> None:
-    """Flush the content of a file to the disk."""
-    _fsync(path, os.O_RDONLY)
-
-
-def fsync_directory(path: Path) -> None:
-    """Flush the names in a directory to the disk: only then does a rename survive a power cut."""
-    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def fsync_path(path: Path) -> None:
+    """Flush the content of a file, or the names in a directory, to the disk, so that a rename survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         with name_in_errors(path):
             os.fsync(descriptor)

@@ -12,16 +12,14 @@ from fsdp_shard.errors import ConfigError
 @contextmanager
 def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables of this process, and restore their former values on exit."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def user_cache(name: str) -> Path:

@@ -7,17 +7,14 @@ import sys
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
 
-def resident_bytes() -> int:
-    """Return the memory of this process that is in RAM now, in bytes, with shared libraries and forked pages."""
-    return _from_status("VmRSS")
-
-
 def peak_resident_bytes() -> int:
     """Return the most memory that this process has had in RAM so far, in bytes.
 
     It comes from /proc if there is one: `getrusage` also counts what the parent had when it started this process.
     """
-    return _from_status("VmHWM")
+    if (kibibytes := _proc_field("status", "VmHWM")) is not None:
+        return kibibytes * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def device_peak_bytes(device_type: str) -> int:
@@ -31,11 +28,7 @@ def device_peak_bytes(device_type: str) -> int:
 
 def disk_bytes_read() -> int:
     """Return the bytes that this process has read from a disk, without the page cache; 0 if unknown."""
-    try:
-        with open("/proc/self/io", encoding="ascii") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("read_bytes:"))
-    except (OSError, StopIteration):
-        return 0
+    return _proc_field("io", "read_bytes") or 0
 
 
 def give_back_free_memory() -> None:
@@ -60,9 +53,10 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
 
 
-def _from_status(field: str) -> int:
+def _proc_field(file: str, field: str) -> int | None:
+    """The number after `field:` in a file of /proc/self; None if there is none."""
     try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{field}:"))
+        with open(f"/proc/self/{file}", encoding="ascii") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
     except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return None

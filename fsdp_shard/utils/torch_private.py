@@ -3,14 +3,12 @@
 Reached through the lazy door of `utils`, so that torch is loaded only where one of these is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +18,11 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
     FakeTensorMode as FakeTensorMode,
 )
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-    from torch.distributed.tensor import Placement
 
 # Matrix products and attention; names that torch does not have are left out. Without the private ones, selective
 # checkpointing recomputes attention and products in 8 bits.
@@ -73,8 +70,6 @@ def local_shape_and_offset(
 
     Without it, checkpoints of models under tensor parallelism would not know which part each rank has.
     """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
@@ -107,8 +102,6 @@ def record_memory_history(path: Path) -> Iterator[None]:
 
 def hybrid_shard_grad_op() -> ShardingStrategy:
     """FSDP1's strategy of `shard.replicas` with `reshard_after_forward=false`, which has no public name."""
-    from torch.distributed.fsdp import ShardingStrategy
-
     return ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
@@ -152,6 +145,4 @@ def restore_frozen_parameters(module: FullyShardedDataParallel) -> None:
 
 
 def _flat_handles(module: FullyShardedDataParallel) -> Iterator[Any]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     return (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module) if unit._handle is not None)

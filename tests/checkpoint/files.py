@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io.dtypes import TensorSpec, from_torch_name
+from fsdp_shard.checkpoint.io.safetensors_format import TensorSpec, from_torch_name
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.steps import file_plan

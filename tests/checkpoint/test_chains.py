@@ -16,9 +16,9 @@ from huggingface_hub import save_torch_state_dict
 from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import save_file
 
-from fsdp_shard.checkpoint.config import ConvertConfig
+from fsdp_shard.checkpoint.config import ConvertSettings
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.io import dtypes
+from fsdp_shard.checkpoint.io import safetensors_format
 from fsdp_shard.checkpoint.location import open_checkpoint
 from tests.checkpoint.files import assert_same, random_tensor, write_ranks
 from tests.support.digests import tensor_digests
@@ -28,8 +28,8 @@ Writer = Callable[[Path, Tensors, Mapping[str, str], Any], Path]
 
 NUM_CHECKPOINTS = 1000  # of all writers together
 _MEMORY = Path("/dev/shm")  # so that the disk is not what takes the time
-DTYPES = [dtypes.to_torch(name) for name in dtypes._DTYPES]
-FORMATS = next(field.metadata["choices"] for field in fields(ConvertConfig) if field.name == "format")
+DTYPES = [safetensors_format.to_torch(name) for name in safetensors_format._DTYPES]
+FORMATS = next(field.metadata["choices"] for field in fields(ConvertSettings) if field.name == "format")
 
 
 def one_file(root: Path, tensors: Tensors, aliases: Mapping[str, str], data: Any) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp_shard.checkpoint import convert, location
-from fsdp_shard.checkpoint.io import safetensors_header
+from fsdp_shard.checkpoint.io import safetensors_format
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.cli import run_command
 from fsdp_shard.errors import CheckpointError, ModelError
@@ -76,7 +76,7 @@ def test_other_processes_get_the_location_and_open_the_files_themselves(tiny_mod
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often paths are resolved, and the header of each file is parsed."""
     found: Counter[str] = Counter()
-    find, parse = location.find_checkpoint, safetensors_header._header_length
+    find, parse = location.find_checkpoint, safetensors_format._header_length
 
     def counted_find(path: Path, *arguments: Any) -> Any:
         found[f"resolved {path.name}"] += 1
@@ -87,7 +87,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return parse(data, size, path)
 
     monkeypatch.setattr(location, "find_checkpoint", counted_find)
-    monkeypatch.setattr(safetensors_header, "_header_length", counted_parse)
+    monkeypatch.setattr(safetensors_format, "_header_length", counted_parse)
     monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)  # not in the tests' process
     return found
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.io import files
-from fsdp_shard.checkpoint.io.safetensors_header import PAGE_BYTES, read_header
+from fsdp_shard.checkpoint.io.safetensors_format import PAGE_BYTES, read_header
 from fsdp_shard.checkpoint.io.thread_pool import NUM_THREADS
 from fsdp_shard.checkpoint.location import open_checkpoint
 from tests.checkpoint.files import assert_same

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.config import COMMANDS, FinetuneConfig, schema_of
+from fsdp_shard.config import COMMANDS, FinetuneConfig
 from fsdp_shard.utils import walk, warnings_of
 from tests.support.runs import run_recipe
 
 
 def test_settings_that_run_code_of_others_have_a_warning() -> None:
     assert warnings_of(FinetuneConfig()) == []
-    for schema in map(schema_of, COMMANDS):
+    for schema in COMMANDS.values():
         for name, field, _ in walk(schema()):
             runs_code = name.endswith("trust_remote_code") or name == "lm_eval.include_path"
             assert runs_code == bool(field.metadata.get("warning")), name

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 
 from fsdp_shard.cli import Recipe
-from fsdp_shard.config import COMMANDS, OPTIONS, ConvertConfig, FinetuneConfig, GenerateConfig, PlanConfig, schema_of
+from fsdp_shard.config import (
+    COMMANDS,
+    OPTIONS,
+    ConvertConfig,
+    FinetuneConfig,
+    GenerateConfig,
+    PlanConfig,
+    is_used,
+)
 from fsdp_shard.config.compose import Job, compose_jobs, write_config
 from fsdp_shard.config.reference import groups_of, help_text, markdown, settings_of
-from fsdp_shard.config.run_config import is_used
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import AdamWConfig
@@ -30,7 +37,7 @@ _GIVEN = {
 
 
 def _compose(command: str, *arguments: str) -> list[Job[Any]]:
-    return compose_jobs(schema_of(command), [*_GIVEN[command], *arguments], f"fsdp-shard {command}")
+    return compose_jobs(COMMANDS[command], [*_GIVEN[command], *arguments], f"fsdp-shard {command}")
 
 
 def _one(command: str, *arguments: str) -> Any:
@@ -49,7 +56,7 @@ def _refusal(command: str, *arguments: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_composes_to_its_dataclass(command: str) -> None:
     config = _one(command)
-    assert type(config) is schema_of(command)
+    assert type(config) is COMMANDS[command]
     of = "finetune" if command == "doctor" else command  # whose directory it looks at
     assert config.run_dir.startswith(f"outputs/{of}/")
     assert (config.seed, config.debug, config.launch.ranks) == (0, False, 1)
@@ -62,7 +69,7 @@ def _presets() -> list[tuple[str, str, str]]:
     return [
         (c, group, option)
         for c in COMMANDS
-        for schema in [schema_of(c)]
+        for schema in [COMMANDS[c]]
         for group, _, option in files
         if group in groups_of(schema)
     ]
@@ -291,7 +298,7 @@ def test_a_run_can_be_made_again_from_its_written_config(command: str, tmp_path:
     of_group = {"finetune": ["shard=fsdp1", "train.steps=7"], "generate": ["generation=sampled"]}
     config = _one(command, f"run_dir={tmp_path}", "seed=3", *of_group.get(command, []))
     write_config(config)
-    (again,) = compose_jobs(schema_of(command), ["--config-dir", str(tmp_path), "--config-name", "config"], "test")
+    (again,) = compose_jobs(COMMANDS[command], ["--config-dir", str(tmp_path), "--config-name", "config"], "test")
     assert again.config == config
     assert [type(value) for _, _, value in walk(again.config)] == [type(v) for _, _, v in walk(config)]
 
@@ -308,12 +315,12 @@ def _leaves(config: Any, prefix: str = "") -> set[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_setting_says_what_it_is(command: str) -> None:
-    told = settings_of(schema_of(command))
+    told = settings_of(COMMANDS[command])
     assert all(s.help for s in told), [s.name for s in told if not s.help]
-    used = {name for name in _leaves(_one(command)) if is_used(schema_of(command), name)}
+    used = {name for name in _leaves(_one(command)) if is_used(COMMANDS[command], name)}
     assert {s.name for s in told} >= used
-    assert all(is_used(schema_of(command), s.name) for s in told)
-    text = help_text(schema_of(command), f"fsdp-shard {command}")
+    assert all(is_used(COMMANDS[command], s.name) for s in told)
+    text = help_text(COMMANDS[command], f"fsdp-shard {command}")
     assert all(f"  {s.name}={s.default}\n" in text for s in told)
     assert max(map(len, text.split("\n"))) <= 120
 
@@ -338,10 +345,10 @@ def test_the_reference_is_current() -> None:
 
 def test_root_schemas_are_where_the_commands_are() -> None:
     assert set(_GIVEN) == set(COMMANDS)
-    for schema in map(schema_of, COMMANDS):
+    for schema in COMMANDS.values():
         assert dataclasses.is_dataclass(schema)
     assert PlanConfig.ranks_are == "planned"
-    assert [command for command in COMMANDS if not schema_of(command).writes] == ["doctor"]
+    assert [command for command in COMMANDS if not COMMANDS[command].writes] == ["doctor"]
     assert FinetuneConfig.ranks_are == "started"
     assert GenerateConfig.ranks_are == "started"
     assert ConvertConfig.ranks_are == "one"

@@ -66,10 +66,7 @@ def test_held_out_text_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
     windows = prepare_data(config, tokenizer)
     assert windows.held_out is not None
     assert windows.held_out.tokens.tolist() == [*b"held", 256, *b"out"]
-    assert (
-        windows.notes[1]
-        == "held out: 2 documents (1 empty left out), 8 tokens, 1 window of 8, the last padded by 1"
-    )
+    assert windows.notes[1] == "held out: 2 documents (1 empty left out), 8 tokens, 1 window of 8, the last padded by 1"
     assert len(list((tmp_path / "own cache").iterdir())) == 2
 
 

@@ -23,12 +23,13 @@ import torch
 from fsdp_shard.checkpoint import (
     FAULTS,
     OPTIMIZER,
+    TRAINER,
     RunState,
     Staging,
     Store,
     open_checkpoint,
+    read_json,
     save_step,
-    step_trainer,
     verify,
 )
 from fsdp_shard.distributed import DistributedContext, LocalShard, init_distributed, run_on_all, run_on_main
@@ -94,7 +95,7 @@ def save_on(
             running = BackgroundSave(step, copy, lambda step=step, staged=staged: write(step, staged))  # type: ignore[misc]
             copy.settle()
             state.set(-step)  # what the next optimizer step does to the weights
-            running.result()
+            running.outcome.result()
         else:
             write(step, whole)
         saved(step)
@@ -191,7 +192,7 @@ def problems(root: Path, at_least: int = 0) -> list[str]:
         try:
             report = verify(directory)
             found += [f"step {step}: {problem}" for problem in report.problems]
-            if step_trainer(directory) != {"step": step}:
+            if read_json(directory / TRAINER) != {"step": step}:
                 found.append(f"step {step}: trainer.json is of another step")
             for part in (directory, directory / OPTIMIZER):
                 with open_checkpoint(part) as index:

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from fsdp_shard.cli import Recipe, load_recipe, print_error, run_command
-from fsdp_shard.config import compose_jobs, schema_of, write_config
+from fsdp_shard.config import COMMANDS, compose_jobs, write_config
 from fsdp_shard.errors import FsdpShardError
 from tests.checkpoint import test_malformed
 from tests.checkpoint.torch_pickle import test_bad_pickles
@@ -77,7 +77,7 @@ class _Commands:
             "finetune": ["model.path=x", text, "data.sequence_length=16", "train.steps=1", "launch.device=cpu"],
         }
         for command, arguments in settings.items():
-            (job,) = compose_jobs(schema_of(command), [*arguments, f"run_dir={place}/run"], command)
+            (job,) = compose_jobs(COMMANDS[command], [*arguments, f"run_dir={place}/run"], command)
             self._recipes[command], self._configs[command] = load_recipe(RECIPES / f"{command}.py"), job.config
         self._configs["finetune"].data.cache_dir = str(place / "tokens")
 
@@ -242,7 +242,7 @@ def _spend_token(place: Path, texts: Path, path: str) -> str:
     out = io.StringIO()
     arguments = [f"model.path={path}", f"data.path={texts}/held_out.txt", "train.steps=1", "launch.device=cpu"]
     arguments += ["data.sequence_length=16", f"run_dir={place}/run", f"data.cache_dir={place}/tokens"]
-    (job,) = compose_jobs(schema_of("finetune"), arguments, "finetune")
+    (job,) = compose_jobs(COMMANDS["finetune"], arguments, "finetune")
     recipe = load_recipe(RECIPES / "finetune.py")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         write_config(job.config)

@@ -14,8 +14,8 @@ from transformers import CohereConfig, PretrainedConfig, T5Config, ViTConfig
 from fsdp_shard.config import OPTIONS
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta
-from fsdp_shard.planning import head, optimizer as planned_optimizer
-from fsdp_shard.planning.activations import measure_activations
+from fsdp_shard.planning import optimizer as planned_optimizer
+from fsdp_shard.planning.activations import head_bytes, measure_activations
 from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.planning.optimizer import optimizer_bytes
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, recompute_blocks
@@ -270,7 +270,7 @@ class Live(TorchDispatchMode):
 def test_a_loss_head_takes_what_it_takes(
     dtype: torch.dtype, rows: int, is_capped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("training.loss.linear_cross_entropy", "planning.head"):
+    for module in ("training.loss.linear_cross_entropy", "planning.activations"):
         monkeypatch.setattr(f"fsdp_shard.{module}.LOSS_CHUNK_BYTES", 4 * 3000 * 100)  # 100 rows
     hidden, weight = (torch.randn(n, 64, dtype=dtype, requires_grad=True) for n in (rows, 3000))
     labels = torch.randint(0, 3000, (rows,))
@@ -278,7 +278,7 @@ def test_a_loss_head_takes_what_it_takes(
         live.known(hidden, weight, labels)
         loss = linear_cross_entropy(hidden, weight, None, labels, 1.0, 30.0 if is_capped else None)
     del loss
-    assert head.head_bytes(rows, (3000, 64), dtype, is_capped=is_capped) == pytest.approx(live.most, rel=0.03)
+    assert head_bytes(rows, (3000, 64), dtype, is_capped=is_capped) == pytest.approx(live.most, rel=0.03)
 
 
 def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
@@ -289,7 +289,7 @@ def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
         return plan(config, model=settings, sequence_length=length).per_rank[0].activations_bytes or 0
 
     logits, hidden = 512 * 257 * 2, 512 * 36 * 2  # the hidden state is kept for the gradient of the head
-    in_chunks = head.head_bytes(512, (257, 36), torch.bfloat16)
+    in_chunks = head_bytes(512, (257, 36), torch.bfloat16)
     assert kept(512, "auto") == kept(512, False)
     assert kept(512, False) - kept(512, True) == 2 * logits + hidden - in_chunks
     large = [kept(4096, chunked, 1 << 17) for chunked in ("auto", True, False)]

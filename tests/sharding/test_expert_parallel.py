@@ -20,9 +20,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig, build_on_meta
 from fsdp_shard.planning import plan_memory
 from fsdp_shard.sharding import check_ranks, check_shardable
-from fsdp_shard.sharding.ddp import DdpConfig
-from fsdp_shard.sharding.fsdp1 import Fsdp1Config
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import (
     LoraConfig,
     MuonConfig,

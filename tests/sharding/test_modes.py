@@ -17,9 +17,7 @@ from fsdp_shard.models import build_on_meta
 from fsdp_shard.sharding import check_accumulation, check_ranks, check_shardable, unit_tree
 from fsdp_shard.sharding.activation_checkpointing import _to_host, clean_fqn, recompute_blocks
 from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.sharding.ddp import DdpConfig
-from fsdp_shard.sharding.fsdp1 import Fsdp1Config
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.sharding.registry import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.sharding.wrap_policy import plan_units
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assembled, sharded, train_plain, train_sharded
@@ -272,10 +270,9 @@ def test_units_by_size() -> None:
 
 def test_the_tree_of_units() -> None:
     model = build_on_meta(llama_config(layers=12), "float32")
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
 
     def tree(shard: ShardConfig, num_ranks: int) -> list[str]:
-        return unit_tree(plan_units(model, shard), shapes, shard, num_ranks)
+        return unit_tree(model, shard, num_ranks)
 
     assert tree(Fsdp2Config(norms_in_float32=True), 2) == [
         "unit                          class              units  parameters  gathered         per rank",

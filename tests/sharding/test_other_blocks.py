@@ -16,7 +16,7 @@ from fsdp_shard.data import WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta
 from fsdp_shard.sharding.config import ShardedModel
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.sharding.registry import Fsdp2Config
 from fsdp_shard.sharding.wrap_policy import plan_units
 from fsdp_shard.training import TrainConfig, TrainerState, TrainingRun, train
 from tests.support.ranks import on_ranks, update

@@ -10,10 +10,8 @@ import torch
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta, rebuild_buffers
-from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.sharding.fsdp1 import Fsdp1Config
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
-from fsdp_shard.sharding.shard_sizes import flat_shapes, row_shapes
+from fsdp_shard.sharding.config import ShardConfig, Unit
+from fsdp_shard.sharding.registry import Fsdp1Config, Fsdp2Config
 from fsdp_shard.sharding.wrap_policy import plan_units
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama_config
@@ -23,7 +21,7 @@ SHAPES = {"a": (7, 3), "b": (2,), "c": (1, 5, 2), "d": (8, 1)}
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 9])
 def test_rows_are_cut_as_torch_chunk_does(num_shards: int) -> None:
-    shares = row_shapes(SHAPES, num_shards)
+    shares = Fsdp2Config().local_shapes(SHAPES, [], num_shards)
     for name, shape in SHAPES.items():
         chunks = [tuple(chunk.shape) for chunk in torch.empty(shape).chunk(num_shards)]
         chunks += [(0, *shape[1:])] * (num_shards - len(chunks))
@@ -32,7 +30,8 @@ def test_rows_are_cut_as_torch_chunk_does(num_shards: int) -> None:
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5])
 def test_flat_parts_of_a_unit_are_even_and_complete(num_shards: int) -> None:
-    shares = flat_shapes(SHAPES, [["a", "b"], ["c", "d"]], num_shards, [4, 4])
+    units = [Unit("", "Linear", names, 0, 0, "float32", 0, 0) for names in (("a", "b"), ("c", "d"))]
+    shares = Fsdp1Config().local_shapes(SHAPES, units, num_shards)
     for name, shape in SHAPES.items():
         assert sum(prod(share[name]) for share in shares) == prod(shape)
     totals = [sum(prod(shape) for shape in share.values()) for share in shares]

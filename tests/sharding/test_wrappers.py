@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta
 from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.sharding.fsdp2 import Fsdp2Config
+from fsdp_shard.sharding.registry import Fsdp2Config
 from fsdp_shard.sharding.wrap_policy import plan_units
 from tests.support.ranks import on_ranks
 from tests.support.sharded import WRAPPERS, assembled, sharded, train_plain, train_sharded

@@ -21,10 +21,9 @@ from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import Fsdp2Config
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.held_out import evaluate_loss
-from fsdp_shard.training.loop import train
-from fsdp_shard.training.optim.adamw import AdamWConfig
+from fsdp_shard.training.loop import StepReport, TrainingRun, train
 from fsdp_shard.training.optim.lr_schedule import learning_rate
-from fsdp_shard.training.step import StepReport, TrainingRun
+from fsdp_shard.training.optim.torch_optim import AdamWConfig
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
 from tests.sharding.test_wrappers import sharded

@@ -19,7 +19,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.logging.loss_plot import check_plots, plot_losses, running_mean
 from fsdp_shard.training.logging.metrics_log import MetricsLog, read_rows
 from fsdp_shard.training.logging.progress import Progress
-from fsdp_shard.training.step import StepReport
+from fsdp_shard.training.loop import StepReport
 
 
 def write_steps(path: Path, steps: range, resumed_step: int | None = None) -> None:

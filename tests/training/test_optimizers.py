@@ -28,13 +28,11 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import build_on_meta, rebuild_buffers
 from fsdp_shard.sharding import DdpConfig, ShardConfig, ShardedModel
-from fsdp_shard.training.optim.adafactor import AdafactorConfig
-from fsdp_shard.training.optim.adamw import AdamWConfig
 from fsdp_shard.training.optim.adamw8bit import AdamW8bitConfig
 from fsdp_shard.training.optim.build import build_optimizer
 from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.optim.muon import MuonConfig
-from fsdp_shard.training.optim.sgd import SgdConfig
+from fsdp_shard.training.optim.torch_optim import AdafactorConfig, AdamWConfig, SgdConfig
 from tests.sharding.test_wrappers import WRAPPERS
 from tests.support.ranks import on_ranks, update
 from tests.support.tiny import token_batch

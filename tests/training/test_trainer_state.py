@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_shard.errors import CheckpointError, ConfigError
-from fsdp_shard.training.seeding import seed_all, step_seed
+from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.trainer_state import TrainerState
 
 
@@ -86,9 +86,9 @@ def test_a_resumed_run_must_be_the_same_run() -> None:
 
 
 def test_seeds_are_unrelated_and_fixed() -> None:
-    seeds = {step_seed(seed, step, rank) for seed in range(4) for step in range(50) for rank in range(4)}
+    seeds = {derived_seed(seed, step, rank) for seed in range(4) for step in range(50) for rank in range(4)}
     assert len(seeds) == 800
-    assert step_seed(0, 0, 0) == 3441634551923929197, "a resumed run must draw what it would have drawn"
+    assert derived_seed(0, 0, 0) == 3441634551923929197, "a resumed run must draw what it would have drawn"
 
 
 def test_all_generators_are_seeded() -> None:

@@ -70,7 +70,7 @@ FORMATS = (
     "torch_rank_files",
     "torch_file",
 )
-# The values of `ConvertConfig.format` -> the modules that write them.
+# The values of `ConvertSettings.format` -> the modules that write them.
 WRITERS = {"huggingface": "huggingface", "sharded": "native_sharded", "dcp": "dcp"}
 
 
@@ -80,7 +80,7 @@ def recognize(path: Path) -> Format | None:
 
 
 def writer(name: str) -> Writer:
-    """The writer of a format, by one of the values of `ConvertConfig.format`."""
+    """The writer of a format, by one of the values of `ConvertSettings.format`."""
     found: Writer = _module(WRITERS[name])
     return found
 

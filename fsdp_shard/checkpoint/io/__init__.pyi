@@ -7,17 +7,6 @@ from .atomicity import (
     start_writeback as start_writeback,
     sync_directories as sync_directories,
 )
-from .dtypes import (
-    CASTABLE as CASTABLE,
-    TensorSpec as TensorSpec,
-    find_torch_name as find_torch_name,
-    from_torch_name as from_torch_name,
-    is_known as is_known,
-    itemsize as itemsize,
-    row_elements as row_elements,
-    to_torch as to_torch,
-    torch_name as torch_name,
-)
 from .fault_points import fault_point as fault_point
 from .files import (
     Files as Files,
@@ -32,11 +21,19 @@ from .files import (
     pwrite_all as pwrite_all,
     read_json as read_json,
 )
-from .safetensors_header import (
+from .safetensors_format import (
+    CASTABLE as CASTABLE,
     PAGE_BYTES as PAGE_BYTES,
     PAGED_BYTES as PAGED_BYTES,
     Header as Header,
+    TensorSpec as TensorSpec,
     build_header as build_header,
+    find_torch_name as find_torch_name,
+    from_torch_name as from_torch_name,
+    is_known as is_known,
+    itemsize as itemsize,
     read_header as read_header,
+    to_torch as to_torch,
+    torch_name as torch_name,
 )
 from .thread_pool import in_threads as in_threads

@@ -9,13 +9,12 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from fsdp_shard.errors import SaveError, StorageError
-from fsdp_shard.utils import format_size, fsync_directory
+from fsdp_shard.utils import format_size, fsync_path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SYNC_FILE_RANGE_WRITE = 2
@@ -47,7 +46,7 @@ def allocate(descriptor: int, num_bytes: int) -> None:
 
 
 @functools.cache
-def _libc_function(name: str) -> Any:
+def _libc_function(name: str) -> Callable[..., int] | None:
     return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None
 
 
@@ -66,13 +65,13 @@ def make_directories(path: Path) -> None:
     missing = [parent for parent in path.parents if not parent.exists()]
     path.mkdir(parents=True)
     for made in missing:
-        fsync_directory(made.parent)
+        fsync_path(made.parent)
 
 
 def sync_directories(path: Path) -> None:
     """Flush the names in a directory and in all below it to the disk; the files are synced by whoever wrote them."""
     for directory, _, _ in os.walk(path):
-        fsync_directory(Path(directory))
+        fsync_path(Path(directory))
 
 
 def move_directory(source: Path, target: Path, *, replace: bool, sync: bool = True) -> None:
@@ -88,7 +87,7 @@ def move_directory(source: Path, target: Path, *, replace: bool, sync: bool = Tr
     if not replace or not target.exists() or _is_empty(target):
         os.rename(source, target)  # also fails if something was created there only now
         if sync:
-            fsync_directory(target.parent)
+            fsync_path(target.parent)
         return
     assert sync, "a power cut could lose the directory that is replaced"
     old = source
@@ -96,7 +95,7 @@ def move_directory(source: Path, target: Path, *, replace: bool, sync: bool = Tr
         old = _replaced_name(target)
         os.rename(target, old)
         os.rename(source, target)
-    fsync_directory(target.parent)
+    fsync_path(target.parent)
     shutil.rmtree(old)
 
 
@@ -105,7 +104,7 @@ def recover(target: Path) -> None:
     old = _replaced_name(target)
     if old.is_dir() and not target.exists():
         os.rename(old, target)
-        fsync_directory(target.parent)
+        fsync_path(target.parent)
 
 
 def _replaced_name(target: Path) -> Path:
@@ -118,11 +117,8 @@ def _is_empty(path: Path) -> bool:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Swap two names in one step (renameat2, Linux); False if that is not possible."""
-    function = _libc_function("renameat2")
-    if function is None:
-        return False
-    result = function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    return bool(result == 0)
+    function, names = _libc_function("renameat2"), [os.fsencode(path) for path in (one, other)]
+    return function is not None and function(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import stat
 import struct
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 
 from fsdp_shard.errors import CheckpointError
 
+_NOT_IN_NAMES = re.compile(r"[\0\\\ud800-\udfff]")  # a lone surrogate is not valid text
 _LARGE_BYTES = 64 << 10  # less than what malloc maps on its own
 _MAX_READ = 1 << 30  # one preadv moves at most 2 GiB - 4 KiB on Linux
 _WRITE_BYTES = 512 << 10  # of more, Linux makes larger pages, which can cost a multiple (docs/decisions.md)
@@ -39,7 +41,7 @@ def member(root: Path, name: object) -> Path:
         CheckpointError: The name is absolute or has `..`, a symbolic link leads out of `root`, or there is no regular
             file of this name.
     """
-    if not isinstance(name, str) or not name or "\0" in name or "\\" in name or not _is_text(name):
+    if not isinstance(name, str) or not name or _NOT_IN_NAMES.search(name):
         raise CheckpointError(f"{root} names {name!r} as a file, which is no file name.")
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts:
@@ -59,10 +61,6 @@ def member(root: Path, name: object) -> Path:
     return path
 
 
-def _is_text(name: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in name)
-
-
 def _hub_base(root: Path) -> Path | None:
     is_snapshot = root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
     return root.parent.parent if is_snapshot else None
@@ -70,10 +68,7 @@ def _hub_base(root: Path) -> Path | None:
 
 def has_file(root: Path, name: str) -> bool:
     """Whether `root` has a regular file `name`, or a link to one (`member` checks where it leads)."""
-    try:
-        return stat.S_ISREG((root / name).stat().st_mode)
-    except OSError:
-        return False
+    return os.path.isfile(root / name)
 
 
 def open_regular(path: Path) -> int:
@@ -124,19 +119,6 @@ def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         end = min(start - start % size + size, stop)
         yield start, end
         start = end
-
-
-def clone_range(source: int, offset: int, target: int, at: int, num_bytes: int) -> bool:
-    """Let two files share the blocks of a range until one of them is written to (ioctl_ficlonerange(2); XFS, btrfs).
-
-    Returns:
-        Whether the file system can do that.
-    """
-    try:
-        fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, offset, num_bytes, at))
-    except OSError:
-        return False
-    return True
 
 
 def read_json(path: Path, max_bytes: int = 1 << 30) -> Any:
@@ -232,13 +214,17 @@ class Files:
             )
 
     def clone(self, name: str, offset: int, num_bytes: int, target: int, at: int) -> bool:
-        """Let the descriptor `target`, from byte `at` on, share the blocks of a range of file `name`.
+        """Let the descriptor `target`, from byte `at` on, share the blocks of a range of file `name` until written to.
 
         Returns:
             Whether the file system can do that for these two files.
         """
         with self._handles.use(name) as handle:
-            return clone_range(handle, offset, target, at, num_bytes)
+            try:  # ioctl_ficlonerange(2); XFS, btrfs
+                fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", handle, offset, num_bytes, at))
+            except OSError:
+                return False
+        return True
 
     def close(self) -> None:
         self._handles.close()

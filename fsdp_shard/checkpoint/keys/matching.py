@@ -3,11 +3,11 @@
 Values are read only to see whether two stored copies of one tied tensor are equal.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+
+from transformers import PreTrainedModel, core_model_loading as loading
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.keys.tied_weights import has_same_bytes
@@ -15,11 +15,9 @@ from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.models import ignored_unexpected_keys, tied_names
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from transformers.core_model_loading import WeightConverter
-
 _NUM_NAMED = 4  # names in an error message; the rest is counted
+
+Part = tuple[int, int, TensorEntry]  # expert, position among the tensors that are concatenated, the stored tensor
 
 
 def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
@@ -88,26 +86,29 @@ def _always_ties(model: PreTrainedModel) -> bool:
 
 
 def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Name in the model -> the names in `index` that mean it."""
+    """Name in the model -> the names in `index` that mean it.
+
+    Stored tensors that transformers merges are replaced in `index` by the entry that they are merged into.
+    """
     names = [*index.tensors, *index.aliases]
     if shapes.keys() >= {*names}:  # all as in the model: transformers takes 0.2 s to make its renaming rules
         return {name: [name] for name in names}
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
     mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
     spellings: dict[str, list[str]] = {}
-    parts: dict[str, list[str]] = {}
+    parts: dict[str, list[Part]] = {}  # what transformers merges into one tensor (experts), by its name in the model
     for name in names:
-        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
+        renamed, converted = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
         if name not in shapes and converted is not None:
-            parts.setdefault(renamed, []).append(name)
+            parts.setdefault(renamed, []).append(_number(model, index, converters, name))
         else:
             spellings.setdefault(name if name in shapes else renamed, []).append(name)
-    merge_parts(model, index, converters, parts)
-    for name in parts:
+    for name, numbered in parts.items():
+        entry = _merged(index, name, sorted(numbered, key=lambda part: part[:2]))
+        for _, _, stored in numbered:
+            del index.tensors[stored.name]
+        index.tensors[name] = entry
         spellings.setdefault(name, []).append(name)
     return spellings
 
@@ -126,11 +127,10 @@ def _refuse_missing(index: TensorIndex, names: Sequence[str]) -> None:
 
 
 def _refuse_shapes(index: TensorIndex, shapes: dict[str, tuple[int, ...]], found: dict[str, str]) -> None:
-    stored = {name: index.entry(other).shape for name, other in found.items()}
     wrong = [
         f"{name} {list(shape)} instead of {list(shapes[name])}"
-        for name, shape in stored.items()
-        if shape != shapes[name]
+        for name, other in found.items()
+        if (shape := index.entry(other).shape) != shapes[name]
     ]
     if wrong:
         raise CheckpointError(
@@ -156,41 +156,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-Part = tuple[int, int, TensorEntry]  # expert, position among the tensors that are concatenated, the stored tensor
-
-
-def merge_parts(
-    model: PreTrainedModel,
-    index: TensorIndex,
-    converters: Sequence[WeightConverter],
-    parts: Mapping[str, Sequence[str]],
-) -> None:
-    """Replace stored tensors in `index` by the entries that transformers merges them into.
-
-    Args:
-        model: The model.
-        index: The checkpoint.
-        converters: transformers' rules.
-        parts: Name in the model -> the stored tensors it is made of.
-
-    Raises:
-        CheckpointError: A conversion is not a merge of experts, or the parts do not fit together.
-    """
-    for name, stored in parts.items():
-        numbered = sorted((_number(model, index, converters, part) for part in stored), key=lambda part: part[:2])
-        entry = _merged(index, name, numbered)
-        for part in stored:
-            del index.tensors[part]
-        index.tensors[name] = entry
-
-
-def _number(model: PreTrainedModel, index: TensorIndex, converters: Sequence[WeightConverter], stored: str) -> Part:
-    from transformers.core_model_loading import Concatenate, MergeModulelist
-
+def _number(model: PreTrainedModel, index: TensorIndex, converters: list[loading.WeightConverter], stored: str) -> Part:
     for converter in converters:
         merge, *rest = converter.operations
-        is_merge = isinstance(merge, MergeModulelist) and merge.dim == 0
-        is_simple = all(isinstance(then, Concatenate) and then.dim == 1 for then in rest) and len(rest) <= 1
+        is_merge = isinstance(merge, loading.MergeModulelist) and merge.dim == 0
+        is_simple = all(isinstance(then, loading.Concatenate) and then.dim == 1 for then in rest) and len(rest) <= 1
         for position, pattern in enumerate(converter.source_patterns):
             found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), stored)
             if found is not None and found.groups() and is_merge and is_simple:

@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.checkpoint.digests import read_chunks
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
+from fsdp_shard.checkpoint.io import has_file, member, read_json
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.errors import CheckpointError, ModelError
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
 _HEADS = (_HEAD, "output.weight", "embed_out.weight", "proj_out.weight")
-_COMPARE_BYTES = 1 << 20
 
 
 def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
@@ -51,10 +51,7 @@ def with_own_head(index: TensorIndex, side: Path) -> TensorIndex:
     """`index` with the output head stored as well, if it shares storage with an embedding that config.json does not tie
     it to: transformers then requires both.
     """
-    if _HEAD not in index.aliases:
-        return index
-    config = _read_config(side)
-    if config.get("tie_word_embeddings") is not False or _ties_in_config(index, config) is None:
+    if _HEAD not in index.aliases or _ties_in_config(index, _read_config(side)) != {}:
         return index
     tensors = {**index.tensors, _HEAD: index.entry(_HEAD)._replace(name=_HEAD)}
     return replace(index, tensors=tensors, aliases={a: kept for a, kept in index.aliases.items() if a != _HEAD})
@@ -83,15 +80,8 @@ def has_same_bytes(index: TensorIndex, first: str, second: str) -> bool:
     one, two = index.entry(first), index.entry(second)
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    size = itemsize(one.dtype)
-    step = _COMPARE_BYTES // size
-    for start in range(0, one.num_elements, step):
-        buffers = [bytearray(min(step, one.num_elements - start) * size) for _ in range(2)]
-        index.read_into(first, start, buffers[0])
-        index.read_into(second, start, buffers[1])
-        if buffers[0] != buffers[1]:
-            return False
-    return True
+    chunks = zip(read_chunks(index, first), read_chunks(index, second), strict=True)
+    return all(part.tobytes() == other.tobytes() for part, other in chunks)  # memoryviews compare item by item
 
 
 def _read_config(side: Path) -> Mapping[str, Any]:
@@ -101,7 +91,7 @@ def _read_config(side: Path) -> Mapping[str, Any]:
 
 
 def _ties_in_config(index: TensorIndex, config: Mapping[str, Any]) -> dict[str, str] | None:
-    """The ties of a decoder with the usual names; None if the config alone does not tell."""
+    """The ties of a decoder with the usual names, {} if it has none; None if the config alone does not tell."""
     is_tied, classes = config.get("tie_word_embeddings"), config.get("architectures")
     is_decoder = isinstance(classes, list) and str(next(iter(classes), "")).endswith(("ForCausalLM", "LMHeadModel"))
     if not is_decoder or config.get("is_encoder_decoder"):

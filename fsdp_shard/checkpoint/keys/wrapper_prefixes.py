@@ -66,28 +66,25 @@ def split_state(paths: Mapping[str, Sequence[object]]) -> Selection:
         CheckpointError: There are several models, or two names for one tensor.
     """
     extras: dict[str, list[str]] = {}
-    groups: dict[tuple[str, ...], list[str]] = {}
+    weights: dict[str, tuple[str, ...]] = {}
     flat = {str(path[0]) for path in paths.values() if len(path) == 1}
     for name, path in paths.items():
         keys = _keys(path)
         kind = OPTIMIZER if len(keys) == 1 and _is_flat_state(keys[0], flat) else _kind(keys)
         if kind is None:
-            groups.setdefault(keys[:-1], []).append(name)
+            weights[name] = keys
         else:
             extras.setdefault(kind, []).append(name)
-    models = [group for group in groups if group and group[-1] in _MODEL]
+    models = {keys[:-1] for keys in weights.values() if len(keys) > 1 and keys[-2] in _MODEL}
     if models:
         depth = min(map(len, models))
         top, *more = sorted(group for group in models if len(group) == depth)
         if more:
             some = ", ".join(".".join(group) for group in (top, *more))
             raise CheckpointError(f"it has several models, {some}; save the state dict of one of them.")
-        inside = [name for group, names in groups.items() if group[:depth] == top for name in names]
-        others = [name for group, names in groups.items() if group[:depth] != top for name in names]
-        extras.setdefault(OTHER, []).extend(others)
-        found = {name: ".".join(_keys(paths[name])[depth:]) for name in inside}
-    else:
-        found = {name: ".".join(_keys(paths[name])) for names in groups.values() for name in names}
+        extras.setdefault(OTHER, []).extend(name for name, keys in weights.items() if keys[:-1][:depth] != top)
+        weights = {name: keys[depth:] for name, keys in weights.items() if keys[:-1][:depth] == top}
+    found = {name: ".".join(keys) for name, keys in weights.items()}
     _refuse_equal(found)
     return Selection(found, {kind: names for kind, names in extras.items() if names})
 

@@ -16,7 +16,7 @@ from fsdp_shard.checkpoint.io import atomicity, has_file
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.steps import MANIFEST, Manifest, Store, check_content, parse_manifest, parse_step, step_name
 from fsdp_shard.errors import CheckpointError, SaveError
-from fsdp_shard.utils import format_size, fsync_file, user_cache, write_file
+from fsdp_shard.utils import format_size, fsync_path, user_cache, write_file
 
 
 def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
@@ -86,7 +86,7 @@ def fetch_step(remote: RemoteStore, step: int, target: Path, *, replace: bool) -
             for name in manifest.files:
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 remote.fetch(step, name, temporary / name)
-                fsync_file(temporary / name)
+                fsync_path(temporary / name)
             write_file(temporary / MANIFEST, content)
             try:
                 check_content(temporary)

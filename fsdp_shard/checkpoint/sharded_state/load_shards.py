@@ -1,18 +1,15 @@
 """Reads ranges of stored tensors into the memory of a rank's shards, and nothing else of the files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+import torch
 
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import dtypes
+from fsdp_shard.checkpoint.io import to_torch
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from fsdp_shard.models import QuantizationCode
+from fsdp_shard.models import QUANTIZATION_BLOCK, QuantizationCode
 
 _STAGE_BYTES = 16 << 20  # read at a time where the dtype or the device differs
 _ENCODED_AT_ONCE = 1 << 20  # weights; encoding them takes up to 20 bytes each
@@ -43,12 +40,8 @@ def encode_shards(
 
 def _encode_range(index: TensorIndex, stored: str, shard: LocalShard, code: QuantizationCode) -> None:
     """A shard may begin and end inside a row: what it lacks of the row is encoded too, and left out."""
-    import torch
-
-    from fsdp_shard.models import QUANTIZATION_BLOCK
-
     assert shard.box is None, "only whole rows of elements were divided"
-    entry, dtype = index.entry(stored), dtypes.to_torch(index.entry(stored).dtype)
+    entry, dtype = index.entry(stored), to_torch(index.entry(stored).dtype)
     if not dtype.is_floating_point:
         raise CheckpointError(
             f"{index.root}: tensor {stored} is stored as {entry.dtype}, so it cannot be quantized to {code.name}; "
@@ -78,13 +71,11 @@ def _encode_range(index: TensorIndex, stored: str, shard: LocalShard, code: Quan
 
 
 def _load_range(index: TensorIndex, stored: str, shard: LocalShard) -> None:
-    import torch
-
     if shard.box is not None:
         part = index.read(stored, [slice(at, at + size) for at, size in zip(*shard.box, strict=True)])
         shard.data.copy_(part.reshape(-1))
         return
-    dtype = dtypes.to_torch(index.entry(stored).dtype)
+    dtype = to_torch(index.entry(stored).dtype)
     if dtype == shard.data.dtype and shard.data.device.type == "cpu":
         if len(shard.data):
             index.read_into(stored, shard.start, tensor_bytes(shard.data))

@@ -4,19 +4,14 @@ A state with the shape of its parameter is sharded as the parameter is; a scalar
 that holds the parameter's first element, since under FSDP1 a rank may hold nothing of it, and then has no state of it.
 """
 
-from __future__ import annotations
+from collections.abc import Callable, Iterable, Mapping
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+import torch
+from torch.optim import Optimizer
 
+from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
-    from torch.optim import Optimizer
-
-    from fsdp_shard.checkpoint.index import TensorIndex
 
 
 def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
@@ -29,17 +24,16 @@ def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
     Returns:
         The states by `PARAMETER.SLOT`, on every rank all that any rank may hold.
     """
-    import torch
-
     own: Callable[[], dict[str, LocalShard]] | None = getattr(optimizer, "state_shards", None)
     if own is not None:
         return own()
-    found = {}
     with torch.no_grad():
-        for name, shard in shards.items():
-            for slot, value in _slots(optimizer, shard):
-                found[f"{name}.{slot}"] = _state_shard(shard, value)
-    return found
+        return {
+            f"{name}.{slot}": _state_shard(shard, value)
+            for name, shard in shards.items()
+            for slot, value in sorted(optimizer.state.get(shard.tensor, {}).items())
+            if isinstance(value, torch.Tensor)
+        }
 
 
 def used_parameters(index: TensorIndex, names: Iterable[str]) -> set[str]:
@@ -60,8 +54,6 @@ def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = N
         optimizer: The optimizer, which has no state yet.
         params: The parameters to allocate state for; None for all.
     """
-    import torch
-
     assert not optimizer.state, "the optimizer has stepped already"
     chosen = None if params is None else {id(param) for param in params}
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -90,15 +82,6 @@ def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], names: s
             raise CheckpointError(
                 f"{index.root}: state {name} has shape {list(index.entry(name).shape)}, expected {list(shard.shape)}."
             )
-
-
-def _slots(optimizer: Optimizer, shard: LocalShard) -> Iterator[tuple[str, torch.Tensor]]:
-    import torch
-
-    state = optimizer.state.get(shard.tensor, {})
-    for slot in sorted(state):
-        if isinstance(state[slot], torch.Tensor):
-            yield slot, state[slot]
 
 
 def _state_shard(shard: LocalShard, value: torch.Tensor) -> LocalShard:

@@ -8,7 +8,7 @@ fault points name the moments in between.
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ def save_step(
     )
     has_optimizer = any(context.all_gather_object(bool(state.optimizer)))  # one rank may have nothing of it
     plans = _plan(state, target, layout, has_optimizer=has_optimizer)
-    planned = context.all_gather_object((plans.num_bytes, write_shards.shared_pieces(plans.weights, state.weights)))
+    num_own_bytes = sum(plan.num_bytes for plan in plans)
+    planned = context.all_gather_object((num_own_bytes, write_shards.shared_pieces(plans.weights, state.weights)))
     num_bytes, pieces = sum(size for size, _ in planned), [theirs for _, theirs in planned]
     directory = Path(run_on_main(context, lambda: _begin(store, step, num_bytes)))
     parts = (state.weights, state.optimizer, state.reading)
@@ -98,11 +99,13 @@ def save_step(
 
 
 def _plan(state: RunState, target: write_plan.Target, layout: str, *, has_optimizer: bool) -> write_shards.RankPlans:
-    nothing = write_plan.WritePlan([], {})
-    optimizer = write_plan.plan_optimizer_writes(state.optimizer, target) if has_optimizer else nothing
-    files = {**state.model_files, TRAINER: (json.dumps(dict(state.trainer), indent=2) + "\n").encode()}
-    weights = write_plan.LAYOUTS[layout](state.weights, target)
-    return write_shards.RankPlans(weights, optimizer, files if target.rank == 0 else {})
+    weights, optimizer = write_plan.LAYOUTS[layout](state.weights, target), write_plan.WritePlan([], {})
+    if has_optimizer:
+        optimizer = write_plan.plan_optimizer_writes(state.optimizer, target)
+    if target.rank == 0:
+        trainer = (json.dumps(dict(state.trainer), indent=2) + "\n").encode()
+        weights = replace(weights, small_files={**weights.small_files, **state.model_files, TRAINER: trainer})
+    return write_shards.RankPlans(weights, optimizer)
 
 
 def _begin(store: Store, step: int, num_bytes: int) -> str:

@@ -7,24 +7,22 @@ several times as much as the copy. Buffers, which a forward pass may change, are
 are copied to pinned memory on a stream of their own.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState
 from fsdp_shard.distributed import LocalShard
 
-if TYPE_CHECKING:
-    import torch
-
 _ALIGNMENT = 64  # a multiple of every element's size, and a cache line
 
-Job = tuple["torch.Tensor", "torch.Tensor"]  # (host memory, source), flat and alike
+Job = tuple[torch.Tensor, torch.Tensor]  # (host memory, source), flat and alike
 
 
 class StagedCopy:
@@ -59,8 +57,6 @@ class StagedCopy:
                 if part.num_unread and not (part.is_copied or self._is_over):
                     _copy(part)
         if self._transfer is not None:
-            import torch
-
             torch.cuda.current_stream().wait_event(self._transfer)
 
     def end(self) -> None:
@@ -94,8 +90,6 @@ class Staging:
             The state for the save, in which shards that another rank writes have no `data`, and the copy that it is
             read through.
         """
-        from torch import nn
-
         shards = [*state.weights.values(), *state.optimizer.values()]
         is_pinned = any(shard.data.device.type == "cuda" for shard in shards)
         memory = self._get_memory(sum(_aligned(shard.data.nbytes) for shard in shards if shard.writes), is_pinned)
@@ -124,8 +118,6 @@ class Staging:
         return replace(state, weights=weights, optimizer=optimizer, reading=copy.reading), copy
 
     def _get_memory(self, num_bytes: int, pinned: bool) -> torch.Tensor:
-        import torch
-
         if self._memory is None or len(self._memory) < num_bytes:
             self._memory = None  # frees it before the new memory is allocated
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -143,8 +135,6 @@ def _copy(part: _Part) -> None:
 
 def _start_transfer(jobs: list[Job]) -> Any:
     """Copy from the GPU on a side stream, after all work queued there; returns the event of its end, if any."""
-    import torch
-
     if not jobs:
         return None
     stream, event = torch.cuda.Stream(), torch.cuda.Event()

@@ -80,11 +80,10 @@ def plan_gathered_writes(shards: Mapping[str, LocalShard], target: Target) -> Wr
     files, index = plan_gathered(specs, target.max_shard_bytes, target.aliases, target.single_file)
     starts = {name: (file.name, offset) for file in files for name, offset in file.tensors.items()}
     offsets = {}
-    for spec in specs:
-        file, offset = starts[spec.name]
-        shard = shards[spec.name]
+    for name, shard in shards.items():
         if shard.writes and shard.data.numel():
-            offsets[spec.name] = file, offset + shard.start * shard.data.element_size()
+            file, offset = starts[name]
+            offsets[name] = file, offset + shard.start * shard.data.element_size()
     if target.rank != 0:
         return WritePlan([], offsets, scatters=True)
     return WritePlan(files, offsets, {INDEX_FILE: index} if index is not None else {}, scatters=True)

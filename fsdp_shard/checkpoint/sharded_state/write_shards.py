@@ -6,20 +6,13 @@ All of it is local: `save_step` coordinates the ranks.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
-from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.digests import (
-    CHUNK_BYTES,
-    chunk_digest,
-    chunk_digests,
-    digest_chunks,
-    num_chunks,
-    record_plan,
-)
+from fsdp_shard.checkpoint import digests, tensor_slices
+from fsdp_shard.checkpoint.digests import CHUNK_BYTES, num_chunks
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Handles, aligned, allocate, fault_point, pwrite_all, start_writeback
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
@@ -39,18 +32,11 @@ SharedPieces = dict[str, list[Piece]]  # tensor -> the pieces of a rank that oth
 Reading = Callable[[LocalShard, slice], AbstractContextManager[memoryview]]
 
 
-@dataclass(frozen=True)
-class RankPlans:
-    """What one rank writes: weights, optimizer state, and small files by name."""
+class RankPlans(NamedTuple):
+    """What one rank writes: weights, with all small files of the step, and optimizer state."""
 
     weights: WritePlan
     optimizer: WritePlan
-    small_files: Mapping[str, bytes]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the files that this rank creates: summed over the ranks, that of the whole step."""
-        return self.weights.num_bytes + self.optimizer.num_bytes + sum(map(len, self.small_files.values()))
 
 
 def shared_pieces(plan: WritePlan, shards: Mapping[str, LocalShard]) -> SharedPieces:
@@ -60,11 +46,10 @@ def shared_pieces(plan: WritePlan, shards: Mapping[str, LocalShard]) -> SharedPi
     """
     if plan.scatters:
         return {}
-    parts = {name: shards[name] for name in plan.offsets}
     return {
         name: plan.pieces(name, shard)
-        for name, shard in parts.items()
-        if shard.box is not None or shard.start * shard.data.element_size() % CHUNK_BYTES
+        for name in plan.offsets
+        if (shard := shards[name]).box is not None or shard.start * shard.data.element_size() % CHUNK_BYTES
     }
 
 
@@ -119,36 +104,36 @@ def write_ranges(
     Returns:
         The digests of the chunks of weights that this rank holds completely, and the records of the files that it made.
     """
-    digests: Digests = {name: {} for name in plans.weights.offsets}
-    records = {file.name: record_plan(file) for file in plans.weights.creates}
+    hashed: Digests = {name: {} for name in plans.weights.offsets}
+    records = {file.name: digests.record_plan(file) for file in plans.weights.creates}
     with closing(_Writer(directory, reading)) as writer:
         for name in plans.weights.offsets:
-            writer.write(plans.weights, name, weights[name], _chunk_hasher(name, weights[name], digests[name]))
+            writer.write(plans.weights, name, weights[name], _chunk_hasher(name, weights[name], hashed[name]))
         fault_point("weights-written")
         hasher = xxhash.xxh3_128(b"".join(file.header for file in plans.optimizer.creates))  # at most one: this rank's
         for name in plans.optimizer.offsets:  # in file order, since the digest is of the file as a whole
             writer.write(plans.optimizer, name, optimizer[name], lambda start, content: hasher.update(content))
         for file in plans.optimizer.creates:
             records[file.name] = FileRecord(file.num_bytes, digest=hasher.hexdigest())
-        for name, content in {**plans.weights.small_files, **plans.small_files}.items():
+        for name, content in plans.weights.small_files.items():
             _make_folder(directory / name)
             write_file(directory / name, content)
-            records[name] = FileRecord(len(content), digest=chunk_digest(content).hex())
+            records[name] = FileRecord(len(content), digest=digests.chunk_digest(content).hex())
         fault_point("optimizer-written")
-        for plan in (plans.weights, plans.optimizer):
+        for plan in plans:
             writer.sync({file.name for file in plan.creates} | {file for file, _ in plan.offsets.values()})
     fault_point("synced")
-    return digests, records
+    return hashed, records
 
 
 def hash_shared_chunks(
     directory: Path,
     plan: WritePlan,
     shards: Mapping[str, LocalShard],
-    digests: Digests,
+    hashed: Digests,
     pieces: Sequence[SharedPieces],
 ) -> None:
-    """Add to `digests` the chunks that start in this rank's part and that it does not hold completely.
+    """Add to `hashed` the chunks that start in this rank's part and that it does not hold completely.
 
     They are read back from the files, all ranks having written theirs: those that hold a part of them, and no other.
 
@@ -156,12 +141,12 @@ def hash_shared_chunks(
         directory: The step directory.
         plan: The plan of the weights.
         shards: This rank's weights.
-        digests: What `write_ranges` returned.
+        hashed: What `write_ranges` returned.
         pieces: The shared pieces of every rank.
     """
     missing = {
         name: [number for number in _started_chunks(name, shards[name]) if number not in found]
-        for name, found in digests.items()
+        for name, found in hashed.items()
     }
     entries = {}
     for name, shard in shards.items():
@@ -174,7 +159,7 @@ def hash_shared_chunks(
         with TensorIndex(directory, "step", entries) as index:
             for name in entries:
                 assert shards[name].box is not None or _is_complete(index, name, missing[name][-1])
-                digests[name].update(zip(missing[name], digest_chunks(index, name, missing[name]), strict=True))
+                hashed[name].update(zip(missing[name], digests.digest_chunks(index, name, missing[name]), strict=True))
     except CheckpointError as error:
         raise StorageError(f"What was just written cannot be read back. {error}") from error
     fault_point("hashed")
@@ -199,13 +184,13 @@ def _started_chunks(name: str, shard: LocalShard) -> list[int]:
     return [number for number, first in enumerate(firsts) if tensor_slices.contains(shard.shape, *shard.box, first)]
 
 
-def _chunk_hasher(name: str, shard: LocalShard, digests: dict[int, bytes]) -> Callable[[int, memoryview], None]:
+def _chunk_hasher(name: str, shard: LocalShard, hashed: dict[int, bytes]) -> Callable[[int, memoryview], None]:
     """What hashes the bytes of a shard as they are written; those of a box are no complete chunks."""
     total = spec_of(name, shard).num_bytes
 
     def hash_chunks(start: int, content: memoryview) -> None:
         if shard.box is None:
-            digests.update(chunk_digests(content, start, total))
+            hashed.update(digests.chunk_digests(content, start, total))
 
     return hash_chunks
 

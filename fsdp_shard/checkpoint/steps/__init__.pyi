@@ -36,5 +36,4 @@ from .step_store import (
     parse_step as parse_step,
     retired as retired,
     step_name as step_name,
-    step_trainer as step_trainer,
 )

@@ -6,21 +6,14 @@ write bytes to the offsets of a plan.
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.io import (
-    PAGE_BYTES,
-    PAGED_BYTES,
-    TensorSpec,
-    build_header,
-    itemsize,
-    parse_json,
-    row_elements,
-)
+from fsdp_shard.checkpoint.io import PAGE_BYTES, PAGED_BYTES, TensorSpec, build_header, itemsize, parse_json
 from fsdp_shard.checkpoint.tensor_slices import Box
 from fsdp_shard.errors import CheckpointError
 
@@ -61,7 +54,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """What to write, for any format; each uses what applies to it, and `ConvertConfig.check` refuses the rest.
+    """What to write, for any format; each uses what applies to it, and `ConvertSettings.check` refuses the rest.
 
     `ranks` is None if the user gave no number; `nest` is a key to put the tensors under (`model`). `phases` has the
     offset in its source file of each tensor that is copied unchanged (see `build_header`).
@@ -207,9 +200,9 @@ def plan_sharded(
 
 def stored_shape(shape: tuple[int, ...], start: int, count: int) -> tuple[int, ...]:
     """The shape under which the flat range [start, start + count) of a tensor is stored in a rank file."""
-    row = row_elements(shape)
     if not shape:
         return ()
+    row = math.prod(shape[1:])
     if not row or (start % row == 0 and count % row == 0):
         return (count // row if row else shape[0], *shape[1:])
     return (count,)
@@ -221,7 +214,7 @@ def chunk_rows(spec: TensorSpec, ranks: int) -> list[tuple[int, int]]:
     The last ranks may get less or nothing. A scalar goes to rank 0.
     """
     rows = spec.shape[0] if spec.shape else 1
-    row, per_rank = row_elements(spec.shape), -(-rows // ranks)
+    row, per_rank = math.prod(spec.shape[1:]), -(-rows // ranks)
     edges = [min(rank * per_rank, rows) * row for rank in range(ranks + 1)]
     return [(start, stop - start) for start, stop in itertools.pairwise(edges)]
 
@@ -263,25 +256,18 @@ def parse_shard_info(metadata: Mapping[str, str], path: Path) -> ShardInfo:
         found = document.get("format_version") if isinstance(document, dict) else None
         raise CheckpointError(f"{where} has format version {found!r}; this fsdp-shard reads {SHARD_FORMAT_VERSION}.")
     try:
-        info = ShardInfo(
+        tensors = document["tensors"].items()
+        return ShardInfo(
             rank=_count(document["rank"]),
             world_size=_count(document["world_size"]),
             step=None if document["step"] is None else _count(document["step"]),
             save=_text(document["save"]),
             aliases={_text(alias): _text(kept) for alias, kept in document["aliases"].items()},
-            ranges={
-                name: (tuple(map(_count, item["shape"])), _count(item["start"]))
-                for name, item in document["tensors"].items()
-            },
-            offsets={
-                name: tuple(map(_count, item["offsets"]))
-                for name, item in document["tensors"].items()
-                if "offsets" in item
-            },
+            ranges={name: (tuple(map(_count, item["shape"])), _count(item["start"])) for name, item in tensors},
+            offsets={name: tuple(map(_count, item["offsets"])) for name, item in tensors if "offsets" in item},
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{where} is not what fsdp-shard writes: {error!r}.") from None
-    return info
 
 
 def _count(value: Any) -> int:

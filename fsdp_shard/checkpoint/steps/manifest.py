@@ -3,15 +3,12 @@
 Its last entry is the digest of all bytes of the file before it, so that damage to the manifest itself is found too.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
@@ -61,14 +58,13 @@ class Manifest:
 
     def to_json(self) -> str:
         """The content of manifest.json, with its digest."""
-        flat = {name: _plain(value) for name, value in vars(self).items()}
-        document = {"kind": KIND, "format_version": self.format_version, **flat}
+        document = {"kind": KIND, "format_version": self.format_version, **vars(self)}
         # One record a line: a manifest of thousands of tensors stays readable and greppable.
         lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in document.items()]
         return _sealed("{\n" + ",\n".join(lines) + ",\n")
 
     @classmethod
-    def from_json(cls, document: Any, where: str) -> Manifest:
+    def from_json(cls, document: Any, where: str) -> Self:
         """Check a parsed manifest.json.
 
         Args:
@@ -86,16 +82,16 @@ class Manifest:
                 f"{where} has format version {version!r}, but this fsdp-shard reads {FORMAT_VERSION}: "
                 "use the version that wrote it, or a newer one."
             )
-        known = {"kind", _DIGEST, *_keys(cls)}
+        known = {"kind", "format_version", _DIGEST, *_MANIFEST_FIELDS}
         if set(document) != known:
             raise CheckpointError(f"{where}: keys {sorted(set(document) ^ known)} are missing or unknown.")
         values = {key: value for key, value in document.items() if key not in ("kind", _DIGEST)}
         _check_fields(values, _MANIFEST_FIELDS, where, "")
-        for key, record, fields in (("files", FileRecord, _FILE_FIELDS), ("tensors", TensorRecord, _TENSOR_FIELDS)):
+        for key, fields in (("files", _FILE_FIELDS), ("tensors", _TENSOR_FIELDS)):
             for name, item in values[key].items():
                 path = f"{key}[{name!r}]"
-                is_record = isinstance(item, dict) and set(item) == _keys(record)
-                _expect(is_record, where, path, f"a map with {', '.join(sorted(_keys(record)))}")
+                is_record = isinstance(item, dict) and item.keys() == fields.keys()
+                _expect(is_record, where, path, f"a map with {', '.join(sorted(fields))}")
                 _check_fields(item, fields, where, f"{path}.")
         for key, (is_right, expected) in (("mesh", _COUNT), ("aliases", _TEXT)):
             for name, item in values[key].items():
@@ -130,7 +126,7 @@ def read_manifest(root: Path) -> Manifest | None:
         content = file.read()
     document = parse_json(content, str(path))
     # If `kind` itself is damaged, the other keys show whose it is.
-    keys = _keys(Manifest)
+    keys = {"format_version", *_MANIFEST_FIELDS}
     if not is_ours(document) and not (isinstance(document, dict) and len(document.keys() & keys) > len(keys) // 2):
         return None
     return parse_manifest(content, str(path))
@@ -148,25 +144,17 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     return manifest
 
 
-def _keys(record: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(record)}
-
-
 def _sealed(text: str) -> str:
     """The content of a manifest that begins with `text`."""
     return f'{text}"{_DIGEST}": "{xxhash.xxh3_128_hexdigest(text.encode())}"\n}}\n'
 
 
-def _plain(value: Any) -> Any:
-    """Records as dictionaries. `dataclasses.asdict` also copies everything below them, and takes ten times as long."""
-    is_records = isinstance(value, Mapping) and value and dataclasses.is_dataclass(next(iter(value.values())))
-    return {name: vars(record) for name, record in value.items()} if is_records else value
-
-
 def _lines(value: Any) -> str:
     if not isinstance(value, Mapping) or not value:
         return json.dumps(value)
-    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n}"
+    # `dataclasses.asdict` also copies everything below the records, and takes ten times as long.
+    rows = (f"  {json.dumps(key)}: {json.dumps(item, default=vars)}" for key, item in value.items())
+    return "{\n" + ",\n".join(rows) + "\n}"
 
 
 def _is_count(value: Any) -> bool:

@@ -72,11 +72,8 @@ def check_content(directory: Path, part: int = 0, num_parts: int = 1) -> None:
 def drop_cache(directory: Path, manifest: Manifest) -> None:
     """Evict the files of a step from the page cache, as far as the system allows, so that they are read from disk."""
     for name in manifest.files:
-        descriptor = open_regular(member(directory, name))
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(open_regular(member(directory, name)), "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _run(jobs: Iterator[Job]) -> None:

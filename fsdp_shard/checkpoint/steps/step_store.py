@@ -11,12 +11,11 @@ import re
 import shutil
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any
 
-from fsdp_shard.checkpoint.io import atomicity, fault_point, has_file, member, read_json
+from fsdp_shard.checkpoint.io import atomicity, fault_point, has_file, member
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
-from fsdp_shard.utils import fsync_directory, write_atomically
+from fsdp_shard.utils import fsync_path, write_atomically
 
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
@@ -132,7 +131,7 @@ class Store:
             fault_point("directory-synced")
             os.rename(temporary, target)  # fails if a directory with files was created there only now
             fault_point("renamed")
-            fsync_directory(target.parent)
+            fsync_path(target.parent)
             fault_point("committed")
         except OSError as error:
             raise StorageError(
@@ -156,7 +155,7 @@ class Store:
 
     def complete_steps(self) -> list[int]:
         """The steps that have each of their files in full size, ascending: what retention counts."""
-        return [step for step in self.steps() if _is_complete(self.path(step))]
+        return [step for step in self.steps() if _complete_manifest(self.path(step)) is not None]
 
     def prune(self, keep_last: int, keep_every: int | None = None) -> list[int]:
         """Delete the steps that retention does not keep.
@@ -180,7 +179,7 @@ class Store:
         hidden = self.root / f".{step_name(step)}.deleted"
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(self.path(step), hidden)
-        fsync_directory(self.root)  # before its files go: the name must not come back without them
+        fsync_path(self.root)  # before its files go: the name must not come back without them
         fault_point("hidden")
         shutil.rmtree(hidden)
         fault_point("deleted")
@@ -207,16 +206,15 @@ class Store:
         """Delete what interrupted saves and deletions left, and return the names; to be called before a run writes."""
         if not self.root.is_dir():
             return []
+        names = sorted(entry.name for entry in self.root.iterdir())
+        matches = [re.fullmatch(r"\.(step-\d{8,})\.(partial|deleted|replaced)", name) for name in names]
         found = []
-        for entry in sorted(self.root.iterdir()):
-            match = re.fullmatch(r"\.(step-\d{8,})\.(partial|deleted|replaced)", entry.name)
-            if match is None:
-                continue
-            found.append(entry.name)
+        for match in filter(None, matches):
+            found.append(match[0])
             if match[2] == "replaced":
                 atomicity.recover(self.root / match[1])
             else:
-                shutil.rmtree(entry)
+                shutil.rmtree(self.root / match[0])
         for step in self.steps():
             found += _clean_step(self.path(step))
         return found
@@ -233,23 +231,20 @@ def _is_optimizer_file(name: str) -> bool:
     return name.startswith(f"{OPTIMIZER}/")
 
 
-def step_trainer(directory: Path) -> Any:
-    """The parsed trainer.json of a step directory."""
-    return read_json(member(directory, TRAINER))
-
-
 def has_optimizer(manifest: Manifest) -> bool:
     """Whether a step has optimizer state, according to its manifest."""
     return any(map(_is_optimizer_file, manifest.files))
 
 
-def _is_complete(directory: Path) -> bool:
+def _complete_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a step that has each of its files in full size; None of any other."""
     try:
         manifest = read_manifest(directory)
         files = {} if manifest is None else manifest.files
-        return bool(files) and all(member(directory, name).stat().st_size == files[name].size for name in files)
+        is_complete = all(member(directory, name).stat().st_size == files[name].size for name in files)
     except (CheckpointError, OSError):
-        return False
+        return None
+    return manifest if files and is_complete else None
 
 
 def _remove_optimizer(directory: Path) -> None:
@@ -266,11 +261,10 @@ def _clean_step(directory: Path) -> list[str]:
     if (directory / _NO_OPTIMIZER).is_dir():
         shutil.rmtree(directory / _NO_OPTIMIZER)
         found.append(f"{directory.name}/{_NO_OPTIMIZER}")
-    if (directory / OPTIMIZER).is_dir() and _is_complete(directory):
-        manifest = read_manifest(directory)
-        if manifest is not None and not has_optimizer(manifest):
-            _remove_optimizer(directory)
-            found.append(f"{directory.name}/{OPTIMIZER}")
+    manifest = _complete_manifest(directory) if (directory / OPTIMIZER).is_dir() else None
+    if manifest is not None and not has_optimizer(manifest):
+        _remove_optimizer(directory)
+        found.append(f"{directory.name}/{OPTIMIZER}")
     return found
 
 

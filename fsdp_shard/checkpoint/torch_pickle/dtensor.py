@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_shard.checkpoint.io import dtypes
+from fsdp_shard.checkpoint.io import from_torch_name
 from fsdp_shard.checkpoint.tensor_slices import Box
 from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Record, count, counts
 from fsdp_shard.checkpoint.torch_pickle.placements import Placement
@@ -167,7 +167,7 @@ def _sharded_tensor(shape: tuple[int, ...], state: Any) -> StoredShards | Unread
         if not isinstance(tensor, StoredTensor) or tensor.shape != box[1] or box not in boxes:
             raise ValueError("a shard whose tensor does not have the shape in its metadata")
         found.append((box[0], tensor))
-    dtype = found[-1][1].dtype if found else dtypes.from_torch_name(metadata.get("tensor_properties").state[0])
+    dtype = found[-1][1].dtype if found else from_torch_name(metadata.get("tensor_properties").state[0])
     return StoredShards(dtype, shape, tuple(found), boxes)
 
 

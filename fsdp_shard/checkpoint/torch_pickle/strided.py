@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.io import dtypes, page_aligned
+from fsdp_shard.checkpoint.io import itemsize, page_aligned
 from fsdp_shard.checkpoint.tensor_entry import Piece, Read
 from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor
 
@@ -16,14 +16,14 @@ _SLAB_BYTES = 4 << 20  # read at once, from the first to the last element of a p
 def piece_of(file: str, tensor: StoredTensor, offsets: Sequence[int]) -> Piece:
     """A stored tensor as the piece at `offsets` of a logical tensor; with a codec where it is not row-major."""
     is_plain = _is_row_major(tensor.shape, tensor.stride)
-    codec = None if is_plain else StridedCodec(tensor.shape, tensor.stride, dtypes.itemsize(tensor.dtype))
+    codec = None if is_plain else StridedCodec(tensor.shape, tensor.stride, itemsize(tensor.dtype))
     return Piece(file, tensor.start, tuple(offsets), tensor.shape, codec)
 
 
 def box_of(tensor: StoredTensor, offsets: Sequence[int], shape: Sequence[int]) -> StoredTensor:
     """A box of a stored tensor, as a stored tensor."""
     first = sum(offset * step for offset, step in zip(offsets, tensor.stride, strict=True))
-    start = tensor.start + first * dtypes.itemsize(tensor.dtype)
+    start = tensor.start + first * itemsize(tensor.dtype)
     return StoredTensor(tensor.dtype, tuple(shape), tensor.stride, start)
 
 

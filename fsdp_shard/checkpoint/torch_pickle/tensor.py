@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_shard.checkpoint.io import dtypes
+from fsdp_shard.checkpoint.io import find_torch_name, is_known, itemsize
 from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Constant, count, counts, instance_of
 
 
@@ -75,7 +75,7 @@ def storage_reference(identifier: Any) -> tuple[str, str | None, int]:
         raise TypeError("a storage is a view of another one, as PyTorch before 0.4 wrote them")
     name = kind.rpartition(".")[2]
     if name in TYPED_STORAGES:
-        return key, TYPED_STORAGES[name], count(elements) * dtypes.itemsize(TYPED_STORAGES[name])
+        return key, TYPED_STORAGES[name], count(elements) * itemsize(TYPED_STORAGES[name])
     if name in _ODD_STORAGES:
         return key, name.removesuffix("Storage"), count(elements) * _ODD_STORAGES[name]
     if name != "UntypedStorage":
@@ -96,7 +96,7 @@ def rebuild_tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: 
     `rest` are requires_grad, backward_hooks, dtype and (optional) metadata.
     """
     _, _, dtype, metadata = rest if len(rest) == 4 else (*rest, None)
-    name = dtypes.find_torch_name(instance_of(Constant, dtype))
+    name = find_torch_name(instance_of(Constant, dtype))
     if name is None:
         return Unreadable(f"has the dtype {dtype.removeprefix('torch.')}, which safetensors cannot hold")
     return _view(instance_of(Storage, storage), name, offset, size, stride, metadata)
@@ -112,9 +112,9 @@ def _view(
         raise ValueError(f"a tensor of {len(shape)} dimensions with {len(strides)} strides")
     if metadata:
         return Unreadable("is conjugated or negated lazily; save it after resolve_conj() and resolve_neg()")
-    if not dtypes.is_known(dtype):
+    if not is_known(dtype):
         return Unreadable(f"is stored as {dtype}, which safetensors cannot hold")
-    item = dtypes.itemsize(dtype)
+    item = itemsize(dtype)
     extent = offset + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if math.prod(shape) else 0
     if extent * item > storage.num_bytes:
         raise ValueError(

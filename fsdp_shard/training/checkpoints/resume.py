@@ -1,10 +1,9 @@
 """Finds the step that a run resumes from, and restores model, optimizer and trainer state, all of it or nothing."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, TRAINER, CheckpointConfig, RemoteStore, Store
@@ -14,9 +13,6 @@ from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again: bool = False) -> Path | None:

@@ -6,8 +6,6 @@ that are open for writing. The content of the file is for people. If the file sy
 kept out (`doctor` warns).
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -17,13 +15,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fsdp_shard.distributed import run_on_all
+from fsdp_shard.distributed import DistributedContext, run_on_all
 from fsdp_shard.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fsdp_shard.distributed import DistributedContext
 
 LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -4,28 +4,26 @@ A save in the background is settled before the optimizer changes what it has sti
 outcome, in the main thread, before any acts on it: `poll` after a step, `finish` before the run ends.
 """
 
-from __future__ import annotations
-
+import concurrent.futures
 import json
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Generic, Protocol, Self, TypeVar
 
-from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, RunState, Staging, Store, optimizer_shards
+from torch.optim import Optimizer
+
+from fsdp_shard import checkpoint
 from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import FsdpShardError, Interrupted, RemoteError, SaveError, StorageError
-from fsdp_shard.training.checkpoints.background_save import BackgroundSave
 from fsdp_shard.training.checkpoints.step_committer import SavedStep, StepCommitter
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.optim.lr_schedule import is_due
 from fsdp_shard.training.trainer_state import TrainerState
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
 _GRACE_SECONDS = 10.0  # for a save to end when another rank may be lost
+T = TypeVar("T")
 
 
 class SaveLog(Protocol):
@@ -38,22 +36,28 @@ class SaveLog(Protocol):
         """Report a committed step."""
 
 
-@dataclass(frozen=True)
-class RunObjects:
-    """What a save reads its state from. `model_files` (config, tokenizer) are needed on rank 0 only."""
+class BackgroundSave(Generic[T]):
+    """Calls `work`, which reads the state of step `step` through `copy`, in a daemon thread: its hashing and writing
+    release the interpreter.
+    """
 
-    loaded: LoadedModel
-    optimizer: Optimizer
-    model_files: Mapping[str, bytes]
+    def __init__(self, step: int, copy: checkpoint.StagedCopy, work: Callable[[], T]) -> None:
+        self.step, self.copy = step, copy
+        self.outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        threading.Thread(target=self._run, args=(work,), name=f"save-step-{step}", daemon=True).start()
 
-    def state(self, trainer: TrainerState, *, with_optimizer: bool) -> RunState:
-        """This rank's part of what a step directory holds."""
-        shards = self.loaded.model.local_shards()
-        states = optimizer_shards(self.optimizer, shards) if with_optimizer else {}
-        document = json.loads(trainer.to_json())
-        if (adapter := self.loaded.adapter) is not None:
-            return RunState(adapter.stored(shards), {}, states, document, self.model_files, adapter.FILE)
-        return RunState(shards, self.loaded.aliases, states, document, self.model_files)
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            try:
+                self.copy.wait()
+                checkpoint.fault_point("staged")
+                saved = work()
+            finally:
+                self.copy.end()
+        except BaseException as error:  # raised in the main thread by `outcome.result`, whatever it is
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(saved)
 
 
 class Saver:
@@ -66,18 +70,21 @@ class Saver:
     def __init__(
         self,
         context: DistributedContext,
-        config: CheckpointConfig,
-        objects: RunObjects,
+        config: checkpoint.CheckpointConfig,
+        loaded: LoadedModel,
+        optimizer: Optimizer,
+        model_files: Mapping[str, bytes],
         committer: StepCommitter,
         log: SaveLog,
     ) -> None:
         self._context, self._config, self._log = context, config, log
-        self._objects, self._committer = objects, committer
-        self._staging = Staging()
+        self._loaded, self._optimizer, self._model_files = loaded, optimizer, model_files
+        self._committer = committer
+        self._staging = checkpoint.Staging()
         self._running: BackgroundSave[SavedStep] | None = None
         self._failed: StorageError | None = None
         self._num_failures = 0
-        self._hook = objects.optimizer.register_step_pre_hook(lambda *_: self._settle())
+        self._hook = optimizer.register_step_pre_hook(lambda *_: self._settle())
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
         """Whether the settings ask for a save after the step of `state`, in a run of `num_steps` steps."""
@@ -91,13 +98,21 @@ class Saver:
         """
         self.wait()
         step, is_best = state.step, state.is_best
-        run_state = self._objects.state(state, with_optimizer=self._config.optimizer)
+        run_state = self._run_state(state)
         if not self._config.asynchronous:
             self._conclude(step, lambda: self._committer.commit(step, run_state, is_best=is_best))
             return
         staged, copy = self._staging.stage(run_state)
         self._log.note(f"saving step {step} in the background")
         self._running = BackgroundSave(step, copy, lambda: self._committer.commit(step, staged, is_best=is_best))
+
+    def _run_state(self, trainer: TrainerState) -> checkpoint.RunState:
+        """This rank's part of what a step directory holds."""
+        shards, document = self._loaded.model.local_shards(), json.loads(trainer.to_json())
+        states = checkpoint.optimizer_shards(self._optimizer, shards) if self._config.optimizer else {}
+        if (adapter := self._loaded.adapter) is not None:
+            return checkpoint.RunState(adapter.stored(shards), {}, states, document, self._model_files, adapter.FILE)
+        return checkpoint.RunState(shards, self._loaded.aliases, states, document, self._model_files)
 
     def note_best(self, state: TrainerState) -> None:
         """Mark the step that the run resumed from as the best, if the evaluation that it still owed says so."""
@@ -110,14 +125,14 @@ class Saver:
         Raises:
             SaveError: The save failed, and the run has to stop for it.
         """
-        if self._running is not None and self._context.all_reduce([float(self._running.is_done)], "min")[0]:
+        if self._running is not None and self._context.all_reduce([float(self._running.outcome.done())], "min")[0]:
             self.wait()
 
     def wait(self) -> None:
         """Wait for the save in the background, and log its outcome or raise its error if the run has to stop for it."""
         if self._running is not None:
             running, self._running = self._running, None
-            self._conclude(running.step, running.result)
+            self._conclude(running.step, running.outcome.result)
 
     def finish(self) -> None:
         """Wait for the save in the background, and raise the error of the last save of the run if it failed."""
@@ -160,7 +175,7 @@ class Saver:
         if self._running is not None:
             self._running.copy.settle()
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -171,14 +186,15 @@ class Saver:
             return
         # An FsdpShardError is raised on all ranks, so all of them wait here; with any other, one may be lost.
         is_shared = error is None or isinstance(error, FsdpShardError)
-        self._running.join(None if is_shared else _GRACE_SECONDS)
-        if self._running.is_saved:
-            self._log.saved(self._running.result().directory)
+        outcome = self._running.outcome
+        concurrent.futures.wait([outcome], None if is_shared else _GRACE_SECONDS)
+        if outcome.done() and outcome.exception() is None:
+            self._log.saved(outcome.result().directory)
 
 
 def open_saver(
     run_dir: str,
-    config: CheckpointConfig,
+    config: checkpoint.CheckpointConfig,
     context: DistributedContext,
     loaded: LoadedModel,
     optimizer: Optimizer,
@@ -204,10 +220,10 @@ def open_saver(
     Raises:
         RemoteError: A step could not be uploaded.
     """
-    store = Store(Path(run_dir) / CHECKPOINTS)
+    store = checkpoint.Store(Path(run_dir) / checkpoint.CHECKPOINTS)
     run_on_main(context, store.clean_leftovers)
     committer = StepCommitter(context, store, config, is_adapter=loaded.adapter is not None)
     step = committer.upload_missing()
     if committer.remote is not None and step is not None:
         log.note(f"uploaded {committer.remote.address(step)}, which was in the run directory only")
-    return Saver(context, config, RunObjects(loaded, optimizer, model_files), committer, log)
+    return Saver(context, config, loaded, optimizer, model_files, committer, log)

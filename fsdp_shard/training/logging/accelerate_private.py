@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 
 @contextmanager
 def temporary_cpu_state() -> Iterator[None]:
@@ -11,7 +13,6 @@ def temporary_cpu_state() -> Iterator[None]:
     Without `_reset_state`, an Accelerator made later in the same process would run on the CPU. accelerate neither
     selects a GPU nor starts a process group here, but it may change the number of threads.
     """
-    import torch
     from accelerate import PartialState
 
     num_threads, existed = torch.get_num_threads(), PartialState._shared_state != {}

@@ -31,8 +31,10 @@ def plot_losses(
 
     figure = Figure(figsize=(8.0, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    _draw_train(axes, train)
-    _draw_held_out(axes, held_out)
+    if train:
+        _draw_train(axes, train)
+    if held_out:
+        _draw_held_out(axes, held_out)
     axes.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold")
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel("loss (nats per token)", color=_INK)
@@ -52,8 +54,6 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
 
 
 def _draw_train(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    if not rows:
-        return
     rows = [row for row in rows if row["loss"] is not None]  # a step that was skipped has none
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     if (width := len(rows) // 20) < 2:
@@ -64,8 +64,6 @@ def _draw_train(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_held_out(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    if not rows:
-        return
     first, last = (math.exp(min(700.0, row["loss"])) for row in (rows[0], rows[-1]))
     label = f"held out (perplexity {first:.3g} \N{RIGHTWARDS ARROW} {last:.3g})"
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]

@@ -20,7 +20,7 @@ class MetricsLog:
     def __init__(self, path: Path, resumed_step: int | None = None) -> None:
         kept = [] if resumed_step is None else [row for row in read_rows(path) if row["step"] <= resumed_step]
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, "".join(_line(row) for row in kept))
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._stream = path.open("ab", buffering=0)
         self._pending = b""
 
@@ -30,7 +30,7 @@ class MetricsLog:
         Returns:
             The error, which need not end the training, or None.
         """
-        self._pending += _line(row).encode()
+        self._pending += json.dumps(row).encode() + b"\n"
         try:
             while self._pending:
                 self._pending = self._pending[self._stream.write(self._pending) :]
@@ -50,10 +50,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return [row for line in lines if (row := _parse(line)) is not None]
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row) + "\n"
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.training.load_model import LoadedModel
 
@@ -46,7 +48,7 @@ def flops_per_token(config: Any, num_matmul_params: int, sequence_length: int) -
     Returns:
         None for configs whose layers, heads or experts do not fit the formula.
     """
-    text = _text_config(config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers, heads, hidden = (
         getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
@@ -60,7 +62,7 @@ def flops_per_token(config: Any, num_matmul_params: int, sequence_length: int) -
 
 def num_matmul_params(config: Any, num_params: int) -> int:
     """Return the number of parameters without an input embedding that is not tied to the output head."""
-    text = _text_config(config)
+    text = config.get_text_config()
     is_tied = getattr(config, "tie_word_embeddings", True)
     return num_params if is_tied else num_params - int(text.vocab_size) * int(text.hidden_size)
 
@@ -74,14 +76,8 @@ def utilization(
         None on the CPU, for unknown GPUs and models, for other dtypes than bfloat16, and with frozen parameters, whose
         gradients the formula would count.
     """
-    import torch
-
-    module = loaded.model.module
-    if (
-        context.device.type != "cuda"
-        or param_dtype != "bfloat16"
-        or any(not p.requires_grad for p in module.parameters())
-    ):
+    trains_all = all(param.requires_grad for param in loaded.model.module.parameters())
+    if context.device.type != "cuda" or param_dtype != "bfloat16" or not trains_all:
         return None
     peak = peak_flops(torch.cuda.get_device_name(context.device))
     config = loaded.config
@@ -89,7 +85,3 @@ def utilization(
     if peak is None or each is None:
         return None
     return lambda tokens_per_second: tokens_per_second * each / (peak * context.world_size)
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

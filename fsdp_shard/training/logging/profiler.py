@@ -5,19 +5,16 @@ that includes memory; `step-N-rank-R.txt`, operators by time and by memory; and 
 every allocation and where it was made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.utils import record_memory_history
-
-if TYPE_CHECKING:
-    import torch
-
-    from fsdp_shard.distributed import DistributedContext
 
 PROFILE = "profile"  # under a run directory
 _ROWS = 40
@@ -45,9 +42,6 @@ class StepProfiler:
 
 @contextmanager
 def _trace(base: Path, device: torch.device) -> Iterator[None]:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities, profile_memory=True, record_shapes=True) as profiler:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TextIO
 
-from fsdp_shard.training.step import StepReport
+from fsdp_shard.training.loop import StepReport
 from fsdp_shard.utils import format_size
 
 _MAX_SOURCES = 6  # of a mixture, in a line
@@ -46,9 +46,7 @@ class Progress:
         if enabled and self._stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=num_steps, initial=first_step, unit="step", file=self._stream, dynamic_ncols=True, leave=True
-            )
+            self._bar = tqdm(total=num_steps, initial=first_step, unit="step", file=self._stream, dynamic_ncols=True)
 
     def show(self, report: StepReport, mfu: float | None = None) -> None:
         """Show a step, with the model FLOPs utilization if it is known."""

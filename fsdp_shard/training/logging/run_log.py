@@ -15,7 +15,7 @@ from fsdp_shard.training.logging.loss_plot import plot_losses
 from fsdp_shard.training.logging.metrics_log import MetricsLog, read_rows
 from fsdp_shard.training.logging.progress import Progress
 from fsdp_shard.training.logging.trackers import Trackers
-from fsdp_shard.training.step import StepReport, TrainingRun
+from fsdp_shard.training.loop import StepReport, TrainingRun
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT, write_result
 

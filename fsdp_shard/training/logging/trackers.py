@@ -67,7 +67,14 @@ class Trackers:
             self._exit.enter_context(temporary_cpu_state())
         for name in self._names:
             try:
-                self._open[name] = self._start(name)
+                from accelerate import tracking
+
+                tracker = TRACKERS[name](tracking, self._project, self._run_dir)
+                tracker.main_process_only = False  # this is rank 0; accelerate would find out for itself
+                tracker.start()
+                self._exit.callback(self._try, name, tracker.finish)
+                tracker.store_init_configuration(dict(self._settings))
+                self._open[name] = tracker
             except Exception as error:
                 self._exit.close()
                 raise ConfigError(
@@ -75,16 +82,6 @@ class Trackers:
                     f"or leave it out."
                 ) from error
         return self
-
-    def _start(self, name: str) -> Any:
-        from accelerate import tracking
-
-        tracker = TRACKERS[name](tracking, self._project, self._run_dir)
-        tracker.main_process_only = False  # this is rank 0; accelerate would find out for itself
-        tracker.start()
-        self._exit.callback(lambda: self._try(name, tracker.finish))
-        tracker.store_init_configuration(dict(self._settings))
-        return tracker
 
     def _try(self, name: str, work: Callable[[], None]) -> None:
         try:

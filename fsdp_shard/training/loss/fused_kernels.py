@@ -4,18 +4,13 @@ transformers' own integration applies them. The loss is not replaced: it is divi
 micro-batches, and `linear_cross_entropy.py` avoids the full logits too.
 """
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING
+
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.utils import require_package
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    from fsdp_shard.sharding import ShardConfig
 
 NONE = "none"
 

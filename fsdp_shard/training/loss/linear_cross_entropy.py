@@ -42,7 +42,7 @@ def use_loss_head(model: PreTrainedModel, when: bool | str) -> bool:
     """
     if when is False:
         return False
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings()
     if when == "auto" and (type(head) is not nn.Linear or head.out_features < _LARGE_VOCABULARY):
         return False
     reason = _install(model, head)
@@ -75,8 +75,7 @@ class LossHead:
     """The `forward` of an output head that returns the loss if one is `wanted`, and logits otherwise."""
 
     def __init__(self, head: nn.Linear, softcap: float | None) -> None:
-        self._head = head
-        self._softcap = softcap
+        self._head, self._softcap = head, softcap
         self.wanted: tuple[torch.Tensor, float] | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -134,11 +133,8 @@ def linear_cross_entropy(
             if grad_weight is not None:
                 _add_product(grad_weight, slope, part)
             del part, slope  # before the next chunk allocates its own
-        gradients = [
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-        ]
+        found = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
+        gradients = [None if grad is None or of is None else grad.to(of.dtype) for grad, of in found]
     return with_gradients(total / divisor, gradients, hidden, weight, bias)
 
 

@@ -1,1 +1,1 @@
-"""One file an optimizer, with its config; parameter groups and learning-rate schedules."""
+"""The optimizers, each with its config; parameter groups and learning-rate schedules."""

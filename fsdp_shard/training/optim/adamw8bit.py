@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fsdp_shard.training.optim.adamw import AdamConfig
+from fsdp_shard.training.optim.torch_optim import AdamConfig
 from fsdp_shard.utils import require_package
 
 if TYPE_CHECKING:

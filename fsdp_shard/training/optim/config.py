@@ -1,6 +1,6 @@
 """The settings that all optimizers share, and the parameter groups that they are built from. Imports no torch.
 
-An optimizer is one file with a subclass of `OptimConfig`, and one line in `registry.py`.
+An optimizer is a subclass of `OptimConfig` and one line in `registry.py`.
 """
 
 from __future__ import annotations

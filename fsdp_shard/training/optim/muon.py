@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fsdp_shard.training.optim.adamw import AdamConfig, AdamWConfig
 from fsdp_shard.training.optim.config import decay_groups, decay_setting
+from fsdp_shard.training.optim.torch_optim import AdamConfig, AdamWConfig
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:

@@ -4,29 +4,26 @@ The frozen parameters stay the same objects, so the stored tensor that fills eac
 names it.
 """
 
-from __future__ import annotations
-
-import hashlib
 import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
 
 from fsdp_shard import checkpoint
-from fsdp_shard.checkpoint import Location
 from fsdp_shard.data import CAUSAL, CLASSIFICATION, SEQ2SEQ
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.models import ModelConfig, tied_names
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
+from fsdp_shard.training.seeding import derived_seed
 from fsdp_shard.utils import first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 BASE = "adapter_base.json"
 _FINGERPRINT_ELEMENTS = 1024
@@ -137,7 +134,7 @@ def inject_lora(
     return Adapter(trained, _as_json(settings)), filled
 
 
-def base_path(config: ModelConfig, source: Location) -> str:
+def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
     """Return the base model for adapter_config.json: an absolute path, or the hub id; ConfigError for an adapter."""
     if checkpoint.is_adapter(source.weights):
         raise ConfigError(
@@ -149,8 +146,6 @@ def base_path(config: ModelConfig, source: Location) -> str:
 
 def fingerprint(index: checkpoint.TensorIndex) -> str:
     """Return a digest of the names, dtypes, shapes and first elements of all tensors."""
-    import xxhash
-
     digest = xxhash.xxh3_128()
     for name in sorted(index.names):
         entry = index.entry(name)
@@ -171,16 +166,13 @@ def fill_new(shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: i
         names: Those that are filled from stored tensors.
         seed: Seed of the run.
     """
-    import torch
-
     for name, shard in shards.items():
         if name in names:
             continue
         if "lora_B" in name or "lora_embedding_A" in name:
             shard.data.zero_()
             continue
-        digest = hashlib.blake2b(f"fsdp-shard lora {seed} {name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        generator = torch.Generator().manual_seed(derived_seed("lora", seed, name))
         values = torch.empty(shard.shape)
         if "lora_embedding_B" in name:
             values.normal_(generator=generator)
@@ -280,11 +272,6 @@ def _peft_name(name: str) -> str:
 
 
 def _as_json(settings: Any) -> dict[str, Any]:
-    """The content of adapter_config.json, as peft writes it."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, set):
-            return sorted(value)
-        return value.value if isinstance(value, Enum) else value
-
-    return {key: plain(value) for key, value in {**settings.to_dict(), "inference_mode": True}.items()}
+    """The content of adapter_config.json, as peft writes it: sets as lists, enumerations as text."""
+    content: dict[str, Any] = json.loads(json.dumps(settings.to_dict() | {"inference_mode": True}, default=sorted))
+    return content

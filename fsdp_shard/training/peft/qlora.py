@@ -59,9 +59,7 @@ def quantize_base(
         return None, left
     _check_shard(kind, shard)
     found, num_weights = {}, 0
-    for fqn in list(_frozen_linears(model, shard.blocks)):
-        linear = model.get_submodule(fqn)
-        assert isinstance(linear, nn.Linear)
+    for fqn, linear in list(_frozen_linears(model, shard.blocks)):
         held_as, dtype = getattr(torch, shard.quantized_dtype), getattr(torch, shard.param_dtype)
         model.set_submodule(fqn, QuantizedLinear(linear, QUANTIZATION_CODES[kind], held_as, dtype))
         num_weights += linear.weight.numel()
@@ -75,19 +73,16 @@ def quantize_base(
     return QuantizedBase(QUANTIZATION_CODES[kind], found, num_weights), left
 
 
-def _frozen_linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
-    """FQNs of the frozen linear layers that are used; peft's `original_module` of a trained copy is not."""
+def _frozen_linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """FQN and module of the frozen linear layers that are used; peft's `original_module` of a trained copy is not."""
     ties = tied_names(model)
     shared = {*ties, *ties.values()}
-    for block in no_split_blocks(model, blocks):
-        if not block.repeated:
-            continue
-        for name, module in model.get_submodule(block.fqn).named_modules():
-            fqn = f"{block.fqn}.{name}" if name else block.fqn
+    for layer in [block.fqn for block in no_split_blocks(model, blocks) if block.repeated]:
+        for fqn, module in model.get_submodule(layer).named_modules(prefix=layer):
             if type(module) is not nn.Linear or module.weight.requires_grad or f"{fqn}.weight" in shared:
                 continue
             if ".original_module" not in fqn:
-                yield fqn
+                yield fqn, module
 
 
 def _check_shard(kind: str, shard: ShardConfig) -> None:

@@ -12,7 +12,7 @@ from fsdp_shard.checkpoint.conversion import convert
 from fsdp_shard.checkpoint.integrity.diff import diff
 from fsdp_shard.checkpoint.integrity.diff_report import TensorDifference
 from fsdp_shard.checkpoint.integrity.numeric_errors import Errors, decode
-from fsdp_shard.checkpoint.io.dtypes import from_torch_name
+from fsdp_shard.checkpoint.io.safetensors_format import from_torch_name
 from tests.checkpoint.files import Tensors, random_tensor, raw_bytes, write_huggingface
 
 _DTYPES = (

@@ -14,7 +14,7 @@ from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, frame_diges
 from fsdp_shard.checkpoint.integrity.non_finite import DTYPES, NonFinite, find_non_finite
 from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
-from fsdp_shard.checkpoint.io.dtypes import itemsize, to_torch
+from fsdp_shard.checkpoint.io.safetensors_format import itemsize, to_torch
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.steps import read_manifest
 from fsdp_shard.errors import CheckpointError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint.config import CheckpointConfig, ConvertConfig
+from fsdp_shard.checkpoint.config import CheckpointConfig, ConvertSettings
 from fsdp_shard.checkpoint.remote.download import fetch_step, local_copy
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.remote.upload import prune_remote, upload_step
@@ -42,7 +42,7 @@ def test_what_cannot_be_had_with_a_remote_store_says_so() -> None:
     with pytest.raises(ConfigError, match=r"keep_optimizer_last=2 cannot be combined with checkpoint\.remote"):
         CheckpointConfig(remote="s3://bucket/run", keep_optimizer_last=2).check("checkpoint.")
     with pytest.raises(ConfigError, match=r"target=s3://bucket/new .* convert into a local directory"):
-        check(ConvertConfig(source="x", target="s3://bucket/new"))
+        check(ConvertSettings(source="x", target="s3://bucket/new"))
     with pytest.raises(ConfigError, match="fsspec does not support nonsense://"):
         RemoteStore("nonsense://bucket/run")
 

@@ -38,7 +38,7 @@ def written(directory: Path, layout: str, ranks: list[LocalShard]) -> list[dict[
     everyone = []
     for rank, shard in enumerate(ranks):
         weights, target = {"w": shard}, Target(rank, len(ranks), 1, "save", None, {})
-        plans = write_shards.RankPlans(LAYOUTS[layout](weights, target), plan_optimizer_writes(weights, target), {})
+        plans = write_shards.RankPlans(LAYOUTS[layout](weights, target), plan_optimizer_writes(weights, target))
         write_shards.create_files(directory, plans)
         everyone.append((weights, plans))
     pieces = [write_shards.shared_pieces(plans.weights, weights) for weights, plans in everyone]

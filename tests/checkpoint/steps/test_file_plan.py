@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from fsdp_shard.checkpoint.io.dtypes import TensorSpec
+from fsdp_shard.checkpoint.io.safetensors_format import TensorSpec
 from fsdp_shard.checkpoint.steps import file_plan
 
 SPECS = [TensorSpec("a", "F32", (10, 4)), TensorSpec("b", "BF16", (7,)), TensorSpec("c", "F32", (3, 4))]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 
-from fsdp_shard.checkpoint.io.dtypes import from_torch_name
+from fsdp_shard.checkpoint.io.safetensors_format import from_torch_name
 from fsdp_shard.checkpoint.torch_pickle import allow_list, metadata_classes
 from fsdp_shard.errors import CheckpointError
 

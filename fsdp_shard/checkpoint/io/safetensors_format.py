@@ -1,8 +1,10 @@
-"""Reads headers of safetensors files strictly, and writes them. https://github.com/huggingface/safetensors#format
+"""The safetensors format: element types by their names there, and headers. https://github.com/huggingface/safetensors#format
 
-The safetensors package parses a header again on every open, names neither file nor tensor in its errors, and gives no
-byte offsets.
+Headers are read strictly. The safetensors package parses a header again on every open, names neither file nor tensor in
+its errors, and gives no byte offsets. torch is imported only by `to_torch`.
 """
+
+from __future__ import annotations
 
 import json
 import math
@@ -10,18 +12,101 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdp_shard.checkpoint.io import dtypes
-from fsdp_shard.checkpoint.io.dtypes import TensorSpec
 from fsdp_shard.checkpoint.io.files import open_regular, parse_json
 from fsdp_shard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE_BYTES = 4096
 PAGED_BYTES = 1 << 20
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+
+# safetensors name -> (bytes of an element, torch's attribute). Sub-byte types (F4, F6) have no flat byte ranges.
+_DTYPES = {
+    "F64": (8, "float64"),
+    "F32": (4, "float32"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "F8_E8M0": (1, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
+    "C64": (8, "complex64"),
+    "I64": (8, "int64"),
+    "I32": (4, "int32"),
+    "I16": (2, "int16"),
+    "I8": (1, "int8"),
+    "U64": (8, "uint64"),
+    "U32": (4, "uint32"),
+    "U16": (2, "uint16"),
+    "U8": (1, "uint8"),
+    "BOOL": (1, "bool"),
+}
+_FROM_TORCH = {torch_name: name for name, (_, torch_name) in _DTYPES.items()}
+
+CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
+"""The types that a `dtype=` setting casts; integers, booleans, 8-bit floats and complex numbers keep their type."""
+
+
+def is_known(dtype: str) -> bool:
+    """Whether this is the safetensors name of a type with whole bytes."""
+    return dtype in _DTYPES
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    return _DTYPES[dtype][0]
+
+
+def torch_name(dtype: str) -> str:
+    """`BF16` -> `bfloat16`, as torch and config.json write it."""
+    return _DTYPES[dtype][1]
+
+
+@cache
+def from_torch_name(name: str) -> str:
+    """`bfloat16` or `torch.bfloat16` -> `BF16`."""
+    found = find_torch_name(name)
+    if found is None:
+        raise CheckpointError(f"dtype {name} cannot be stored in safetensors; use one of {', '.join(_FROM_TORCH)}.")
+    return found
+
+
+def find_torch_name(name: str) -> str | None:
+    """As `from_torch_name`, but None if safetensors has no such type."""
+    return _FROM_TORCH.get(name.removeprefix("torch."))
+
+
+def to_torch(dtype: str) -> torch.dtype:
+    """The torch dtype of a safetensors name; imports torch."""
+    import torch
+
+    found: torch.dtype = getattr(torch, torch_name(dtype))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, safetensors dtype and full logical shape of a tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _DTYPES[self.dtype][0]
 
 
 class Stored(NamedTuple):
@@ -47,13 +132,10 @@ def read_header(path: Path) -> Header:
     Raises:
         CheckpointError: The header is wrong in any way; the message names the file, and the tensor if there is one.
     """
-    descriptor = open_regular(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        length = _header_length(os.pread(descriptor, 8, 0), size, path)
-        data = os.pread(descriptor, length, 8)
-    finally:
-        os.close(descriptor)
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = _header_length(file.read(8), size, path)
+        data = file.read(length)
     document = parse_json(data, f"the header of {path}")
     if not isinstance(document, dict):
         raise CheckpointError(f"the header of {path} is not a JSON object, so this is not a safetensors file.")
@@ -97,14 +179,14 @@ def _entry(name: str, value: Any, path: Path) -> tuple[str, tuple[int, ...], int
     if not isinstance(value, dict) or value.keys() != _ENTRY_KEYS:
         raise _wrong(path, name, "must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or not dtypes.is_known(dtype):
+    if not isinstance(dtype, str) or not is_known(dtype):
         raise _wrong(path, name, f"has the dtype {dtype!r}, which is unknown")
     if not isinstance(shape, list) or not _are_counts(shape):
         raise _wrong(path, name, f"has the shape {shape!r}; it must be a list of counts")
     if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
         raise _wrong(path, name, f"has the data_offsets {offsets!r}; they must be two byte positions")
     begin, end = offsets
-    expected = math.prod(shape) * dtypes.itemsize(dtype)
+    expected = math.prod(shape) * itemsize(dtype)
     if end - begin != expected:
         raise _wrong(path, name, f"takes {end - begin} bytes, but {dtype} of shape {shape} takes {expected}")
     return dtype, tuple(shape), begin, end

@@ -1,5 +1,9 @@
-"""Downloads models from the Hugging Face hub."""
+"""The directory of a model: downloading it from the Hugging Face hub, and checking that it has a config.
 
+Imports no transformers.
+"""
+
+import json
 from pathlib import Path
 
 from fsdp_shard.errors import ModelError
@@ -37,3 +41,19 @@ def download_model(name: str, gguf_file: str | None = None, fetch_weights: bool 
         raise ModelError(
             f"{name} is neither a local directory nor a hub model that could be fetched: {first_line(error)}"
         ) from error
+
+
+def check_model_config(directory: Path) -> None:
+    """Raise ModelError unless a directory has a config.json that names a model type."""
+    config = directory / "config.json"
+    if not config.is_file():
+        raise ModelError(
+            f"{directory} is not a model: it has no config.json; expected a Hugging Face model directory. If it has "
+            "only weights, copy config.json and the tokenizer of their base model into it."
+        )
+    try:
+        parsed = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{config} is not valid JSON: {error}.") from error
+    if not isinstance(parsed, dict) or "model_type" not in parsed:
+        raise ModelError(f"{config} has no model_type, so the architecture is unknown.")
