@@ -40,7 +40,7 @@ class DataConfig(KindSettings):
     streaming: bool = setting(
         False,
         "Read and tokenize data.path, or each source of data.mixture, while training and only as far as needed, for "
-        "data that is too large to tokenize first. Every rank reads all of it.",
+        "data that is too large to tokenize first. Every rank reads all of it and tokenizes its part, ahead of need.",
     )
     shuffle_buffer: int = setting(
         1000,

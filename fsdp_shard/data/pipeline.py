@@ -7,8 +7,10 @@ one process, `prepare_on_ranks` over the ranks of a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, cast
 
 from fsdp_shard.data.config import DataConfig, cache_directory, is_running_text, kind_of, mixture_of, sources_of
@@ -26,7 +28,7 @@ from fsdp_shard.distributed import run_on_all, run_on_main
 from fsdp_shard.errors import DataError
 
 if TYPE_CHECKING:
-    from fsdp_shard.distributed import DistributedContext
+    from fsdp_shard.distributed import Communicator, DistributedContext
 
 File = TokenFile | ExampleFile
 
@@ -87,6 +89,7 @@ def open_samples(
     task: Task | None = None,
     seed: int = 0,
     open_tokenizer: Callable[[], Tokenizer] | None = None,
+    ranks: Communicator | None = None,
 ) -> Samples:
     """Map the tokenized files and make samples of them, in every process.
 
@@ -95,7 +98,8 @@ def open_samples(
         tokenized: The files, as `tokenize_all` returned them.
         task: The task of the model; default is a causal language model.
         seed: Seed of masked tokens, and of the order of streamed data.
-        open_tokenizer: Returns the tokenizer; needed for streamed data only.
+        open_tokenizer: Returns the tokenizer; needed for streamed data only, which use it in a thread.
+        ranks: The ranks that train, with a group on the CPU, for streamed data; None is this process alone.
 
     Raises:
         DataError: A file cannot be read, or has nothing to train on.
@@ -103,7 +107,7 @@ def open_samples(
     task, special = task or Task(), tokenized.special
     if config.streaming:
         assert open_tokenizer is not None
-        train, notes = _open_streams(config, open_tokenizer(), task, seed)
+        train, notes = _open_streams(config, open_tokenizer(), task, seed, ranks)
         held_out: MapDataset | None = None
     else:
         train, held_out, notes = _open_files(config, tokenized, task, seed)
@@ -133,13 +137,15 @@ def _open_files(
     return _mix(train, counts), _mix(held_out, counts) if held_out else None, notes
 
 
-def _open_streams(config: DataConfig, tokenizer: Tokenizer, task: Task, seed: int) -> tuple[Dataset, list[str]]:
+def _open_streams(
+    config: DataConfig, tokenizer: Tokenizer, task: Task, seed: int, ranks: Communicator | None
+) -> tuple[Dataset, list[str]]:
     special = SpecialTokens.of(tokenizer) if task.name == MASKED_LM else None
-    counts = _counts(config)
+    counts, lock = _counts(config), Lock()
     streams = {}
     for name, source in sources_of(config).items():
         factory = SampleFactory(source, task, special, seed_of(seed, name) if counts else seed)
-        streams[name] = open_stream(factory, tokenizer)
+        streams[name] = open_stream(factory, tokenizer, lock, ranks)
     notes = [f"{_title(name, counts)}: {stream.summary}" for name, stream in streams.items()]
     return StreamMixture(streams, counts, seed) if counts else streams[""], notes
 
@@ -171,7 +177,7 @@ def _divide(config: DataConfig, windows: MapDataset) -> tuple[MapDataset, MapDat
 
 def prepare_data(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None) -> Samples:
     """Tokenize and open the data of a causal language model in one process; see `tokenize_all` and `open_samples`."""
-    return open_samples(config, tokenize_all(config, tokenizer, cache_dir), open_tokenizer=lambda: tokenizer)
+    return open_samples(config, tokenize_all(config, tokenizer, cache_dir), open_tokenizer=lambda: deepcopy(tokenizer))
 
 
 def prepare_held_out(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None) -> MapDataset:
@@ -201,14 +207,19 @@ def prepare_on_ranks(
         seed: Seed of masked tokens, and of the order of streamed data.
 
     Raises:
-        FsdpShardError: On all ranks, if rank 0 fails.
+        FsdpShardError: On all ranks, if rank 0 fails, or ranks would stream different files.
     """
     waiting = context.with_new_group(_TIMEOUT_SECONDS)
     name = (task or Task()).name
     tokenized = run_on_main(waiting, lambda: tokenize_all(config, open_tokenizer(), cache_dir, name))
-    if config.streaming:
-        return run_on_all(context, lambda: open_samples(config, tokenized, task, seed, open_tokenizer))
-    return open_samples(config, tokenized, task, seed)
+    if not config.streaming:
+        return open_samples(config, tokenized, task, seed)
+    samples = run_on_all(context, lambda: open_samples(config, tokenized, task, seed, open_tokenizer, context))
+    if len(set(context.all_gather_object(samples.train.identity))) > 1:
+        raise DataError(
+            "The files of the streamed data differ between the machines of this run. Give all of them the same ones."
+        )
+    return samples
 
 
 def _tokenize(config: DataConfig, held_out: bool, tokenizer: Tokenizer, cache_dir: Path | None, task: str) -> File:

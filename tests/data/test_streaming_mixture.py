@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def config_of(directory: Path, **more: Any) -> DataConfig:
 
 
 def mixture_of(config: DataConfig, tokenizer: Any, seed: int = 3) -> StreamMixture:
-    found = open_samples(config, Tokenized({}, None), seed=seed, open_tokenizer=lambda: tokenizer).train
+    found = open_samples(config, Tokenized({}, None), seed=seed, open_tokenizer=lambda: deepcopy(tokenizer)).train
     assert isinstance(found, StreamMixture)
     return found
 

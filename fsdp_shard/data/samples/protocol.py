@@ -38,7 +38,10 @@ class Dataset(ABC):
 
     @abstractmethod
     def order(self, seed: int, first: int, count: int) -> Ints:
-        """Return the indices [count] of samples `first` to `first + count - 1` of the endless order of training."""
+        """Return the indices [count] of samples `first` to `first + count - 1` of the endless order of training.
+
+        Every rank asks for the same samples, one global batch after the other: streams exchange what they tokenized.
+        """
 
     @abstractmethod
     def batch(self, indices: Indices) -> Batch:

@@ -1,33 +1,38 @@
-"""Samples of sources that are read while training: nothing is read or tokenized ahead of need.
+"""Samples of sources that are read while training, by blocks of rows.
 
 Rows are read in blocks of `data.shuffle_buffer`, and each block is trained in an order that follows from (seed, epoch,
 block). So the state of a stream is the position of the first row of its block, and the tokens that the block before
-left over: the rest of the block is read again, with the same result. Every rank reads all rows, which is why the
-samples are the same on any number of ranks. A mixture has one stream for each source, and their states.
+left over: the rest of the block is read again, with the same result. Each row is tokenized on one rank, and every rank
+makes the samples of all of them, which is why they are the same on any number of ranks. A mixture has one stream for
+each source, and their states.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import islice
-from typing import Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fsdp_shard.data.config import kind_of
 from fsdp_shard.data.kinds.kind import Tokenizer
+from fsdp_shard.data.sample_order import permutation
 from fsdp_shard.data.samples import mixture_schedule as schedule
 from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, merge
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.protocol import Dataset, MapDataset
-from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import Source, open_source
-from fsdp_shard.data.streaming.block_samples import BlockOrder, BlockTokenizer, Counts, block_tokenizer
+from fsdp_shard.data.streaming.block_reader import Block, Rows, encode_blocks, read_blocks
+from fsdp_shard.data.streaming.block_samples import Counts, RowBlocks, block_tokenizer
 from fsdp_shard.data.tokenized.cache_directory import cache_key
 from fsdp_shard.data.tokenized.token_cache import tokenizer_state
 from fsdp_shard.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from fsdp_shard.distributed import Communicator
 
 _FORMAT_VERSION = 2
 
@@ -70,8 +75,10 @@ class StreamState:
 
 
 class StreamedDataset(Dataset):
-    """Samples with indices in the order of training by `seed`. They are read in order: an index may not be before the
-    block of the last one.
+    """Samples with indices in the order of training by `seed`, which are read in that order.
+
+    On several ranks `order` is a collective that makes the samples ready; those of the call before stay. So are
+    `state_dict` and `figures` for samples that were not ready yet.
 
     `identity` covers the names, sizes and first bytes of the files, and everything that decides about the samples.
     """
@@ -87,16 +94,30 @@ class StreamedDataset(Dataset):
 
     def order(self, seed: int, first: int, count: int) -> Ints:
         assert seed == self._seed, "the order was made for another seed"
+        self.read(first, count)
         return np.arange(first, first + count)
 
     def batch(self, indices: Indices) -> Batch:
         assert NO_WINDOW not in list(indices), "a stream is not evaluated"
-        samples = [self._sample(int(index)) for index in indices]
+        samples = [self.sample(int(index)) for index in indices]
         return merge([(np.asarray([row]), part.batch([inner])) for row, (part, inner) in enumerate(samples)])
 
     @abstractmethod
-    def _sample(self, index: int) -> tuple[MapDataset, int]:
+    def read(self, first: int, count: int) -> None:
+        """Make samples `first` to `first + count - 1` ready; a collective."""
+
+    @abstractmethod
+    def sample(self, index: int) -> tuple[MapDataset, int]:
         """Return the dataset that has the sample, and its index there."""
+
+
+@dataclass(frozen=True)
+class ReadBlock:
+    """The samples of a block, each in a dataset and with its index there; where it begins, and the counts after it."""
+
+    state: StreamState
+    samples: Sequence[tuple[MapDataset, int]]
+    counts: Counts
 
 
 class StreamDataset(StreamedDataset):
@@ -107,13 +128,15 @@ class StreamDataset(StreamedDataset):
         tokenizer: What makes samples of blocks of rows.
         seed: Seed of the order of files and rows.
         identity: Identity of the samples.
+        ranks: The ranks that train, with a group on the CPU; None is this process alone.
     """
 
-    def __init__(self, source: Source, tokenizer: BlockTokenizer, seed: int, identity: str) -> None:
+    def __init__(
+        self, source: Source, tokenizer: RowBlocks, seed: int, identity: str, ranks: Communicator | None
+    ) -> None:
         config = tokenizer.factory.config
         super().__init__(seed, identity, config.sequence_length)
-        self._source, self._tokenizer, self._buffer = source, tokenizer, config.shuffle_buffer
-        self._samples: list[tuple[MapDataset, int]] = []
+        self._source, self._tokenizer, self._ranks, self._buffer = source, tokenizer, ranks, config.shuffle_buffer
         self.load_state_dict(None)
 
     @property
@@ -122,65 +145,75 @@ class StreamDataset(StreamedDataset):
         return f"{self._source.name} is streamed, {order}"
 
     def state_dict(self, num_samples: int) -> dict[str, Any]:
-        if num_samples > self._state.first:
-            self._sample(num_samples - 1)  # a rank asks for its own samples only
-        return asdict(self._state)
+        return asdict(self._at(num_samples)[0])
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self._state = StreamState() if state is None else StreamState.parse(state)
-        self._counts, self._has_begun = replace(self._state.counts), False
-        self._reading: Iterator[Any] | None = None
+        self._next = StreamState() if state is None else StreamState.parse(state)
+        self._blocks = list[ReadBlock]()
+        self._reading: Iterator[Block[Rows]] | None = None
 
     def figures(self, num_samples: int) -> dict[str, Any]:
-        return {"stream": {"epochs": self._state.epoch, **asdict(self._counts)}}
+        state, counts = self._at(num_samples)
+        return {"stream": {"epochs": state.epoch, **asdict(counts)}}
 
-    def _sample(self, index: int) -> tuple[MapDataset, int]:
-        assert index >= self._state.first, "a stream does not go back"
-        if not self._has_begun:
-            self._begin_block()
-        while index - self._state.first >= len(self._samples):
-            part = next(self._parts, None)
-            if part is None:
-                self._next_block()
-            else:
-                self._samples += [(part, int(inner)) for inner in self._tokenizer.sample_order(part, self._order)]
-        return self._samples[index - self._state.first]
+    def read(self, first: int, count: int) -> None:
+        self._blocks = [block for block in self._blocks if block.state.first + len(block.samples) >= first - count]
+        while self._next.first < first + count:
+            self._read_block()
 
-    def _begin_block(self) -> None:
-        """Read the rows of the block at `_state`; they are tokenized when samples are asked for."""
-        state, is_shuffled = self._state, self._buffer > 1
+    def sample(self, index: int) -> tuple[MapDataset, int]:
+        assert self._ranks is None or index < self._next.first, "ranks read together, in order()"
+        block = self._block_of(index)
+        return block.samples[index - block.state.first]
+
+    def _at(self, num_samples: int) -> tuple[StreamState, Counts]:
+        """Return where the block of the last of `num_samples` samples begins, and the counts after it."""
+        oldest = self._blocks[0].state if self._blocks else self._next
+        if num_samples <= oldest.first:
+            return oldest, oldest.counts
+        block = self._block_of(num_samples - 1)
+        return block.state, block.counts
+
+    def _block_of(self, index: int) -> ReadBlock:
+        if index >= self._next.first:
+            self.read(index, 1)
+        found = [block for block in self._blocks if block.state.first <= index]
+        assert found, "a stream does not go back"
+        return found[-1]
+
+    def _read_block(self) -> None:
+        """Read the block at `_next`, and make its samples."""
+        state = self._next
         if self._reading is None:
-            file_seed = self._seed if is_shuffled else None
-            self._reading = self._source.read(self._tokenizer.columns, state.rows, state.epoch, file_seed)
-        rows: list[Row] = []
-        self._after = state.rows
-        for row, after in islice(self._reading, self._buffer):
-            rows.append(row)
-            if len(rows) == self._buffer:
-                self._after = after()
-        self._is_last = len(rows) < self._buffer
-        self._order = BlockOrder(self._seed, state.epoch, state.block, state.first, is_shuffled)
-        self._counts, self._carry = replace(state.counts), list(state.carry)
-        self._samples, self._has_begun = [], True
-        ordered = [rows[position] for position in self._order.permutation(len(rows))]
-        self._parts = self._tokenizer.parts(ordered, self._carry, self._counts, self._order)
-
-    def _next_block(self) -> None:
-        state, counts = self._state, self._counts
-        first = state.first + len(self._samples)
-        following = replace(
-            state, block=state.block + 1, rows=self._after, first=first, carry=self._carry, counts=counts
-        )
-        if self._is_last:
+            columns, file_seed = self._tokenizer.columns, self._seed if self._buffer > 1 else None
+            blocks = read_blocks(self._source, columns, self._buffer, file_seed, state.epoch, state.rows)
+            self._reading = encode_blocks(self._source.name, blocks, self._tokenizer.encode, self._ranks)
+        block = next(self._reading)
+        rows, carry = [block.rows[index] for index in self._permutation(len(block.rows))], list(state.carry)
+        dropped = sum(not row for row in rows)
+        counts = replace(state.counts, rows=state.counts.rows + len(rows), dropped=state.counts.dropped + dropped)
+        parts = self._tokenizer.parts(rows, carry, counts, state.first)
+        if self._tokenizer.factory.config.packing:  # which sorts windows
+            samples = [(part, int(inner)) for part in parts for inner in self._permutation(len(part), purpose=1)]
+        else:
+            samples = [(part, inner) for part in parts for inner in range(len(part))]
+        if samples:
+            self._blocks.append(ReadBlock(state, samples, counts))
+        state = replace(state, first=state.first + len(samples), carry=carry, counts=counts)
+        self._next = replace(state, block=state.block + 1, rows=block.after)
+        if block.is_last:
             if counts.used == state.used_before:
                 raise DataError(
                     f"{self._source.name} has nothing to train on: no row has a token to predict among its first "
                     f"data.sequence_length={self.sequence_length} tokens."
                 )
-            following = replace(following, epoch=state.epoch + 1, block=0, rows=None, used_before=counts.used)
-            self._reading = None
-        self._state = following
-        self._begin_block()
+            self._next = replace(state, epoch=state.epoch + 1, block=0, rows=None, used_before=counts.used)
+
+    def _permutation(self, size: int, purpose: int = 0) -> Ints:
+        """Return the seeded order of `size` items of the block at `_next`, another one for each `purpose`."""
+        if self._buffer == 1:
+            return np.arange(size)
+        return permutation(size, self._seed, self._next.epoch, self._next.block, purpose)
 
 
 class StreamMixture(StreamedDataset):
@@ -219,28 +252,36 @@ class StreamMixture(StreamedDataset):
             part.load_state_dict((given or {}).get(name))
 
     def figures(self, num_samples: int) -> dict[str, Any]:
-        self.state_dict(num_samples)  # so that the counts are equal on all ranks
         sources = schedule.proportions(self.names, self.counts, num_samples)
-        for name, part in zip(self.names, self.parts, strict=True):
-            stream = part.figures(num_samples)["stream"]
+        for name, part, count in zip(self.names, self.parts, self._samples_read(num_samples), strict=True):
+            stream = part.figures(count)["stream"]
             sources[name] |= {"epochs": stream.pop("epochs"), "stream": stream}
         return {"sources": sources}
 
-    def _sample(self, index: int) -> tuple[MapDataset, int]:
+    def read(self, first: int, count: int) -> None:
+        until = self._samples_read(first + count)
+        for part, before, after in zip(self.parts, self._samples_read(first), until, strict=True):
+            part.read(before, after - before)
+
+    def sample(self, index: int) -> tuple[MapDataset, int]:
         number = int(schedule.scheduled_sources(self.counts, index, 1)[0])
-        return self.parts[number]._sample(self._samples_read(index)[number])
+        return self.parts[number].sample(self._samples_read(index)[number])
 
     def _samples_read(self, num_samples: int) -> list[int]:
         """Return how many of the first `num_samples` are of each source."""
         return [int(count) for count in schedule.counts_before(self.counts, num_samples)]
 
 
-def open_stream(factory: SampleFactory, tokenizer: Tokenizer) -> StreamDataset:
+def open_stream(
+    factory: SampleFactory, tokenizer: Tokenizer, lock: Lock, ranks: Communicator | None = None
+) -> StreamDataset:
     """Open the samples of one source from their beginning.
 
     Args:
         factory: Makes samples by the settings of the source; its seed is that of the order too.
-        tokenizer: The tokenizer.
+        tokenizer: The tokenizer. Threads use it, so nothing but streams with the same lock may.
+        lock: Is held while rows are tokenized.
+        ranks: The ranks that train, with a group on the CPU; None is this process alone.
 
     Raises:
         DataError: The source cannot be read, or the tokenizer lacks a token.
@@ -248,8 +289,8 @@ def open_stream(factory: SampleFactory, tokenizer: Tokenizer) -> StreamDataset:
     config, task = factory.config, factory.task.name
     source = open_source(config, held_out=False)
     source.check_stream()
-    blocks = block_tokenizer(factory, tokenizer)
+    blocks = block_tokenizer(factory, tokenizer, lock)
     kept = (config.sequence_length, config.packing, config.shuffle_buffer, config.target_length, config.mask_fraction)
     parts = [_FORMAT_VERSION, kept, task, source.stream_fingerprint(), tokenizer_state(tokenizer)]
     parts += [getattr(tokenizer, "chat_template", None), kind_of(config, task).fingerprint()]
-    return StreamDataset(source, blocks, factory.seed, f"stream:{cache_key(parts)}")
+    return StreamDataset(source, blocks, factory.seed, f"stream:{cache_key(parts)}", ranks)
