@@ -11,6 +11,7 @@ from fsdp_shard.data import MapDataset, evaluation_batches
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.training.batch_loader import to_device
 from fsdp_shard.training.loop import TrainingRun, forward_loss
 from fsdp_shard.training.optim.lr_schedule import is_due
 from fsdp_shard.training.trainer_state import TrainerState
@@ -88,7 +89,7 @@ def evaluate_loss(
     with torch.no_grad():
         for indices in evaluation_batches(len(dataset), micro_batch_size, context.data_rank, context.num_data_ranks):
             batch = dataset.batch(indices)
-            total += float(forward_loss(model, batch, 1.0, context.device))
+            total += float(forward_loss(model, to_device(batch, context.device), 1.0))
             num_tokens += batch.num_predictions
     model.module.train(was_training)
     # Tensor-parallel ranks evaluate the same samples.

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from fsdp_shard.data import Batch, Dataset, micro_batches, source_figures, source_predictions
+from fsdp_shard.data import Dataset, source_figures
 from fsdp_shard.distributed import STOP_SIGNALS, DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.training.batch_loader import BatchLoader, DeviceBatch
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
@@ -79,6 +80,7 @@ class StepReport:
         tokens: Predictions of this step, over all ranks.
         tokens_per_second: Of all ranks together.
         step_seconds: Duration on this rank.
+        data_seconds: How long the step waited for its samples, the mean over the ranks.
         memory_bytes: Highest peak of any rank so far.
         skipped: Number of skipped updates so far.
         stop_signal: A signal that any rank received, or 0.
@@ -93,6 +95,7 @@ class StepReport:
     tokens: int
     tokens_per_second: float
     step_seconds: float
+    data_seconds: float
     memory_bytes: int
     skipped: int = 0
     stop_signal: int = 0
@@ -124,21 +127,23 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     """
     run.model.module.train()
     run.dataset.load_state_dict(run.state.place)
-    while not run.is_over:
-        with run.profile(run.state.step + 1):
-            report = train_step(run)
-        if report.step < run.config.steps:
-            run.interrupted_by = report.stop_signal
-        yield report
+    with BatchLoader(run.dataset, run.config, run.context, run.state.seed) as loader:
+        while not run.is_over:
+            with run.profile(run.state.step + 1):
+                report = _train_step(run, loader)
+            if report.step < run.config.steps:
+                run.interrupted_by = report.stop_signal
+            yield report
 
 
-def train_step(run: TrainingRun) -> StepReport:
+def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     """Update the weights from the next global batch, and record it in `run.state`; a collective.
 
     When the loss or the norm of the gradients is not finite on any rank, no rank changes its weights or its optimizer.
 
     Args:
         run: The run.
+        loader: Its samples.
 
     Raises:
         LossError: On all ranks: the loss or the gradients are not finite, and the settings do not allow to skip this.
@@ -147,24 +152,23 @@ def train_step(run: TrainingRun) -> StepReport:
     config, context, state = run.config, run.context, run.state
     rate = _set_learning_rate(run)
     seed_all(derived_seed(state.seed, state.step, context.data_rank))
-    samples = run.dataset.order(state.seed, state.num_samples, config.global_batch_size)
-    parts = micro_batches(samples, config.micro_batch_size, context.data_rank, context.num_data_ranks)
-    batches = [run.dataset.batch(part) for part in parts]
-    num_local = sum(batch.num_predictions for batch in batches)
-    counts = context.all_reduce([num_local, *source_predictions(run.dataset, parts, batches)])
+    loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.steps)
+    samples, parts = loaded.samples, loaded.parts
     # Tensor-parallel ranks count the same samples.
-    num_tokens, *by_source = (int(count / context.num_tensor_ranks) for count in counts)
+    num_tokens, *by_source = (int(count / context.num_tensor_ranks) for count in context.all_reduce(loaded.counts))
     run.optimizer.zero_grad()
-    losses = _accumulate(run, batches, max(num_tokens, 1) / context.num_data_ranks)
+    losses = _accumulate(run, loaded.batches, max(num_tokens, 1) / context.num_data_ranks)
     norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
-    loss, grad_norm, memory_bytes, stop_signal = _reduce(run, float(sum(losses)), float(norm))
+    loss, grad_norm, waited, memory_bytes, stop_signal = _reduce(
+        run, float(sum(losses)), float(norm), loader.seconds_waited
+    )
     fault = ""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         run.optimizer.step()
     else:
         bad = [int(i) for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss) for i in part]
         in_loss = sorted({i for rank in context.all_gather_object(bad) for i in rank})
-        where = f"loss of samples {in_loss}" if in_loss else f"gradients only, samples {sorted(set(samples.tolist()))}"
+        where = f"loss of samples {in_loss}" if in_loss else f"gradients only, samples {sorted({*map(int, samples)})}"
         fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite in the {where}"
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
@@ -181,6 +185,7 @@ def train_step(run: TrainingRun) -> StepReport:
         tokens=num_tokens,
         tokens_per_second=num_tokens / seconds,
         step_seconds=seconds,
+        data_seconds=waited,
         memory_bytes=memory_bytes,
         skipped=state.num_skipped,
         stop_signal=stop_signal,
@@ -198,49 +203,49 @@ def _set_learning_rate(run: TrainingRun) -> float:
     return rate
 
 
-def _accumulate(run: TrainingRun, batches: Sequence[Batch], divisor: float) -> list[torch.Tensor]:
+def _accumulate(run: TrainingRun, batches: Sequence[DeviceBatch], divisor: float) -> list[torch.Tensor]:
     """Accumulate the gradients of the micro-batches; returns their parts of the loss, scalars on the device."""
     losses = []
     for number, batch in enumerate(batches, start=1):
         is_synced = run.sync_every_micro_batch or number == len(batches)
         with nullcontext() if is_synced else run.model.no_sync():
-            loss = forward_loss(run.model, batch, divisor, run.context.device)
+            loss = forward_loss(run.model, batch, divisor)
             loss.backward()
         losses.append(loss.detach())
     return losses
 
 
-def forward_loss(model: ShardedModel, batch: Batch, divisor: float, device: torch.device) -> torch.Tensor:
+def forward_loss(model: ShardedModel, batch: DeviceBatch, divisor: float) -> torch.Tensor:
     """Run the forward pass and return the summed cross-entropy of a batch over `divisor`, a float32 scalar in nats.
 
     A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
     that share a window are separated by their positions (`data/samples/packing.py`).
     """
-    inputs = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in batch.inputs.items()}
-    labels = torch.from_numpy(batch.labels).to(device, non_blocking=True)
-    with giving_loss(model.module, labels, divisor) as is_loss, warnings.catch_warnings():
+    with giving_loss(model.module, batch.labels, divisor) as is_loss, warnings.catch_warnings():
         # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        logits = model.module(**inputs, use_cache=False).logits
-    return logits.reshape(()) if is_loss else cross_entropy(logits, labels, divisor)
+        logits = model.module(**batch.inputs, use_cache=False).logits
+    return logits.reshape(()) if is_loss else cross_entropy(logits, batch.labels, divisor)
 
 
-def _reduce(run: TrainingRun, loss: float, grad_norm: float) -> tuple[float, float, int, int]:
-    """Reduce what each rank knows in one sum: losses, norms, received signals, and one element per rank of memory.
+def _reduce(run: TrainingRun, loss: float, grad_norm: float, waited: float) -> tuple[float, float, float, int, int]:
+    """Reduce what each rank knows in one sum: losses, norms, seconds waited, signals, and the memory of each rank.
 
     The norm is the same on all ranks unless one of them failed; then none may continue.
 
     Returns:
-        Mean loss, norm of the gradients, highest peak of the memory in bytes, and a received signal or 0.
+        Mean loss, norm of the gradients, mean of the seconds waited, highest peak of the memory in bytes, and a
+        received signal or 0.
     """
     context = run.context
     signals = [float(run.stop.number == number) for number in STOP_SIGNALS]
     memory = [0.0] * context.world_size
     memory[context.rank] = float(device_peak_bytes(context.device.type))
-    total_loss, total_norm, *summed = context.all_reduce([loss, grad_norm, *signals, *memory])
+    total_loss, total_norm, all_waited, *summed = context.all_reduce([loss, grad_norm, waited, *signals, *memory])
     received = (number for number, count in zip(STOP_SIGNALS, summed, strict=False) if count)
     grad_norm = grad_norm if math.isfinite(total_norm) else total_norm
-    return total_loss / context.world_size, grad_norm, int(max(summed[len(signals) :])), int(next(received, 0))
+    mean_loss, mean_waited = total_loss / context.world_size, all_waited / context.world_size
+    return mean_loss, grad_norm, mean_waited, int(max(summed[len(signals) :])), int(next(received, 0))
 
 
 def _message(fault: str, state: TrainerState, config: TrainConfig) -> str:

@@ -116,6 +116,7 @@ def test_reports(alone: DistributedContext) -> None:
         "tokens",
         "tokens_per_second",
         "step_seconds",
+        "data_seconds",
         "memory_bytes",
         "skipped",
     ]

@@ -56,7 +56,7 @@ def test_no_log_has_no_rows(tmp_path: Path) -> None:
 
 
 def report(step: int) -> StepReport:
-    return StepReport(step, 2.34567, 1.5e-4, 0.789, 4096, 12_345.6, 2.0, 1_234_000_000)
+    return StepReport(step, 2.34567, 1.5e-4, 0.789, 4096, 12_345.6, 2.0, 0.01, 1_234_000_000)
 
 
 def test_plain_lines() -> None:

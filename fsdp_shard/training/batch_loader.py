@@ -1,0 +1,123 @@
+"""Loads the samples of the next step in a thread while this step runs, up to the memory of the device."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fsdp_shard.data import Batch, Dataset, micro_batches, source_predictions
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.training.config import TrainConfig
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A micro-batch on the device of this rank.
+
+    Attributes:
+        inputs: Arguments of the model by name, int64 [micro_batch_size, length].
+        labels: Labels as in `Batch`, int64.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    labels: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """The samples of one step.
+
+    Attributes:
+        samples: Indices of the samples of all ranks, int64 [global_batch_size].
+        parts: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
+        batches: The micro-batches.
+        counts: Predictions of this rank, and those of each source of a mixture.
+    """
+
+    samples: Ints
+    parts: Ints
+    batches: list[DeviceBatch]
+    counts: list[float]
+
+
+class BatchLoader:
+    """Loads one step ahead; a context manager that ends its thread.
+
+    Args:
+        dataset: The samples.
+        config: Sizes of the batches.
+        context: The ranks that train.
+        seed: Seed of the order of the samples.
+
+    Attributes:
+        seconds_waited: How long the last step waited for its samples, on this rank.
+    """
+
+    def __init__(self, dataset: Dataset, config: TrainConfig, context: DistributedContext, seed: int) -> None:
+        self._dataset, self._config, self._context, self._seed = dataset, config, context, seed
+        self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "batch-loader")
+        self._loading: Future[LoadedStep] | None = None
+        self.seconds_waited = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def next(self, first: int, is_last: bool) -> LoadedStep:
+        """Return the samples of a step, and begin to load those of the step after it; a collective.
+
+        Args:
+            first: Number of samples before the step.
+            is_last: Whether no step follows, so that none is loaded.
+        """
+        began = time.perf_counter()
+        loaded = (self._loading or self._begin(first)).result()
+        if self._copies is not None:
+            _hand_over(loaded.batches, self._copies)
+        self._loading = None if is_last else self._begin(first + self._config.global_batch_size)
+        self.seconds_waited = time.perf_counter() - began
+        return loaded
+
+    def _begin(self, first: int) -> Future[LoadedStep]:
+        # Here, not in the thread: the ranks exchange what they tokenized of streamed data.
+        samples = self._dataset.order(self._seed, first, self._config.global_batch_size)
+        return self._thread.submit(self._load, samples)
+
+    def _load(self, samples: Ints) -> LoadedStep:
+        context = self._context
+        parts = micro_batches(samples, self._config.micro_batch_size, context.data_rank, context.num_data_ranks)
+        batches = [self._dataset.batch(part) for part in parts]
+        counts = [float(sum(batch.num_predictions for batch in batches))]
+        counts += source_predictions(self._dataset, parts, batches)
+        copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
+        with copying:
+            return LoadedStep(samples, parts, [to_device(batch, context.device) for batch in batches], counts)
+
+
+def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
+    """Copy a batch to `device`; to a GPU through pinned memory, in its current stream."""
+
+    def copied(array: Ints) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+    return DeviceBatch({name: copied(array) for name, array in batch.inputs.items()}, copied(batch.labels))
+
+
+def _hand_over(batches: list[DeviceBatch], copies: torch.cuda.Stream) -> None:
+    """Let the current stream wait for the copies, and keep their memory until it has used them."""
+    current = torch.cuda.current_stream(copies.device)
+    current.wait_stream(copies)
+    for batch in batches:
+        for tensor in (*batch.inputs.values(), batch.labels):
+            tensor.record_stream(current)
