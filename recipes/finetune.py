@@ -64,7 +64,7 @@ def main(config: FinetuneConfig) -> None:
                 log.step(report)
                 saver.poll()
                 evaluator.after_step()
-                if run.is_over or saver.is_due(state, config.train.steps):
+                if run.is_over or saver.is_due(state, run.config.num_steps):
                     saver.save(state)
             saver.finish()
             if run.interrupted_by:

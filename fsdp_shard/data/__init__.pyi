@@ -6,6 +6,7 @@ from .kinds.kind import (
     SEQ2SEQ as SEQ2SEQ,
 )
 from .pipeline import (
+    Samples as Samples,
     open_samples as open_samples,
     prepare_data as prepare_data,
     prepare_held_out as prepare_held_out,
