@@ -47,7 +47,7 @@ def main(config: FinetuneConfig) -> None:
         loaded = load_sharded(config.model, config.shard, source, context, config.adapter, config.seed, start.step)
         optimizer = build_optimizer(config.optim, loaded.model, context)
         state = restore_state(start, config.seed, data.train, loaded, optimizer, context)
-        files = run_on_main(context, lambda: collect_model_files(source, config.model.dtype, loaded.adapter))
+        files = run_on_main(context, lambda: collect_model_files(source, config.model, config.data, loaded.adapter))
 
         run = TrainingRun(loaded.model, optimizer, data.train, config.train, context, state, stop)
         run.sync_every_micro_batch = config.shard.sync_every_micro_batch

@@ -1,4 +1,5 @@
 from .config import DataConfig as DataConfig, all_sources as all_sources, cache_directory as cache_directory
+from .kinds.chat import with_chat_template as with_chat_template
 from .kinds.kind import (
     CAUSAL as CAUSAL,
     CLASSIFICATION as CLASSIFICATION,

@@ -14,6 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, cast
 
 from fsdp_shard.data.config import DataConfig, cache_directory, is_running_text, kind_of, mixture_of, sources_of
+from fsdp_shard.data.kinds.chat import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.mixture import Mixture, seed_of
@@ -145,7 +146,7 @@ def _open_streams(
     streams = {}
     for name, source in sources_of(config).items():
         factory = SampleFactory(source, task, special, seed_of(seed, name) if counts else seed)
-        streams[name] = open_stream(factory, tokenizer, lock, ranks)
+        streams[name] = open_stream(factory, with_chat_template(tokenizer, source), lock, ranks)
     notes = [f"{_title(name, counts)}: {stream.summary}" for name, stream in streams.items()]
     return StreamMixture(streams, counts, seed) if counts else streams[""], notes
 
@@ -225,6 +226,7 @@ def prepare_on_ranks(
 def _tokenize(config: DataConfig, held_out: bool, tokenizer: Tokenizer, cache_dir: Path | None, task: str) -> File:
     """Tokenize to one stream of tokens for running text, and to examples for everything else."""
     source, cache = open_source(config, held_out), cache_dir or cache_directory(config)
+    tokenizer = with_chat_template(tokenizer, config)
     if is_running_text(config, task):
         # Each window of a masked language model begins with special tokens, so documents do not.
         return tokenize(source, tokenizer, cache, config.workers, begins=task != MASKED_LM)

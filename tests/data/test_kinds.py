@@ -104,7 +104,7 @@ def test_a_column_without_a_conversation_is_passed_over() -> None:
     assert learnt(DataConfig(kind="chat"), row, chat_tokenizer(CHATML)) == ["b<|im_end|>"]
 
 
-@pytest.mark.parametrize(("template", "words"), [(SHOUTS, "row 0.*changes"), (FORGETS, "drops some")])
+@pytest.mark.parametrize(("template", "words"), [(SHOUTS, "row 0.*changes"), (FORGETS, "drops the assistant's text")])
 def test_templates_that_change_the_words_are_refused(template: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         learnt(DataConfig(kind="chat"), {"messages": CHAT}, chat_tokenizer(template))
@@ -205,6 +205,7 @@ def test_held_out_rows(tmp_path: Path) -> None:
         ("chat", '{"messages": [{"role": "user", "content": "x"}]}', "1 rows, and none with anything to learn"),
         ("instruction", '{"instruction": "x"}', "no column 'output'"),
         ("instruction", '{"instruction": "x", "output": 3}', "holds int, expected text. Set data.response_column"),
+        ("instruction", '{"instruction": "x", "output": "y", "history": [["a", "b"]]}', "set data.kind=chat"),
         ("pairs", '{"source": "x", "targe": "y"}', "no column 'target'; it has source, targe (did you mean targe?)"),
     ],
 )

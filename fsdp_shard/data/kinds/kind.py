@@ -41,6 +41,10 @@ class Kind(Protocol):
     def check_row(self, row: Row) -> bool:
         """Return whether `row` has anything to train on; raise DataError if a column is missing or of a wrong type."""
 
+    def check_rows(self, rows: Sequence[Row]) -> bool:
+        """Return whether any of the first rows has anything to train on; raise DataError as `check_row` does."""
+        return any(self.check_row(row) for row in rows)
+
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise DataError if `tokenizer` lacks something that this kind needs."""
 

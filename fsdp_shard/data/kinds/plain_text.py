@@ -11,7 +11,7 @@ from fsdp_shard.utils import setting
 
 
 @dataclass(frozen=True)
-class TextKind:
+class TextKind(kind.Kind):
     """One document per row. A document of more than `longest` tokens becomes several examples. Neighboring examples
     share one token, so that every token but the first is predicted exactly once.
     """
@@ -44,7 +44,7 @@ class TextKind:
 
 
 @dataclass(frozen=True)
-class LabeledKind:
+class LabeledKind(kind.Kind):
     """Columns of the rows. A label is an integer or a name; rows without a label are dropped."""
 
     text: str
