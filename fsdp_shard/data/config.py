@@ -23,7 +23,7 @@ class DataConfig(KindSettings):
     instead: ClassVar[dict[str, str]] = {"path": "mixture"}
 
     subset: str | None = setting(None, "Configuration of a dataset on the hub, such as wikitext-2-raw-v1.")
-    split: str = setting("train", "Split of the dataset on the hub in data.path.")
+    split: str = setting("train", "Split of the dataset in data.path, on the hub or with saved splits.")
     mixture: Any = field(
         default=None,
         metadata={
@@ -49,7 +49,7 @@ class DataConfig(KindSettings):
         minimum=1,
     )
     eval_path: str | None = setting(None, "Held-out data, given like data.path. Default: see data.eval_fraction.")
-    eval_split: str = setting("validation", "Split of the dataset on the hub in data.eval_path.")
+    eval_split: str = setting("validation", "Split of the dataset in data.eval_path, as data.split.")
     eval_fraction: float = setting(
         0.0,
         "Fraction of data.path (of each source of data.mixture) to hold out if data.eval_path is not given: the last "
@@ -72,7 +72,9 @@ class DataConfig(KindSettings):
         1, "Processes that tokenize; 1: the main process, with the tokenizer's own threads.", minimum=1
     )
     cache_dir: str | None = setting(
-        None, "Directory for tokenized data, visible to every rank. Default: ~/.cache/fsdp-shard/tokens."
+        None,
+        "Directory for tokenized data, visible to every rank, and while it is made for the rows, too. Default: "
+        "~/.cache/fsdp-shard/tokens.",
     )
 
     @property

@@ -7,6 +7,7 @@ from fsdp_shard.data.kinds.chat import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, Kind, Tokenizer
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.errors import DataError
+from fsdp_shard.utils import format_count
 
 _NUM_FIRST = 256  # rows that are looked at together
 
@@ -36,10 +37,7 @@ def check_source(config: DataConfig, held_out: bool, task: str = CAUSAL) -> None
     source = open_source(config, held_out)
     if config.streaming and not held_out:
         source.check_stream()
-    if is_running_text(config, task):
-        source.check()
-    else:
-        _require_rows(source, kind_of(config, task))
+    _require_rows(source, kind_of(config, task))
 
 
 def check_tokenizer(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -> None:
@@ -56,5 +54,6 @@ def _require_rows(source: Source, kind: Kind) -> None:
             return
         number += len(first)
     raise DataError(
-        f"{source.name} is empty: it has {number} rows, and none with anything to learn. Give a file with rows."
+        f"{source.name} is empty: it has {format_count(number, 'row')}, none with anything to learn. Give a file with "
+        f"rows."
     )
