@@ -14,7 +14,7 @@ from .formats.peft import (
 from .formats.trainer_layouts import latest_step_directory as latest_step_directory
 from .index import TensorIndex as TensorIndex
 from .integrity.diff import diff as diff
-from .integrity.summary import summarize_checkpoint as summarize_checkpoint
+from .integrity.inspect_report import summarize_checkpoint as summarize_checkpoint
 from .integrity.verify import verify as verify
 from .io.fault_points import (
     FAULTS as FAULTS,

@@ -1,4 +1,4 @@
-from .commands import (
+from .command_configs import (
     COMMANDS as COMMANDS,
     OPTIONS as OPTIONS,
     ConvertConfig as ConvertConfig,

@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_shard.config.commands import OPTIONS, RunConfig, command_of
+from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
 from fsdp_shard.config.config_errors import composition_error, unknown_setting
 from fsdp_shard.config.reference import settings_of
 from fsdp_shard.errors import ConfigError

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from fsdp_shard.config.commands import command_of
+from fsdp_shard.config.command_configs import command_of
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import nearest

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_shard.config.commands import COMMANDS, OPTIONS, RunConfig, command_of, is_used
+from fsdp_shard.config.command_configs import COMMANDS, OPTIONS, RunConfig, command_of, is_used
 from fsdp_shard.utils import REQUIRED, configs, in_yaml
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fsdp_shard.checkpoint.integrity.summary import align, fold, shape_text
+from fsdp_shard.checkpoint.integrity.inspect_report import align, fold, shape_text
 from fsdp_shard.checkpoint.io import TensorSpec, torch_name
 from fsdp_shard.utils import format_count, format_size
 

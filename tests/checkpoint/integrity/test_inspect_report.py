@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.integrity.summary import summarize_checkpoint
+from fsdp_shard.checkpoint.integrity.inspect_report import summarize_checkpoint
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.tensor_entry import Extra
 from fsdp_shard.errors import CheckpointError
