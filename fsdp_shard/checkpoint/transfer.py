@@ -41,6 +41,7 @@ class Move:
 
     @property
     def is_cast(self) -> bool:
+        """Whether the tensor is written in another dtype."""
         return self.target.dtype != self.source_dtype
 
     def jobs(self) -> Iterator[tuple[Move, range]]:

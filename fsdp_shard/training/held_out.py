@@ -30,7 +30,8 @@ class EvalReport:
 class EvaluationLog(Protocol):
     """Receives evaluations, on all ranks."""
 
-    def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None: ...
+    def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
+        """Record the evaluation after `step`."""
 
 
 class HeldOutEvaluator:

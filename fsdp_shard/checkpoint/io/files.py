@@ -185,6 +185,7 @@ class Handles:
             os.close(self._handles.pop(name))
 
     def close(self) -> None:
+        """Close all files; one that is asked for later is opened again."""
         with self._lock:
             while self._handles:
                 os.close(self._handles.popitem()[1])
@@ -227,4 +228,5 @@ class Files:
         return True
 
     def close(self) -> None:
+        """Close all files."""
         self._handles.close()

@@ -102,10 +102,12 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
+        """Number of elements; 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """Size in bytes as stored."""
         return math.prod(self.shape) * _DTYPES[self.dtype][0]
 
 

@@ -24,6 +24,7 @@ _NO_OPTIMIZER = f".{OPTIMIZER}.deleted"
 
 
 def step_name(step: int) -> str:
+    """Return the name of the directory of a step, such as step-00000010."""
     return f"step-{step:08d}"
 
 
