@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from fsdp_shard.data import Batch
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import rebuild_buffers
 from fsdp_shard.sharding import WRAPPERS
+from fsdp_shard.training.batch_loader import DeviceBatch
 from fsdp_shard.training.loop import forward_loss
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss, linear_cross_entropy, use_loss_head
 from tests.support.ranks import on_ranks, update
@@ -161,8 +161,8 @@ def _steps(context: DistributedContext, cases: list[tuple[str, bool]]) -> list[l
         losses = []
         for step in range(3):
             rows = token_batch(step, rows=4).chunk(context.world_size)[context.rank]
-            batch = Batch(rows[:, :-1].numpy(), rows[:, 1:].numpy())
-            loss = forward_loss(sharded, batch, rows[:, 1:].numel(), context.device)
+            batch = DeviceBatch({"input_ids": rows[:, :-1]}, rows[:, 1:])
+            loss = forward_loss(sharded, batch, rows[:, 1:].numel())
             losses.append(update(optimizer, loss, context))
         all_losses.append(losses)
     return all_losses
