@@ -16,6 +16,7 @@ def main(config: DoctorConfig) -> None:
     report = doctor.Report()
     finetune = load_recipe(shipped("recipes") / "finetune.py")
     plan = cache(lambda: doctor.plan_run(config))
+    samples = cache(lambda: doctor.prepare_samples(config))
     report.add("software", doctor.check_software())
     report.add("machine", doctor.check_hardware(config.launch, config.shard))
     report.add("run_dir", doctor.check_run_directory(config.run_dir, config.resume, config.train))
@@ -23,8 +24,8 @@ def main(config: DoctorConfig) -> None:
     report.add("remote", doctor.check_remote(config.checkpoint.remote))
     report.add("settings", doctor.check_settings(config, finetune.check))
     report.add("memory", doctor.check_memory(config, plan))
-    report.add("space", doctor.check_disk_space(config, plan))
-    report.add("data", doctor.check_data(config))
+    report.add("data", doctor.check_data(config, samples))
+    report.add("space", doctor.check_disk_space(config, plan, samples))
     report.add("ranks", doctor.check_ranks(config))
     report.conclude()
 

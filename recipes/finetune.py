@@ -47,7 +47,7 @@ def main(config: FinetuneConfig) -> None:
         loaded = load_sharded(config.model, config.shard, source, context, config.adapter, config.seed, start.step)
         optimizer = build_optimizer(config.optim, loaded.model, context)
         state = restore_state(start, config.seed, data.train, loaded, optimizer, context)
-        files = run_on_main(context, lambda: collect_model_files(source, config.model.dtype, loaded.adapter))
+        files = run_on_main(context, lambda: collect_model_files(source, config.model, config.data, loaded.adapter))
 
         run = TrainingRun(loaded.model, optimizer, data.train, config.train, context, state, stop)
         run.sync_every_micro_batch = config.shard.sync_every_micro_batch
@@ -64,7 +64,7 @@ def main(config: FinetuneConfig) -> None:
                 log.step(report)
                 saver.poll()
                 evaluator.after_step()
-                if run.is_over or saver.is_due(state, config.train.steps):
+                if run.is_over or saver.is_due(state, run.config.num_steps):
                     saver.save(state)
             saver.finish()
             if run.interrupted_by:

@@ -35,7 +35,7 @@ from .io.safetensors_format import CASTABLE as CASTABLE, itemsize as itemsize, t
 from .keys.matching import match_names as match_names, untie as untie
 from .location import Location as Location, locate as locate, open_checkpoint as open_checkpoint
 from .lora_merge import refuse_unmerged_adapter as refuse_unmerged_adapter
-from .model_files import copy_model_files as copy_model_files
+from .model_files import copy_model_files as copy_model_files, set_chat_template as set_chat_template
 from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy
 from .remote.store import RemoteStore as RemoteStore, is_remote as is_remote, refuse_remote as refuse_remote

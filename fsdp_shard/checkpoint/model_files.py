@@ -91,6 +91,26 @@ def replace_tokenizer(files: Mapping[str, Path], others: Mapping[str, Path]) -> 
     return kept | {name: path for name, path in others.items() if _matches(name, _TOKENIZER)}
 
 
+def set_chat_template(
+    files: Mapping[str, bytes], template: str, name: str | None, *, tokenizer_only: bool = False
+) -> dict[str, bytes]:
+    """Replace all chat templates of a tokenizer by one.
+
+    Args:
+        files: File name -> content of the model files.
+        template: The default template of the result.
+        name: Its other name, if it has one.
+        tokenizer_only: Leave out what is not of the tokenizer.
+    """
+    chosen = [file for file in files if not tokenizer_only or _matches(file, _TOKENIZER)]
+    kept = {file: files[file] for file in chosen if not _matches(file, ("chat_template*", f"{_TEMPLATES}/*"))}
+    settings = json.loads(kept.get("tokenizer_config.json", "{}"))
+    if settings.pop("chat_template", None) is not None:
+        kept["tokenizer_config.json"] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
+    named = {f"{_TEMPLATES}/{name}.jinja": template.encode()} if name not in (None, "default") else {}
+    return kept | {"chat_template.jinja": template.encode()} | named
+
+
 def copy_model_files(files: Mapping[str, Path], target: Path, dtype: str | None) -> list[str]:
     """Copy model files into a directory.
 

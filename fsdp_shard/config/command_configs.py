@@ -91,6 +91,14 @@ class FinetuneConfig(RunConfig):
                 f"{prefix}checkpoint.max_shard_size={checkpoint.max_shard_size} would do nothing with an adapter, "
                 f"which peft loads from a single file; leave it out."
             )
+        if self.train.epochs is not None and (self.data.streaming or self.data.mixture):
+            name, reason = "mixture", "each source of a mixture has epochs of its own"
+            if self.data.streaming:
+                name, reason = "streaming=true", "the length of a stream is not known before its end"
+            raise ConfigError(
+                f"{prefix}train.epochs={self.train.epochs:g} cannot be combined with {prefix}data.{name}, because "
+                f"{reason}; set {prefix}train.steps instead."
+            )
         flash = self.model.attention == "flash_attention_2"
         if self.data.packing and flash and self.train.micro_batch_size > 1:
             raise ConfigError(

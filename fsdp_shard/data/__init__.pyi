@@ -1,4 +1,5 @@
 from .config import DataConfig as DataConfig, all_sources as all_sources, cache_directory as cache_directory
+from .kinds.chat import with_chat_template as with_chat_template
 from .kinds.kind import (
     CAUSAL as CAUSAL,
     CLASSIFICATION as CLASSIFICATION,
@@ -6,6 +7,7 @@ from .kinds.kind import (
     SEQ2SEQ as SEQ2SEQ,
 )
 from .pipeline import (
+    Samples as Samples,
     open_samples as open_samples,
     prepare_data as prepare_data,
     prepare_held_out as prepare_held_out,
@@ -29,5 +31,5 @@ from .samples.protocol import (
 from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
 from .samples.windows import MaskedWindows as MaskedWindows, WindowDataset as WindowDataset
 from .task import SpecialTokens as SpecialTokens, Task as Task, check_task as check_task
-from .tokenized.example_cache import Examples as Examples
+from .tokenized.token_file import Examples as Examples
 from .validate import check_data as check_data, check_source as check_source, check_tokenizer as check_tokenizer

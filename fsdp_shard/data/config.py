@@ -23,7 +23,7 @@ class DataConfig(KindSettings):
     instead: ClassVar[dict[str, str]] = {"path": "mixture"}
 
     subset: str | None = setting(None, "Configuration of a dataset on the hub, such as wikitext-2-raw-v1.")
-    split: str = setting("train", "Split of the dataset on the hub in data.path.")
+    split: str = setting("train", "Split of the dataset in data.path, on the hub or with saved splits.")
     mixture: Any = field(
         default=None,
         metadata={
@@ -49,7 +49,7 @@ class DataConfig(KindSettings):
         minimum=1,
     )
     eval_path: str | None = setting(None, "Held-out data, given like data.path. Default: see data.eval_fraction.")
-    eval_split: str = setting("validation", "Split of the dataset on the hub in data.eval_path.")
+    eval_split: str = setting("validation", "Split of the dataset in data.eval_path, as data.split.")
     eval_fraction: float = setting(
         0.0,
         "Fraction of data.path (of each source of data.mixture) to hold out if data.eval_path is not given: the last "
@@ -72,7 +72,9 @@ class DataConfig(KindSettings):
         1, "Processes that tokenize; 1: the main process, with the tokenizer's own threads.", minimum=1
     )
     cache_dir: str | None = setting(
-        None, "Directory for tokenized data, visible to every rank. Default: ~/.cache/fsdp-shard/tokens."
+        None,
+        "Directory for tokenized data, visible to every rank, and while it is made for the rows, too. Default: "
+        "~/.cache/fsdp-shard/tokens.",
     )
 
     @property
@@ -82,6 +84,8 @@ class DataConfig(KindSettings):
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError if settings contradict each other."""
+        for kind in KINDS.values():
+            kind.check_kind(self, prefix)
         _check_mixture(self, prefix)
         _check_streaming(self, prefix)
         if self.eval_path is not None and self.eval_fraction > 0:
@@ -94,14 +98,14 @@ class DataConfig(KindSettings):
                 f"{prefix}eval_split={self.eval_split} is for {prefix}eval_path, which is not given; give that too, "
                 f"such as {prefix}eval_path={self.path}, or leave it out."
             )
+        used = {source.kind: None for source in all_sources(self)}
         for name, kinds in _OWNERS.items():
             value = getattr(self, name)
-            if self.kind not in kinds and value != default_of(name):
+            if not used.keys() & set(kinds) and value != default_of(name):
                 raise ConfigError(
-                    f"{prefix}{name}={value} is for {prefix}kind={' or '.join(kinds)}, not {self.kind}; leave it out."
+                    f"{prefix}{name}={value} is for {prefix}kind={' or '.join(kinds)}, not {' or '.join(used)}; leave "
+                    f"it out."
                 )
-        for kind in KINDS.values():
-            kind.check_kind(self, prefix)
 
 
 @dataclass
@@ -132,11 +136,16 @@ _OWNERS = {
     for name in sorted(_own_fields(settings))
 }
 
-# What a source of a mixture may set.
+# What a source of a mixture may set, and the types of what is not text.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "weight": ((int, float), "a number"),
+    "roles": ((Mapping, type(None)), "a mapping"),
+}
 _SOURCE_FIELDS: dict[str, Field[Any]] = {
     member.name: member
     for member in fields(MixtureSource)
-    if member.name in ("path", "weight", "kind", "subset", "split", "sample_by") or member.name.endswith("_column")
+    if member.name in ("path", "weight", "kind", "subset", "split", "sample_by", "roles")
+    or member.name.endswith("_column")
 }
 
 
@@ -172,7 +181,7 @@ def _parse_source(config: DataConfig, source_name: str, given: Any, name: str) -
     for key, value in ({"path": REQUIRED} | dict(given)).items():
         if key not in _SOURCE_FIELDS:
             raise ConfigError(f"{name}.{key} is not a setting of a source{nearest(str(key), list(_SOURCE_FIELDS))}.")
-        types, expected = ((int, float), "a number") if key == "weight" else ((str, type(None)), "text")
+        types, expected = _TYPES.get(key, ((str, type(None)), "text"))
         if not isinstance(value, types) or isinstance(value, bool):
             raise ConfigError(f"{name}.{key}={value} is not {expected}.")
         check_one(f"{name}.{key}", _SOURCE_FIELDS[key], value)
@@ -222,6 +231,7 @@ def _check_mixture(config: DataConfig, prefix: str) -> None:
         if (value := getattr(config, name)) != default_of(name):
             raise ConfigError(f"{prefix}{name}={value} is for {prefix}path; set it in a source of {prefix}mixture.")
     for source_name, source in mixture_of(config, prefix).items():
+        KINDS[source.kind].check_kind(source, f"{prefix}mixture.{source_name}.")
         for name in _given(config.mixture[source_name]):
             if source.kind not in (kinds := _OWNERS.get(name, [source.kind])):
                 raise ConfigError(

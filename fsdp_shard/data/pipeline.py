@@ -14,6 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, cast
 
 from fsdp_shard.data.config import DataConfig, cache_directory, is_running_text, kind_of, mixture_of, sources_of
+from fsdp_shard.data.kinds.chat import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.mixture import Mixture, seed_of
@@ -22,15 +23,13 @@ from fsdp_shard.data.samples.protocol import Dataset, MapDataset
 from fsdp_shard.data.sources.source import open_source, skipped_files
 from fsdp_shard.data.streaming.dataset import StreamMixture, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task
-from fsdp_shard.data.tokenized.example_cache import ExampleFile, encode_source
-from fsdp_shard.data.tokenized.token_cache import TokenFile, tokenize
+from fsdp_shard.data.tokenized.token_cache import Documents, tokenize
+from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import run_on_all, run_on_main
 from fsdp_shard.errors import DataError
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import Communicator, DistributedContext
-
-File = TokenFile | ExampleFile
 
 _TIMEOUT_SECONDS = 30 * 24 * 3600.0  # the death of a rank is noticed at once, and a hang by the launcher
 
@@ -46,8 +45,8 @@ class Tokenized:
         notes: Notes on the files that were given, for people.
     """
 
-    train: Mapping[str, File]
-    held_out: File | None
+    train: Mapping[str, TokenFile]
+    held_out: TokenFile | None
     special: SpecialTokens | None = None
     notes: tuple[str, ...] = ()
 
@@ -145,7 +144,7 @@ def _open_streams(
     streams = {}
     for name, source in sources_of(config).items():
         factory = SampleFactory(source, task, special, seed_of(seed, name) if counts else seed)
-        streams[name] = open_stream(factory, tokenizer, lock, ranks)
+        streams[name] = open_stream(factory, with_chat_template(tokenizer, source), lock, ranks)
     notes = [f"{_title(name, counts)}: {stream.summary}" for name, stream in streams.items()]
     return StreamMixture(streams, counts, seed) if counts else streams[""], notes
 
@@ -222,10 +221,11 @@ def prepare_on_ranks(
     return samples
 
 
-def _tokenize(config: DataConfig, held_out: bool, tokenizer: Tokenizer, cache_dir: Path | None, task: str) -> File:
+def _tokenize(config: DataConfig, held_out: bool, tokenizer: Tokenizer, cache_dir: Path | None, task: str) -> TokenFile:
     """Tokenize to one stream of tokens for running text, and to examples for everything else."""
-    source, cache = open_source(config, held_out), cache_dir or cache_directory(config)
+    source, kind, cache = open_source(config, held_out), kind_of(config, task), cache_dir or cache_directory(config)
+    tokenizer = with_chat_template(tokenizer, config)
     if is_running_text(config, task):
         # Each window of a masked language model begins with special tokens, so documents do not.
-        return tokenize(source, tokenizer, cache, config.workers, begins=task != MASKED_LM)
-    return encode_source(source, kind_of(config, task), tokenizer, cache, config.workers)
+        kind = Documents.of(kind, tokenizer, begins=task != MASKED_LM)
+    return tokenize(source, kind, tokenizer, cache, config.workers)

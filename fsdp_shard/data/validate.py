@@ -1,9 +1,15 @@
 """Checks of data settings against the files and the tokenizer, before any rank starts."""
 
+from itertools import islice
+
 from fsdp_shard.data.config import DataConfig, all_sources, is_running_text, kind_of, sources_of
+from fsdp_shard.data.kinds.chat import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, Kind, Tokenizer
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.errors import DataError
+from fsdp_shard.utils import format_count
+
+_NUM_FIRST = 256  # rows that are looked at together
 
 
 def check_data(config: DataConfig, task: str = CAUSAL) -> None:
@@ -31,25 +37,23 @@ def check_source(config: DataConfig, held_out: bool, task: str = CAUSAL) -> None
     source = open_source(config, held_out)
     if config.streaming and not held_out:
         source.check_stream()
-    if is_running_text(config, task):
-        source.check()
-    else:
-        _require_rows(source, kind_of(config, task))
+    _require_rows(source, kind_of(config, task))
 
 
 def check_tokenizer(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -> None:
     """Raise DataError if the tokenizer lacks something that the rows need, such as a chat template."""
     for source in all_sources(config):
         if not is_running_text(source, task):
-            kind_of(source, task).check_tokenizer(tokenizer)
+            kind_of(source, task).check_tokenizer(with_chat_template(tokenizer, source))
 
 
 def _require_rows(source: Source, kind: Kind) -> None:
-    number = 0
-    for row in source.rows(kind.columns):
-        if kind.check_row(row):
+    number, rows = 0, source.rows(kind.columns)
+    while first := list(islice(rows, _NUM_FIRST)):
+        if kind.check_rows(first):
             return
-        number += 1
+        number += len(first)
     raise DataError(
-        f"{source.name} is empty: it has {number} rows, and none with anything to learn. Give a file with rows."
+        f"{source.name} is empty: it has {format_count(number, 'row')}, none with anything to learn. Give a file with "
+        f"rows."
     )

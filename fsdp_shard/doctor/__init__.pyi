@@ -10,4 +10,5 @@ from .run import (
     check_run_directory as check_run_directory,
     check_settings as check_settings,
     plan_run as plan_run,
+    prepare_samples as prepare_samples,
 )

@@ -19,13 +19,14 @@ import torch
 from fsdp_shard import inference, models, sharding, training
 from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data import open_samples, tokenize_all
+from fsdp_shard.data import Samples, open_samples, tokenize_all
 from fsdp_shard.distributed import uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
 from fsdp_shard.planning import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.utils import format_count, format_size, write_atomically
 
 PlanFunction = Callable[[], MemoryPlan | None]
+SamplesFunction = Callable[[], Samples | None]
 
 _TRIAL_BYTES = 32 << 20
 _SLOW_BYTES_PER_SECOND = 50e6
@@ -53,7 +54,8 @@ def check_run_directory(run_dir: str, resume: str, train: training.TrainConfig) 
     else:
         training.check_optimizer(step)
         current = training.read_trainer(step).step
-        yield ok(f"run_dir={run_dir}: the run resumes from {step}, at step {current} of {train.steps}")
+        end = train.num_steps if train.epochs is None else f"train.epochs={train.epochs:g}"
+        yield ok(f"run_dir={run_dir}: the run resumes from {step}, at step {current} of {end}")
 
 
 def check_disk(run_dir: str) -> Iterator[Finding]:
@@ -143,17 +145,21 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
         )
 
 
-def check_disk_space(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
-    """Check that all checkpoints that exist at a time fit on the disk."""
+def check_disk_space(
+    config: FinetuneConfig, plan_run: PlanFunction, prepare_samples: SamplesFunction
+) -> Iterator[Finding]:
+    """Check that all checkpoints that exist at a time fit on the disk. With train.epochs, the data decides how many."""
     plan = plan_run()
-    if plan is None:
+    samples = None if config.train.epochs is None else prepare_samples()
+    if plan is None or (samples is None and config.train.epochs is not None):
         return
+    train = config.train.for_data(None if samples is None else samples.train.num_samples)
     # A checkpoint has one replica. Of an adapter only what is trained is saved, which is what has gradients.
     replica = plan.per_rank[: sharding.num_shards(config.shard, len(plan.per_rank))]
     is_adapter = isinstance(config.adapter, training.LoraConfig)
     weights = sum(rank.gradients_bytes if is_adapter else rank.parameters_bytes for rank in replica)
     optimizer = sum(rank.optimizer_bytes for rank in replica) * config.checkpoint.optimizer
-    count = max_num_checkpoints(config.train, config.checkpoint)
+    count = max_num_checkpoints(train, config.checkpoint)
     with_optimizer = min(count, (config.checkpoint.keep_optimizer_last or count) + 1)
     needed = count * weights + with_optimizer * optimizer
     free = disk_usage(nearest_existing(Path(config.run_dir))).free
@@ -167,28 +173,37 @@ def check_disk_space(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator
 
 def max_num_checkpoints(train: training.TrainConfig, config: CheckpointConfig) -> int:
     """Return the largest number of checkpoints in a run directory: kept ones, the best, and one being written."""
-    before_last = (train.steps - 1) // config.every if config.every else 0
+    before_last = (train.num_steps - 1) // config.every if config.every else 0
     best = 1 if train.eval_every and config.save_best else 0
     if config.keep_last is None:
         return before_last + 1 + best
     kept_forever = (
-        (train.steps - 1) // math.lcm(config.every, config.keep_every) if config.every and config.keep_every else 0
+        (train.num_steps - 1) // math.lcm(config.every, config.keep_every) if config.every and config.keep_every else 0
     )
     return min(before_last + 1, kept_forever + config.keep_last + 1) + best
 
 
-def check_data(config: FinetuneConfig) -> Iterator[Finding]:
-    """Prepare the data, and find how often each sample would be trained."""
-    if missing := _missing(config):
-        yield skipped(missing)
-        return
+def prepare_samples(config: FinetuneConfig) -> Samples | None:
+    """Tokenize and open the data; None if the settings have no model or no data."""
+    if _missing(config):
+        return None
     tokenizer = models.load_tokenizer(config.source.tokenizer, config.model.trust_remote_code)
     task = training.data_task(config.model, config.source)
     tokenized = tokenize_all(config.data, tokenizer, task=task.name)
-    samples = open_samples(config.data, tokenized, task, config.seed, lambda: tokenizer)
+    return open_samples(config.data, tokenized, task, config.seed, lambda: tokenizer)
+
+
+def check_data(config: FinetuneConfig, prepare_samples: SamplesFunction) -> Iterator[Finding]:
+    """Prepare the data, and find how often each sample would be trained."""
+    samples = prepare_samples()
+    if samples is None:
+        yield skipped(_missing(config))
+        return
     yield from map(ok, samples.notes)
-    needed, num_samples = config.train.steps * config.train.global_batch_size, samples.train.num_samples
-    text = f"{config.train.steps:,} steps take {needed:,} samples of"
+    num_samples = samples.train.num_samples
+    num_steps = config.train.for_data(num_samples).num_steps
+    needed = num_steps * config.train.global_batch_size
+    text = f"{num_steps:,} steps take {needed:,} samples of"
     if num_samples is None:
         yield ok(f"{text} the stream")
     else:

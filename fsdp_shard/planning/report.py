@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_shard.models import Block
 from fsdp_shard.planning.memory import MemoryPlan, RankMemory
-from fsdp_shard.utils import format_size, format_table
+from fsdp_shard.utils import format_number, format_size, format_table
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "unsharded", "activations", "peak")
 
@@ -30,9 +30,9 @@ def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
 def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
     """The plan as text: the model, its blocks, the ranks, and whether they fit in `memory_bytes`."""
     sizes = ", ".join(f"{gib(num_bytes)} in {dtype}" for dtype, num_bytes in plan.bytes_by_dtype.items())
-    head = f"{plan.model_class}: {_count(plan.num_params)} parameters, {sizes}"
+    head = f"{plan.model_class}: {format_number(plan.num_params)} parameters, {sizes}"
     if plan.num_trained < plan.num_params:
-        head += f"; {_count(plan.num_trained)} are trained, the others are frozen"
+        head += f"; {format_number(plan.num_trained)} are trained, the others are frozen"
     staging = max(rank.staging_bytes for rank in plan.per_rank)
     staged = (
         f"Asynchronous saves copy up to {gib(staging)} per rank into host memory, not included in the peak; "
@@ -69,7 +69,7 @@ def _block_rows(blocks: Sequence[Block]) -> list[list[str]]:
     for (cls, num_params, num_bytes), run in groupby(blocks, key=lambda b: (b.cls, b.num_params, b.num_bytes)):
         found = list(run)
         name = found[0].fqn if len(found) == 1 else f"{found[0].fqn} ... {found[-1].fqn}"
-        sizes = [_count(num_params), gib(num_bytes)] if num_params else ["tied", "tied"]
+        sizes = [format_number(num_params), gib(num_bytes)] if num_params else ["tied", "tied"]
         rows.append([name or "(root)", cls, str(len(found)), *sizes])
     return rows
 
@@ -97,11 +97,3 @@ def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
         f"{balance} Does NOT fit in {memory}: {gib(plan.peak_bytes - memory_bytes)} too much. Try "
         f"more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true or shard.cpu_offload=true."
     )
-
-
-def _count(number: int) -> str:
-    """2.85 B, 135 M, 36.6 K, 576."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)

@@ -3,7 +3,9 @@
 Imports no torch.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Protocol
 
 from fsdp_shard.checkpoint import CheckpointConfig, Location
@@ -16,6 +18,7 @@ from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.peft.config import AdapterConfig
 from fsdp_shard.utils import changed_settings, setting
 
+_DEFAULT_STEPS = 100
 SCHEDULES = (
     "linear",
     "cosine",
@@ -38,7 +41,16 @@ _SCHEDULE_SETTINGS = {
 class TrainConfig:
     """Settings of the training loop. A step is one update of the weights, from `global_batch_size` windows."""
 
-    steps: int = setting(100, "Number of optimizer steps.", minimum=1)
+    steps: int | None = setting(
+        None, f"Number of optimizer steps. Default: {_DEFAULT_STEPS}, unless train.epochs is given.", minimum=1
+    )
+    epochs: float | None = setting(
+        None,
+        "Instead of train.steps: passes over the data, such as 3 or 0.5. The number of steps is epochs * samples / "
+        "train.global_batch_size, rounded up. Not with data.streaming or data.mixture.",
+        above=0.0,
+        maximum=1e6,
+    )
     global_batch_size: int = setting(8, "Windows per step, over all ranks and micro-batches.", minimum=1)
     micro_batch_size: int = setting(1, "Windows per rank and forward pass.", minimum=1)
     max_grad_norm: float | None = setting(1.0, "Maximum norm for gradient clipping; null does not clip.", above=0.0)
@@ -73,37 +85,85 @@ class TrainConfig:
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings that contradict each other or have no effect."""
         check_batch(self, 1, prefix)
-        if self.patience is not None and not 0 < self.eval_every < self.steps:
+        if self.epochs is None:
+            self._check_steps(prefix)
+        elif self.steps is not None:
             raise ConfigError(
-                f"{prefix}patience={self.patience} needs evaluations during training, but with {prefix}eval_every="
-                f"{self.eval_every} there are none before the last of {self.steps} steps. Set {prefix}eval_every=N to "
-                f"less than {prefix}steps."
+                f"{prefix}steps={self.steps} and {prefix}epochs={self.epochs:g} both say how long to train; give one "
+                f"of them, and null for one that comes from a file, such as {prefix}steps=null."
+            )
+        elif self.patience is not None and not self.eval_every:
+            raise ConfigError(
+                f"{prefix}patience={self.patience} needs evaluations during training, but with {prefix}eval_every=0 "
+                f"there are none. Set {prefix}eval_every=N."
             )
         if self.min_delta and self.patience is None:
             raise ConfigError(f"{prefix}min_delta={self.min_delta} has no effect without {prefix}patience.")
-        if outside := [step for step in self.profile if not 1 <= step <= self.steps]:
-            raise ConfigError(
-                f"{prefix}profile={list(self.profile)} names step {outside[0]}, but steps go from 1 to {prefix}steps="
-                f"{self.steps}."
-            )
         if self.max_skips != 10 and self.non_finite != "skip":
             raise ConfigError(f"{prefix}max_skips={self.max_skips} has no effect without {prefix}non_finite=skip.")
-        if self.warmup_steps > self.steps:
-            raise ConfigError(
-                f"{prefix}warmup_steps={self.warmup_steps} is more than {prefix}steps={self.steps}, so the learning "
-                f"rate would never reach optim.lr. Set it to at most {self.steps}."
-            )
         for name, value in changed_settings(self, _SCHEDULE_SETTINGS).items():
             if self.schedule not in (schedules := _SCHEDULE_SETTINGS[name]):
                 raise ConfigError(
                     f"{prefix}{name}={value} has no effect with {prefix}schedule={self.schedule}; it is for "
                     f"{prefix}schedule={' or '.join(schedules)}."
                 )
-        if num_decay_steps(self) > self.steps - self.warmup_steps:
+
+    def _check_steps(self, prefix: str) -> None:
+        """Raise ConfigError for settings that contradict the number of steps."""
+        last = self.num_steps
+        steps = f"{prefix}steps={last}"
+        if self.epochs is not None:
+            steps = f"{prefix}epochs={self.epochs:g}, which is {last} steps"
+        if self.patience is not None and not 0 < self.eval_every < last:
             raise ConfigError(
-                f"{prefix}decay_steps={num_decay_steps(self)} is more than the {self.steps - self.warmup_steps} steps "
-                f"that {prefix}warmup_steps={self.warmup_steps} leaves of {prefix}steps={self.steps}."
+                f"{prefix}patience={self.patience} needs evaluations during training, but with {prefix}eval_every="
+                f"{self.eval_every} there are none before the last of {last} steps. Set {prefix}eval_every=N to less "
+                f"than that."
             )
+        if outside := [step for step in self.profile if not 1 <= step <= last]:
+            raise ConfigError(
+                f"{prefix}profile={list(self.profile)} names step {outside[0]}, but steps go from 1 to {steps}."
+            )
+        if self.warmup_steps > last:
+            raise ConfigError(
+                f"{prefix}warmup_steps={self.warmup_steps} is more than {steps}, so the learning rate would never "
+                f"reach optim.lr. Set it to at most {last}."
+            )
+        if num_decay_steps(self) > last - self.warmup_steps:
+            raise ConfigError(
+                f"{prefix}decay_steps={num_decay_steps(self)} is more than the {last - self.warmup_steps} steps that "
+                f"{prefix}warmup_steps={self.warmup_steps} leaves of {steps}."
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the run. With `epochs`, only the settings that `for_data` returns have it."""
+        if self.steps is None and self.epochs is not None:
+            raise ValueError("the steps of train.epochs depend on the data: use the settings that for_data returns")
+        return _DEFAULT_STEPS if self.steps is None else self.steps
+
+    def for_data(self, samples_per_epoch: int | None, step: int = 0, num_samples: int = 0) -> "TrainConfig":
+        """Return these settings with the number of steps that `epochs` stands for.
+
+        Args:
+            samples_per_epoch: Number of samples in an epoch; None if the data has no such number.
+            step: Number of steps that are finished, possibly with batches of another size.
+            num_samples: Number of samples in them.
+
+        Raises:
+            ConfigError: The data has no epochs, or other settings contradict the number of steps.
+        """
+        if self.epochs is None:
+            return self
+        if samples_per_epoch is None:
+            raise ConfigError(
+                f"train.epochs={self.epochs:g} needs data with a known number of samples; set train.steps instead."
+            )
+        # As people write it: 1.1 * 10 would be more than 11.
+        left = Fraction(str(self.epochs)) * samples_per_epoch - num_samples
+        known = replace(self, steps=step + max(0, math.ceil(left / self.global_batch_size)))
+        known._check_steps("train.")
+        return known
 
 
 class FinetuneSettings(Protocol):
@@ -130,7 +190,7 @@ def num_decay_steps(config: TrainConfig) -> int:
     """Number of decay steps at the end of schedule=warmup_stable_decay; 0 for other schedules."""
     if config.schedule != "warmup_stable_decay":
         return 0
-    tenth = min(-(-config.steps // 10), config.steps - config.warmup_steps)
+    tenth = min(-(-config.num_steps // 10), config.num_steps - config.warmup_steps)
     return tenth if config.decay_steps is None else config.decay_steps
 
 

@@ -55,7 +55,7 @@ class HeldOutEvaluator:
     def after_step(self) -> None:
         """Evaluate if it is due; a collective. An interrupted run leaves it to the run that resumes it."""
         run, step = self._run, self._run.state.step
-        due = self._samples is not None and is_due(step, run.config.eval_every, run.config.steps)
+        due = self._samples is not None and is_due(step, run.config.eval_every, run.config.num_steps)
         run.state.owes_evaluation = due
         if due and not run.interrupted_by:
             self._evaluate()

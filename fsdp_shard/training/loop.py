@@ -41,7 +41,7 @@ class TrainingRun:
         model: The sharded model.
         optimizer: Its optimizer; the learning rate of each group is the peak of the schedule.
         dataset: The samples, in the order in which they are trained.
-        config: Settings of the loop.
+        config: Settings of the loop; the number of steps of `epochs` is computed when the run is made.
         context: The ranks that train.
         state: Progress of the run; the loop updates it after each step.
         stop: Signals that ask the run to stop.
@@ -61,10 +61,15 @@ class TrainingRun:
     profile: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
     interrupted_by: int = field(default=0, init=False)
 
+    def __post_init__(self) -> None:
+        # Each source of a mixture has epochs of its own.
+        self.state.samples_per_epoch = None if self.dataset.source_names else self.dataset.num_samples
+        self.config = self.config.for_data(self.state.samples_per_epoch, self.state.step, self.state.num_samples)
+
     @property
     def is_over(self) -> bool:
         """Whether no step follows: the last is done, evaluations no longer improve, or a signal came."""
-        is_done = self.state.step >= self.config.steps or self.state.stops_early(self.config.patience)
+        is_done = self.state.step >= self.config.num_steps or self.state.stops_early(self.config.patience)
         return is_done or bool(self.interrupted_by)
 
 
@@ -86,6 +91,8 @@ class StepReport:
         stop_signal: A signal that any rank received, or 0.
         fault: Why this step was skipped, or empty.
         sources: Samples, tokens and epochs so far of each source of a mixture.
+        epoch: Epochs so far; None for streams and mixtures.
+        total_tokens: Predictions of all steps so far, those before a resume too.
     """
 
     step: int
@@ -101,11 +108,13 @@ class StepReport:
     stop_signal: int = 0
     fault: str = ""
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    epoch: float | None = None
+    total_tokens: int = 0
 
     def row(self) -> dict[str, Any]:
         """The row of metrics.jsonl. JSON has neither NaN nor infinity, so they become null."""
         figures = {name: value for name, value in vars(self).items() if name not in ("stop_signal", "fault", "sources")}
-        row = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        row = {name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()}
         return row | ({"sources": dict(self.sources)} if self.sources else {})
 
 
@@ -131,7 +140,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
         while not run.is_over:
             with run.profile(run.state.step + 1):
                 report = _train_step(run, loader)
-            if report.step < run.config.steps:
+            if report.step < run.config.num_steps:
                 run.interrupted_by = report.stop_signal
             yield report
 
@@ -152,7 +161,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     config, context, state = run.config, run.context, run.state
     rate = _set_learning_rate(run)
     seed_all(derived_seed(state.seed, state.step, context.data_rank))
-    loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.steps)
+    loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
     samples, parts = loaded.samples, loaded.parts
     # Tensor-parallel ranks count the same samples.
     num_tokens, *by_source = (int(count / context.num_tensor_ranks) for count in context.all_reduce(loaded.counts))
@@ -191,6 +200,8 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
         stop_signal=stop_signal,
         fault=fault,
         sources=source_figures(run.dataset, state.num_samples, state.source_tokens),
+        epoch=state.epoch,
+        total_tokens=state.num_tokens,
     )
 
 

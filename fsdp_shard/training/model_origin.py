@@ -6,10 +6,10 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_shard.checkpoint import Location, copy_model_files, locate
-from fsdp_shard.data import SEQ2SEQ, Task
+from fsdp_shard.checkpoint import Location, copy_model_files, locate, set_chat_template
+from fsdp_shard.data import SEQ2SEQ, DataConfig, Task, with_chat_template
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models import ModelConfig, build_on_meta, load_config
+from fsdp_shard.models import ModelConfig, build_on_meta, load_config, load_tokenizer
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
 from fsdp_shard.utils import first_line
@@ -70,19 +70,29 @@ def pad_token(model: PretrainedConfig) -> int | None:
     return found
 
 
-def collect_model_files(source: Location, dtype: str, adapter: Adapter | None = None) -> dict[str, bytes]:
+def collect_model_files(
+    source: Location, model: ModelConfig, data: DataConfig, adapter: Adapter | None = None
+) -> dict[str, bytes]:
     """Collect the files that make a directory of weights a model: config, generation config and tokenizer.
 
     Args:
         source: The model.
-        dtype: Dtype of the weights, for the config.
-        adapter: The adapter that is saved instead of the model, with files of its own.
+        model: Its settings; the dtype is for the config.
+        data: The settings of the data; `data.chat_template` becomes the only chat template.
+        adapter: The adapter that is saved instead of the model, with files of its own, and with the tokenizer only if
+            that has another chat template.
 
     Returns:
         File name -> content.
     """
-    if adapter is not None:
+    if adapter is not None and data.chat_template is None:
         return adapter.files()
     with TemporaryDirectory() as directory:
-        names = copy_model_files(source.model_files, Path(directory), dtype)
-        return {name: (Path(directory) / name).read_bytes() for name in names}
+        names = copy_model_files(source.model_files, Path(directory), model.dtype)
+        files = {name: (Path(directory) / name).read_bytes() for name in names}
+    if data.chat_template is None:
+        return files
+    tokenizer = with_chat_template(load_tokenizer(source.tokenizer, model.trust_remote_code), data)
+    name = data.chat_template if data.template_text is None else None
+    files = set_chat_template(files, str(tokenizer.chat_template), name, tokenizer_only=adapter is not None)
+    return files if adapter is None else files | adapter.files()

@@ -98,5 +98,6 @@ def restore_state(
 
 def open_log(config: FinetuneSettings, run: TrainingRun, start: RunStart, loaded: LoadedModel) -> RunLog:
     """Create the log of a run, with its settings for the trackers; open it as a context."""
+    settings = public_settings(config) | {"train.steps": run.config.num_steps}
     mfu = utilization(loaded, config.shard.param_dtype, config.data.sequence_length, run.context)
-    return RunLog(config.run_dir, run, start.step, public_settings(config), mfu)
+    return RunLog(config.run_dir, run, start.step, settings, mfu)

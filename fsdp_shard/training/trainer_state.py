@@ -35,6 +35,7 @@ class TrainerState:
         num_skipped_in_row: Number of the latest steps that did not.
         place: Position in streamed data, in the format of `data`; None for other data.
         source_tokens: Predictions of each source of a mixture, by name.
+        samples_per_epoch: Number of samples in an epoch; None for streams and mixtures, and in older checkpoints.
         owes_evaluation: Whether the run was interrupted before an evaluation that was due after this step.
     """
 
@@ -51,7 +52,13 @@ class TrainerState:
     num_skipped_in_row: int = 0
     place: dict[str, Any] | None = None
     source_tokens: dict[str, int] = field(default_factory=dict)
+    samples_per_epoch: int | None = None
     owes_evaluation: bool = False
+
+    @property
+    def epoch(self) -> float | None:
+        """Number of samples trained over that of an epoch; None if the data has no such number."""
+        return self.num_samples / self.samples_per_epoch if self.samples_per_epoch else None
 
     def advance(
         self,
@@ -140,7 +147,7 @@ def _check_entry(name: str, value: Any, what: str) -> None:
         raise CheckpointError(f"{what}: {name} is {value!r}; expected {words}.")
 
 
-_OPTIONAL = {"place", "source_tokens", "owes_evaluation"}  # left out if empty
+_OPTIONAL = {"place", "source_tokens", "samples_per_epoch", "owes_evaluation"}  # left out if empty
 # The types of entries, and words for them; of other entries, counts.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str,), "text"),

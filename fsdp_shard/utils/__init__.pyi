@@ -38,6 +38,7 @@ from .settings import (
 from .text import (
     first_line as first_line,
     format_count as format_count,
+    format_number as format_number,
     format_size as format_size,
     format_table as format_table,
     nearest as nearest,

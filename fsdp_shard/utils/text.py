@@ -46,6 +46,14 @@ def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def format_number(number: int) -> str:
+    """Format a number with three significant digits: 2.85 B, 135 M, 36.6 K, 576."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= 0.9995 * size:  # never 1e+03 of the unit below
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format `rows`, the first of which is the header, as aligned columns, numeric ones to the right."""
     columns = list(zip(*rows, strict=True))

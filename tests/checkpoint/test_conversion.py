@@ -20,7 +20,9 @@ from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io import atomicity
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.checkpoint.steps import Manifest, Store, read_manifest
+from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from fsdp_shard.models import ModelConfig
 from fsdp_shard.training import collect_model_files
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
 from tests.checkpoint.test_index import uneven
@@ -292,7 +294,8 @@ def test_all_chat_templates_go_along(tiny_model: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "ranks", format="sharded", ranks=2)
     convert(tmp_path / "ranks", tmp_path / "target")
     assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == templates
-    assert "additional_chat_templates/rag.jinja" in collect_model_files(locate(tmp_path / "ranks"), "float32")
+    files = collect_model_files(locate(tmp_path / "ranks"), ModelConfig(dtype="float32"), DataConfig())
+    assert "additional_chat_templates/rag.jinja" in files
     convert(tmp_path / "ranks", tmp_path / "target", overwrite=True)
     (tmp_path / "target" / "additional_chat_templates" / "mine.jinja").touch()
     with pytest.raises(CheckpointError, match=r"holds additional_chat_templates/mine\.jinja"):

@@ -125,6 +125,15 @@ def test_overrides_have_their_types() -> None:
     assert type(config.shard.blocks) is list
 
 
+def test_steps_or_epochs() -> None:
+    for command in ("finetune", "plan", "doctor"):
+        assert _one(command).train.num_steps == 100
+        given = _one(command, "train.epochs=3", "train.warmup_steps=500").train
+        assert (given.steps, given.epochs) == (None, 3.0)
+    of_file = _one("finetune", "experiment=small_cpu", "train.steps=null", "train.epochs=1.5").train
+    assert of_file.for_data(80).num_steps == 30
+
+
 def test_mappings_can_be_given_whole() -> None:
     config = _one("generate", "dispatch.max_memory={0: 3GB, cpu: 2GB}", "dispatch.device_map={model: cpu}")
     assert config.dispatch.budgets == {0: 3 * 10**9, "cpu": 2 * 10**9}, "parsed when it was composed"
@@ -151,7 +160,6 @@ def test_mappings_can_be_given_whole() -> None:
         ("train.steps=1.5", "train.steps=1.5 is not a whole number."),
         ("optim.lr=fast", "optim.lr=fast is not a number."),
         ("debug=maybe", "debug=maybe is not true or false."),
-        ("train.steps=null", "train.steps"),
         ("train.steps=0", "train.steps=0 is out of range: it must be at least 1."),
         ("optim.lr=0", "optim.lr=0.0 is out of range: it must be more than 0.0."),
         (
@@ -179,9 +187,22 @@ def test_mappings_can_be_given_whole() -> None:
         ("launch.rendezvous=here", "launch.rendezvous=here is not host:port"),
         ("train.steps", "train.steps is not of the form name=value"),
         ("model.path=[a", "model.path=[a cannot be parsed"),
-        ("train.steps.x=1", "train.steps is 100, not a mapping that has x"),
+        ("train.warmup_steps.x=1", "train.warmup_steps is 0, not a mapping that has x"),
         ("data=a.txt", "data is a section of settings and has no value itself; did you mean data.path=a.txt?"),
-        ("train.steps=null", "train.steps=null: this setting needs a value"),
+        ("train.warmup_steps=null", "train.warmup_steps=null: this setting needs a value"),
+        ("train.steps=100 train.epochs=3", "train.steps=100 and train.epochs=3 both say how long to train; give one"),
+        ("experiment=small_cpu train.epochs=3", "such as train.steps=null."),
+        ("train.epochs=many", "train.epochs=many is not a number."),
+        (
+            "train.epochs=0.5 data.streaming=true",
+            "train.epochs=0.5 cannot be combined with data.streaming=true, because the length of a stream is not known "
+            "before its end; set train.steps instead.",
+        ),
+        (
+            "train.epochs=3 data.path=??? data.mixture={a:{path:a.txt}}",
+            "train.epochs=3 cannot be combined with data.mixture, because each source of a mixture has epochs of its "
+            "own; set train.steps instead.",
+        ),
         ("~train.steps", "train.steps"),
         ("--foo", "Unrecognized arguments: --foo"),
         ("--cfg nothing", "Argument --cfg/-c: invalid choice: 'nothing'"),

@@ -7,16 +7,18 @@ import time
 from pathlib import Path
 
 from fsdp_shard.data.tokenized.cache_directory import cached
+from fsdp_shard.data.tokenized.token_file import TokenFile
 
 TWO_DAYS = 2 * 24 * 3600
 
 
-def read(directory: Path) -> str | None:
-    return (directory / "tokens").read_text() if directory.exists() else None
-
-
-def write(directory: Path) -> None:
+def write(directory: Path) -> TokenFile:
     (directory / "tokens").write_text("made")
+    return TokenFile(str(directory), {"tokens": 4}, 1, 0, 2, "digest", 1)
+
+
+def never(directory: Path) -> TokenFile:
+    raise AssertionError("it is known")
 
 
 def left(directory: Path, *, file_age: float, age: float = TWO_DAYS) -> Path:
@@ -36,8 +38,9 @@ def test_what_a_killed_run_has_left_goes_with_the_next_one_that_writes(tmp_path:
     elsewhere = left(tmp_path / "elsewhere" / "kept", file_age=TWO_DAYS)
     (tmp_path / ".link.partial").symlink_to(elsewhere)
     os.utime(tmp_path / ".link.partial", (0, 0), follow_symlinks=False)
-    assert cached(tmp_path / "key", read, write) == "made"
+    made = cached(tmp_path / "key", write)
+    assert (Path(made.directory) / "tokens").read_text() == "made"
     assert not old.exists()
     assert all(kept.exists() for kept in (in_use, new, other)), "another machine may be writing it"
     assert (elsewhere / "part").exists()
-    assert cached(tmp_path / "key", lambda _: "known", write) == "known"
+    assert cached(tmp_path / "key", never) == made

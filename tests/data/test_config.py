@@ -38,10 +38,10 @@ def test_good_files_pass(tmp_path: Path, name: str, content: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.txt", "", "is empty"),
-        ("a.txt", " \n\n ", "1 document without text"),
-        ("a.jsonl", "", "no documents"),
-        ("a.jsonl", '{"text": ""}\n', "1 document without text"),
+        ("a.txt", "", "is empty: it has 1 row, none with anything to learn"),
+        ("a.txt", " \n\n ", "it has 1 row, none"),
+        ("a.jsonl", "", "it has 0 rows"),
+        ("a.jsonl", '{"text": ""}\n', "it has 1 row, none"),
         ("a.jsonl", '{"texts": "x"}\n', "no column 'text'; it has texts (did you mean texts?)"),
         ("a.jsonl", '{"text": "x"\n', "line 1 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 is a JSON list"),
@@ -51,7 +51,7 @@ def test_good_files_pass(tmp_path: Path, name: str, content: str) -> None:
         ("a.csv", "body\nx\n", "no column 'text'; it has body"),
         ("a.parquet", "no parquet", "cannot be read as Parquet"),
         ("a.txt", b"\xff\xfe\xff", "is not UTF-8"),
-        ("a.pdf", "x", "expected .txt, .md, .jsonl, .parquet, .csv"),
+        ("a.pdf", "x", "expected .txt, .md, .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: str | bytes, words: str) -> None:

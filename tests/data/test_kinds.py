@@ -15,7 +15,8 @@ from fsdp_shard.data.pipeline import prepare_data
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import open_source
-from fsdp_shard.data.tokenized.example_cache import ExampleFile, encode_source
+from fsdp_shard.data.tokenized.token_cache import tokenize
+from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.data.validate import check_data, check_tokenizer
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import check
@@ -104,7 +105,7 @@ def test_a_column_without_a_conversation_is_passed_over() -> None:
     assert learnt(DataConfig(kind="chat"), row, chat_tokenizer(CHATML)) == ["b<|im_end|>"]
 
 
-@pytest.mark.parametrize(("template", "words"), [(SHOUTS, "row 0.*changes"), (FORGETS, "drops some")])
+@pytest.mark.parametrize(("template", "words"), [(SHOUTS, "row 0.*changes"), (FORGETS, "drops the assistant's text")])
 def test_templates_that_change_the_words_are_refused(template: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         learnt(DataConfig(kind="chat"), {"messages": CHAT}, chat_tokenizer(template))
@@ -141,21 +142,23 @@ def rows_file(path: Path, num_rows: int = 700) -> str:
     return write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def encoded(config: DataConfig, cache: Path) -> ExampleFile:
+def encoded(config: DataConfig, cache: Path) -> TokenFile:
     tokenizer = byte_tokenizer()
-    return encode_source(open_source(config, False), kind_of(config), tokenizer, cache, config.workers)
+    return tokenize(open_source(config, False), kind_of(config), tokenizer, cache, config.workers)
 
 
-def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
+def test_any_number_of_workers_makes_the_same_examples(tmp_path: Path) -> None:
     files = []
     for workers in (1, 3):
         config = DataConfig(path=rows_file(tmp_path / "a.jsonl"), kind="pairs", workers=workers)
         files.append(encoded(config, tmp_path / str(workers)))
-    one, three = (sorted(Path(file.directory).glob("*.bin")) for file in files)
-    assert [file.read_bytes() for file in one] == [file.read_bytes() for file in three]
+    one, three = (file.examples() for file in files)
+    for name in ("tokens", "predicted", "ends", "first", "labels"):
+        assert np.asarray(getattr(one, name)).tolist() == np.asarray(getattr(three, name)).tolist()
+    assert [len(file.sizes) for file in files] == [1, 3]
     assert files[0].digest == files[1].digest
     assert files[0].num_dropped == 31, "every 30th and seven others have no target"
-    assert len(files[0].open()) == 700 - 31
+    assert len(one) == files[0].num_examples == 700 - 31
     again = encoded(DataConfig(path=str(tmp_path / "a.jsonl"), kind="pairs"), tmp_path / "1")
     assert again == files[0]
     assert len(list((tmp_path / "1").iterdir())) == 1
@@ -202,9 +205,10 @@ def test_held_out_rows(tmp_path: Path) -> None:
         ("chat", '{"text": "x"}', "no column 'messages'"),
         ("chat", '{"messages": "x"}', "not a list of messages"),
         ("chat", '{"messages": [{"who": "x"}]}', "a message has who; expected role and content"),
-        ("chat", '{"messages": [{"role": "user", "content": "x"}]}', "1 rows, and none with anything to learn"),
+        ("chat", '{"messages": [{"role": "user", "content": "x"}]}', "it has 1 row, none with anything to learn"),
         ("instruction", '{"instruction": "x"}', "no column 'output'"),
         ("instruction", '{"instruction": "x", "output": 3}', "holds int, expected text. Set data.response_column"),
+        ("instruction", '{"instruction": "x", "output": "y", "history": [["a", "b"]]}', "set data.kind=chat"),
         ("pairs", '{"source": "x", "targe": "y"}', "no column 'target'; it has source, targe (did you mean targe?)"),
     ],
 )

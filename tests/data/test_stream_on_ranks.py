@@ -40,8 +40,8 @@ CASES: dict[str, tuple[Task, dict[str, Any]]] = {
     "text": (Task(), {"sequence_length": 16}),
     "ordered": (Task(), {"sequence_length": 16, "shuffle_buffer": 1}),
     "packed": (Task(), {"sequence_length": 64, "packing": True}),
-    "chat": (Task(), {"sequence_length": 48, "kind": "chat"}),
-    "packed chat": (Task(), {"sequence_length": 96, "kind": "chat", "packing": True}),
+    "chat": (Task(), {"sequence_length": 48, "kind": "chat", "messages_column": "messages"}),
+    "packed chat": (Task(), {"sequence_length": 96, "kind": "chat", "messages_column": "messages", "packing": True}),
     "instruction": (Task(), {"sequence_length": 64, "kind": "instruction"}),
     "masked": (Task(MASKED_LM), {"sequence_length": 16, "shuffle_buffer": 20}),
     "seq2seq": (Task("seq2seq", decoder_start=7, padding=9), {"kind": "pairs", "sequence_length": 12}),
@@ -94,7 +94,7 @@ def config_of(directory: Path, name: str) -> tuple[DataConfig, Task]:
     task, settings = CASES[name]
     given: dict[str, Any] = {"path": rows(directory / "one", 0, 83), "streaming": True, "shuffle_buffer": 8, **settings}
     if "mixture" in name:
-        chat = {"path": rows(directory / "two", 90, 47), "kind": "chat", "weight": 2}
+        chat = {"path": rows(directory / "two", 90, 47), "kind": "chat", "messages_column": "messages", "weight": 2}
         given |= {"path": "", "mixture": {"plain": {"path": given["path"], "weight": 3}, "chat": chat}}
     return DataConfig(**given), task
 

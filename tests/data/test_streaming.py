@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import threading
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from fsdp_shard.data.samples.batch import micro_batches
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.protocol import data_figures
 from fsdp_shard.data.sources import source as source_module
-from fsdp_shard.data.sources.readers import read_rows
 from fsdp_shard.data.streaming.dataset import StreamDataset, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.validate import check_data
@@ -189,34 +187,7 @@ def test_only_what_is_needed_is_read_and_tokenized(tmp_path: Path, monkeypatch: 
     assert read == list(range(61, 61 + len(read))), "from the byte where the block begins"
 
 
-def files(root: Path) -> dict[str, tuple[str, str]]:
-    """Path and sample_by of a file of each format, with rows that need care."""
-    import pyarrow as arrow
-    from pyarrow import parquet
-
-    rows = [{"text": f'a "{i}",\n b é' * (i % 3), "n": str(i)} for i in range(23)]
-    parquet.write_table(arrow.Table.from_pylist(rows), root / "a.parquet", row_group_size=5)
-    with (root / "a.csv").open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.DictWriter(file, ["text", "n"])
-        writer.writeheader()
-        writer.writerows(rows)
-    write(root / "a.jsonl", b"\xef\xbb\xbf" + "\r\n\n".join(json.dumps(row) for row in rows).encode())
-    write(root / "a.txt", "\n one\ntwo\n\n\nthree é\r\n  \nfour\n\nfive")
-    given = {name: (str(root / f"a.{name}"), "document") for name in ("parquet", "csv", "jsonl", "txt")}
-    return given | {by: (str(root / "a.txt"), by) for by in ("line", "paragraph")}
-
-
-@pytest.mark.parametrize("name", ["parquet", "csv", "jsonl", "txt", "line", "paragraph"])
-def test_any_row_of_any_format_is_found_again(tmp_path: Path, name: str) -> None:
-    given, sample_by = files(tmp_path)[name]
-    placed = list(read_rows(Path(given), sample_by, None))
-    expected = [row.values for row, _ in placed]
-    assert len(expected) == {"txt": 1, "line": 10, "paragraph": 4}.get(name, 23)
-    for number, (_, place) in enumerate(placed, start=1):
-        assert [row.values for row, _ in read_rows(Path(given), sample_by, None, place)] == expected[number:]
-
-
-def test_a_data_set_of_the_datasets_library(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_of_the_datasets_private(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory of Parquet files that the library loads by its name, as it would one of the hub."""
     import pyarrow as arrow
     from pyarrow import parquet
@@ -265,9 +236,9 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path, tokenizer: Any, monkey
         empty.batch([0])
     monkeypatch.setattr("fsdp_shard.data.sources.readers.LARGEST_DOCUMENT", 10)
     config = DataConfig(path=write(tmp_path / "a.txt", "eleven char"), **given)
-    with pytest.raises(DataError, match=r"a\.txt is one document of .*Set data\.sample_by=paragraph"):
+    with pytest.raises(DataError, match=r"a\.txt has more than 10 B, .*set data\.sample_by=paragraph"):
         check_data(config)
-    with pytest.raises(DataError, match="is one document"):
+    with pytest.raises(DataError, match="has more than 10 B"):
         stream_of(config, tokenizer)
     stream = stream_of(DataConfig(path=json_lines(tmp_path / "b.jsonl"), **given), tokenizer)
     begin = stream.state_dict(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -109,7 +110,7 @@ def test_a_whole_batch_is_padded_to_its_widest(tmp_path: Path, tokenizer: Any) -
 
 def test_what_tells_one_from_another(tmp_path: Path, tokenizer: Any) -> None:
     config = config_of(tmp_path)
-    turned = DataConfig(**{**vars(config), "mixture": dict(reversed(config.mixture.items()))})
+    turned = dataclasses.replace(config, mixture=dict(reversed(config.mixture.items())))
     one = mixture_of(config, tokenizer)
     same = mixture_of(turned, tokenizer)
     assert same.identity == one.identity, "the order of the settings does not matter"

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow
 import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.kinds.kind import plain_ids
-from fsdp_shard.data.sources.readers import read_rows
-from fsdp_shard.data.sources.source import HubSource, open_source
-from fsdp_shard.data.tokenized.token_cache import TokenFile, fingerprint, tokenize
+from fsdp_shard.data.kinds.plain_text import TextKind
+from fsdp_shard.data.sources.readers import Row
+from fsdp_shard.data.sources.source import DatasetSource, open_source
+from fsdp_shard.data.tokenized.token_cache import Documents, tokenize
+from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.errors import DataError
 from tests.data.conftest import END, byte_tokenizer
 from tests.data.test_config import write
 
+KIND = TextKind("text", 9)
+
+
+def file_of(config: DataConfig, tokenizer: Any, cache: Path) -> TokenFile:
+    return tokenize(
+        open_source(config, False), Documents.of(kind_of(config), tokenizer), tokenizer, cache, config.workers
+    )
+
+
+def ids(file: TokenFile) -> list[int]:
+    found: list[int] = np.asarray(file.tokens()).tolist()
+    return found
+
 
 def tokens_of(config: DataConfig, tokenizer: Any, cache: Path) -> list[int]:
-    return [int(token) for token in tokenize(open_source(config, False), tokenizer, cache).open()]
+    return ids(file_of(config, tokenizer, cache))
 
 
 NAMES = ["a", "b", "c", "d"]
@@ -55,9 +77,9 @@ def test_formats_with_columns_give_the_same_stream(tmp_path: Path, tokenizer: An
     path = make_files(tmp_path)[kind]
     config = DataConfig(path=path)
     assert tokens_of(config, tokenizer, tmp_path / "cache") == STREAM
-    file = tokenize(open_source(config, False), tokenizer, tmp_path / "cache")
-    assert (file.num_documents, file.num_empty_documents, file.num_tokens) == (3, 1, len(STREAM))
-    assert file.dtype == "<u2"
+    file = file_of(config, tokenizer, tmp_path / "cache")
+    assert (file.num_rows, file.num_dropped, file.num_tokens) == (4, 1, len(STREAM))
+    assert np.asarray(file.tokens()).dtype == np.uint16
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -92,20 +114,6 @@ def test_hidden_files_are_no_data(tmp_path: Path, tokenizer: Any) -> None:
     assert tokens_of(DataConfig(path=str(tmp_path / "d")), tokenizer, tmp_path / "cache") == [*b"ab"]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("text\nok\nHello, world\n", "line 3: it has 2 fields, but the first line names 1"),
-        ("name,text\na,b\nc\n", "line 3: it has 1 fields, but the first line names 2"),
-        ('text\nok\n"open\nand more\n', "is not CSV"),
-    ],
-)
-def test_rows_of_csv_that_would_be_cut(tmp_path: Path, content: str, words: str) -> None:
-    file = Path(write(tmp_path / "a.csv", content))
-    with pytest.raises(DataError, match=words):
-        list(read_rows(file, "document", None))
-
-
 def test_a_text_longer_than_the_csv_limit(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.csv", "text\n" + "x" * 200_000 + "\n")
     assert tokens_of(DataConfig(path=path), tokenizer, tmp_path / "cache") == [ord("x")] * 200_000
@@ -117,55 +125,60 @@ def test_hub_source_reads_through_datasets(tmp_path: Path, tokenizer: Any, monke
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     write(tmp_path / "set" / "train.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in ROWS))
-    source = HubSource(f"data.path={tmp_path / 'set'}", str(tmp_path / "set"), None, "train", "text")
-    source.check()
-    assert list(source.documents()) == ROWS
-    file = tokenize(source, tokenizer, tmp_path / "cache")
-    assert file.open().tolist() == STREAM
-    assert tokenize(source, tokenizer, tmp_path / "cache") == file
+    source = DatasetSource("data.path=a/set", str(tmp_path / "set"), None, "train")
+    assert [row.values["text"] for row in source.rows(["text"])] == ROWS
+    file = made(source, tokenizer, tmp_path / "cache")
+    assert ids(file) == STREAM
+    assert made(source, tokenizer, tmp_path / "cache") == file
     with pytest.raises(DataError, match="split=nothing"):
-        HubSource(f"data.path={tmp_path / 'set'}", str(tmp_path / "set"), None, "nothing", "text").check()
-    with pytest.raises(DataError, match="no column 'body'"):
-        HubSource(f"data.path={tmp_path / 'set'}", str(tmp_path / "set"), None, "train", "body").check()
+        next(DatasetSource("data.path=a/set", str(tmp_path / "set"), None, "nothing").rows(["text"]))
+    with pytest.raises(DataError, match=r"data\.path=a/set has no column 'body'; it has text"):
+        tokenize(source, TextKind("body", 9), tokenizer, tmp_path / "cache")
 
 
 class OneRead:
-    """A source that may be read once."""
+    """A source that is to be read once."""
 
     name = "it"
 
     def __init__(self) -> None:
         self.num_reads = 0
 
-    def documents(self) -> Iterator[str]:
+    def rows(self, columns: Any) -> Iterator[Row]:
         self.num_reads += 1
-        yield "text"
+        yield Row("row 0", {"text": "text"})
 
     def fingerprint(self) -> str:
         return "x"
 
-    def check(self) -> None: ...
+
+def made(source: Any, tokenizer: Any, cache: Path) -> TokenFile:
+    return tokenize(source, Documents.of(KIND, tokenizer), tokenizer, cache)
 
 
 def test_the_cache_is_found_again(tmp_path: Path, tokenizer: Any) -> None:
     source = OneRead()
-    first = tokenize(source, tokenizer, tmp_path)
-    assert tokenize(source, tokenizer, tmp_path) == first
+    first = made(source, tokenizer, tmp_path)
+    assert made(source, tokenizer, tmp_path) == first
     assert source.num_reads == 1
     assert [path.name for path in tmp_path.iterdir()] == [Path(first.directory).name], "nothing temporary is left"
+    assert {path.name for path in Path(first.directory).iterdir()} == {"meta.json", *first.sizes}, "but the rows"
 
 
-@pytest.mark.parametrize("damage", ["cut", "meta", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "meta", "gone", "old"])
 def test_a_damaged_cache_is_made_anew(tmp_path: Path, tokenizer: Any, damage: str) -> None:
     source = OneRead()
-    directory = Path(tokenize(source, tokenizer, tmp_path).directory)
+    found = made(source, tokenizer, tmp_path)
+    meta, tokens = Path(found.directory) / "meta.json", Path(found.directory) / next(iter(found.sizes))
     if damage == "cut":
-        (directory / "tokens.bin").write_bytes(b"\0")
+        tokens.write_bytes(tokens.read_bytes()[:-1])
     elif damage == "meta":
-        (directory / "meta.json").write_text("{")
+        meta.write_text("{")
+    elif damage == "gone":
+        tokens.unlink()
     else:
-        (directory / "tokens.bin").unlink()
-    assert tokenize(source, tokenizer, tmp_path).open().tolist() == [*b"text"]
+        meta.write_text(meta.read_text().replace('"format_version": 2', '"format_version": 1'))
+    assert ids(made(source, tokenizer, tmp_path)) == [*b"text"]
     assert source.num_reads == 2
 
 
@@ -173,7 +186,7 @@ def test_what_the_fingerprint_covers(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.txt", "some text")
 
     def name(tokenizer: Any = tokenizer, **settings: Any) -> str:
-        return fingerprint(open_source(DataConfig(path=path, **settings), False), tokenizer)
+        return file_of(DataConfig(path=path, **settings), tokenizer, tmp_path / "cache").directory
 
     before = name()
     assert name(sequence_length=7, eval_fraction=0.5) == before, "windows are views"
@@ -215,13 +228,122 @@ def test_what_a_tokenizer_does_by_itself_is_done() -> None:
 
 def test_a_failure_leaves_nothing(tmp_path: Path, tokenizer: Any) -> None:
     class Broken(OneRead):
-        def documents(self) -> Iterator[str]:
-            yield "x" * (2 << 20)
+        def rows(self, columns: Any) -> Iterator[Row]:
+            yield Row("row 0", {"text": "x" * (2 << 20)})
             raise DataError("later")
 
     with pytest.raises(DataError, match="later"):
-        tokenize(Broken(), tokenizer, tmp_path)
+        made(Broken(), tokenizer, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_of_a_worker_is_its_own_and_leaves_nothing(tmp_path: Path, tokenizer: Any, workers: int) -> None:
+    """The template refuses a row, which is found when that is tokenized."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no ' + messages[0]['content']) }}"
+    rows = [{"messages": [{"role": "assistant", "content": str(number)}]} for number in range(600)]
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(path=path, kind="chat")
+    with pytest.raises(DataError, match=r"a\.jsonl, line \d+: the chat template rejects the conversation: no \d"):
+        tokenize(open_source(config, False), kind_of(config), tokenizer, tmp_path / "cache", workers)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+class Deadly(PreTrainedTokenizerFast):
+    """Kills the process that tokenizes a certain text, as the out-of-memory killer does."""
+
+    def _encode_plus(self, text: Any, *arguments: Any, **settings: Any) -> Any:
+        if isinstance(text, list) and any("kill" in one for one in text):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._encode_plus(text, *arguments, **settings)
+
+
+def test_a_killed_worker_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    rows = [{"text": f"{number} " + "word " * 2000} for number in range(600)] + [{"text": "kill"}]
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"One of the data\.workers=2 processes that tokenize was killed"):
+        file_of(DataConfig(path=path, workers=2), framed(Deadly), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_nothing_of_a_killed_writer_is_taken_for_complete(tmp_path: Path, tokenizer: Any) -> None:
+    """The process is killed while it tokenizes; the next one makes the same tokens, in a directory of its own."""
+    rows = [{"text": f"{number} " + "word " * 2000} for number in range(600)] + [{"text": "kill"}]
+    path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(path=path)
+    child = os.fork()
+    if child == 0:
+        file_of(config, framed(Deadly), tmp_path / "cache")
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    (left,) = (tmp_path / "cache").iterdir()
+    assert left.name.endswith(".partial")
+    file = file_of(config, tokenizer, tmp_path / "cache")
+    assert ids(file) == tokens_of(config, tokenizer, tmp_path / "another")
+    assert {entry.name for entry in (tmp_path / "cache").iterdir()} == {left.name, Path(file.directory).name}
+
+
+def test_workers_leave_this_process_as_it_was(
+    tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    environment, before = os.environ, dict(os.environ)
+    config = DataConfig(path=write(tmp_path / "a.txt", ("x" * 3000 + "\n") * 700), sample_by="line", workers=2)
+    file = file_of(config, tokenizer, tmp_path / "two")
+    assert len(file.sizes) == 2
+    assert os.environ is environment
+    assert dict(os.environ) == before
+    assert os.getenv("TOKENIZERS_PARALLELISM") == before.get("TOKENIZERS_PARALLELISM")
+    assert not datasets.are_progress_bars_disabled()
+    assert capfd.readouterr() == ("", ""), "no bar in a file"
+    one = file_of(replace(config, workers=1), tokenizer, tmp_path / "one")
+    assert (one.digest, ids(one)) == (file.digest, ids(file))
+
+
+def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
+    import pty
+    import termios
+
+    path = write(tmp_path / "a.txt", "some text")
+    main, other = pty.openpty()
+    termios.tcsetwinsize(main, (24, 250))
+    code = (
+        "from tests.data.conftest import byte_tokenizer; from tests.data.test_token_cache import *;"
+        f"file_of(DataConfig(path={path!r}), byte_tokenizer(), Path({str(tmp_path)!r}) / 'cache')"
+    )
+    subprocess.run([sys.executable, "-c", code], stderr=other, stdout=other, check=True)
+    os.close(other)
+    printed = ""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while part := os.read(main, 1 << 16):
+            printed += part.decode()
+    assert f"tokenizing data.path={path}: 100%" in printed
+    assert "Warning" not in printed
+
+
+def test_slices_of_tokens_are_those_of_an_array(tmp_path: Path, tokenizer: Any) -> None:
+    """Over the bounds of the batches in which they were written; nothing is read into memory before."""
+    words = [f"{number}" * 3000 for number in range(700)]
+    path = write(tmp_path / "a.txt", "\n".join(words))
+    tokens = file_of(DataConfig(path=path, sample_by="line"), tokenizer, tmp_path).tokens()
+    whole = np.asarray(tokens)
+    expected = [*words[0].encode()]
+    for word in words[1:]:
+        expected += [END, *word.encode()]
+    assert whole.tolist() == expected
+    ends = np.cumsum([len(chunk) for chunk in tokens.chunks])
+    assert len(ends) > 3
+    for start, stop in [
+        (0, 5),
+        (0, 0),
+        (7, 7),
+        *((int(end) - 3, int(end) + 3) for end in ends),
+        (5, len(whole)),
+        (9, 3),
+    ]:
+        assert np.asarray(tokens[start:stop]).tolist() == whole[start:stop].tolist()
+        assert np.asarray(tokens[2:][start:stop][1:]).tolist() == whole[2:][start:stop][1:].tolist()
+    assert np.asarray(tokens[3:9], np.int64).dtype == np.int64
 
 
 def test_too_little_text(tmp_path: Path, tokenizer: Any) -> None:
@@ -253,44 +375,45 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<{number}>" for number in range(66_000)])
     config = DataConfig(path=write(tmp_path / "a.txt", "a<65999>"))
-    file = tokenize(open_source(config, False), tokenizer, tmp_path / "cache")
-    assert file.dtype == "<u4"
-    assert file.open().tolist() == [ord("a"), 257 + 65_999]
+    tokens = np.asarray(file_of(config, tokenizer, tmp_path / "cache").tokens())
+    assert tokens.dtype == np.uint32
+    assert tokens.tolist() == [ord("a"), 257 + 65_999]
 
 
 def test_equal_streams_have_equal_digests_whatever_they_came_from(tmp_path: Path, tokenizer: Any) -> None:
     files = make_files(tmp_path)
-    made = [tokenize(open_source(DataConfig(path=p), False), tokenizer, tmp_path / "c") for p in files.values()]
-    assert len({file.directory for file in made}) == 3
-    assert len({file.digest for file in made}) == 1
+    found = [file_of(DataConfig(path=path), tokenizer, tmp_path / "c") for path in files.values()]
+    assert len({file.directory for file in found}) == 3
+    assert len({file.digest for file in found}) == 1
 
 
 def test_an_unseen_cache_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"every rank must see the token cache.*data\.cache_dir"):
-        TokenFile(str(tmp_path / "none"), "<u2", 3, 1, 0, "").open()
+        TokenFile(str(tmp_path / "none"), {"tokens.arrow": 3}, 1, 0, 3, "", 1).tokens()
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"cannot be written .*data\.cache_dir"):
-        tokenize(OneRead(), tokenizer, tmp_path / "file" / "cache")
+        made(OneRead(), tokenizer, tmp_path / "file" / "cache")
 
 
-def test_tokens_are_mapped_and_read_only(tmp_path: Path, tokenizer: Any) -> None:
-    tokens = tokenize(OneRead(), tokenizer, tmp_path).open()
-    assert isinstance(tokens, np.memmap)
-    with pytest.raises(ValueError, match="read-only"):
-        tokens[0] = 1
+def test_tokens_are_mapped(tmp_path: Path, tokenizer: Any) -> None:
+    file = made(OneRead(), tokenizer, tmp_path)
+    before = pyarrow.total_allocated_bytes()
+    tokens = file.tokens()
+    assert len(tokens) == 4
+    assert pyarrow.total_allocated_bytes() == before
 
 
 def test_what_changes_tokens_changes_their_name(tmp_path: Path) -> None:
-    source = open_source(DataConfig(path=write(tmp_path / "a.txt", "a")), False)
+    source = open_source(DataConfig(path=write(tmp_path / "a.txt", "ab")), False)
 
     def name(**changes: Any) -> str:
         tokenizer = byte_tokenizer()
         for key, value in changes.items():
             setattr(tokenizer, key, value)
-        return fingerprint(source, tokenizer)
+        return made(source, tokenizer, tmp_path / "cache").directory
 
     class Targets(PreTrainedTokenizerFast):
         """As those of translation models, with a language before a target."""
@@ -304,7 +427,12 @@ def test_what_changes_tokens_changes_their_name(tmp_path: Path) -> None:
             self.backend_tokenizer.post_processor = None
 
     targets = Targets(tokenizer_object=byte_tokenizer().backend_tokenizer, eos_token="<|end|>")
-    names = [name(), name(split_special_tokens=True), name(bos_token="a"), fingerprint(source, targets)]
+    names = [
+        name(),
+        name(split_special_tokens=True),
+        name(bos_token="a"),
+        made(source, targets, tmp_path / "cache").directory,
+    ]
     assert len(set(names)) == 4
     assert name() == names[0]
 
@@ -312,7 +440,7 @@ def test_what_changes_tokens_changes_their_name(tmp_path: Path) -> None:
 def test_others_may_read_the_cache(tmp_path: Path, tokenizer: Any) -> None:
     before = os.umask(0o022)
     try:
-        directory = tokenize(OneRead(), tokenizer, tmp_path).directory
+        directory = made(OneRead(), tokenizer, tmp_path).directory
     finally:
         os.umask(before)
     assert Path(directory).stat().st_mode & 0o777 == 0o755
@@ -320,6 +448,6 @@ def test_others_may_read_the_cache(tmp_path: Path, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000], ids=["digits", "depth"])
 def test_json_that_python_does_not_read(tmp_path: Path, value: str) -> None:
-    file = Path(write(tmp_path / "a.jsonl", f'{{"text": {value}\n'))
+    path = write(tmp_path / "a.jsonl", f'{{"text": {value}\n')
     with pytest.raises(DataError, match="line 1 is not JSON"):
-        list(read_rows(file, "document", None))
+        list(open_source(DataConfig(path=path), False).rows(["text"]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,21 @@ def test_every_problem_is_told_and_the_status_is_one(settings: list[str], tmp_pa
     assert "in use by another run" in _lines(ended)["run_dir"][0][1]
     assert "train.global_batch_size=3" in _lines(ended)["settings"][0][1]
     assert "ranks" in _marks(ended)  # what comes after a problem is looked at
+
+
+def test_the_steps_of_epochs(settings: list[str], tmp_path: Path) -> None:
+    given = [*settings, "train.steps=null", "checkpoint.every=10", "data.sample_by=line", "data.packing=true"]
+    ended = run_recipe("doctor", tmp_path / "run", *given, "train.epochs=2", "train.warmup_steps=40")
+    assert ended.status == 0, ended.err
+    lines = _lines(ended)
+    match = re.search(r"(\d+) steps take [0-9,]+ samples of (\d+): 2", lines["data"][-1][1])
+    assert match is not None
+    num_steps = int(match[1])
+    assert num_steps == math.ceil(2 * int(match[2]) / 8) > 40
+    assert f"up to {math.ceil(num_steps / 10)} checkpoints" in lines["space"][0][1]
+    short = run_recipe("doctor", tmp_path / "run", *given, "train.epochs=0.5", "train.warmup_steps=400")
+    assert (short.status, _lines(short)["data"][-1][0]) == (1, "FAIL")
+    assert "train.warmup_steps=400 is more than train.epochs=0.5, which is " in _lines(short)["data"][-1][1]
 
 
 def test_what_is_not_there_is_told_once(tmp_path: Path) -> None:

@@ -177,8 +177,11 @@ def test_what_else_is_written(settings: list[str], tmp_path: Path) -> None:
     found = scalars(tmp_path / "one" / "tensorboard")
     assert [step for step, _ in found["train/loss"]] == [1, 2, 3], "once, by rank 0"
     assert [value for _, value in found["train/loss"]] == pytest.approx(ended.losses, rel=1e-6)
+    assert [value for _, value in found["train/total_tokens"]] == [128, 256, 384]
+    assert [value for _, value in found["train/epoch"]] == pytest.approx([row["epoch"] for row in ended.metrics])
     assert [step for step, _ in found["held_out/perplexity"]] == [0, 2, 3]
     (hparams,) = (tmp_path / "one" / "tensorboard").glob("*/hparams.yml")
+    assert "train.steps: 3" in hparams.read_text()
     assert "data.sequence_length: 32" in hparams.read_text()
     assert sorted(path.name for path in (tmp_path / "one" / "profile").glob("*.json.gz")) == [
         f"step-00000002-rank-{rank}.json.gz" for rank in (0, 1)

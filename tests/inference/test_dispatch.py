@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
 
 from fsdp_shard.checkpoint import RunState, Store, convert, locate, save_step
+from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, PlanError
 from fsdp_shard.inference.dispatch import load_dispatched
-from fsdp_shard.models import tied_names
+from fsdp_shard.models import ModelConfig, tied_names
 from fsdp_shard.training import collect_model_files
 from tests.checkpoint.formats.test_gguf import load_with_transformers, write_gguf
 from tests.support.ranks import on_ranks
@@ -66,9 +67,8 @@ def sources(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def _save(context: DistributedContext, directory: Path, model_dir: Path) -> None:
     """The tiny model, sharded over the ranks, saved in both layouts and by torch."""
     model = sharded(WRAPPERS["fsdp2"](param_dtype="float32"), context)
-    state = RunState(
-        model.local_shards(), tied_names(llama()), model_files=collect_model_files(locate(model_dir), "float32")
-    )
+    files = collect_model_files(locate(model_dir), ModelConfig(dtype="float32"), DataConfig())
+    state = RunState(model.local_shards(), tied_names(llama()), model_files=files)
     for layout in ("sharded", "gathered"):
         save_step(context, Store(directory / layout / "checkpoints"), 1, state, layout=layout)
     with warnings.catch_warnings():

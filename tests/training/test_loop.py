@@ -65,7 +65,7 @@ def plain_loop(config: TrainConfig, data: WindowDataset) -> tuple[list[float], l
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
     values, norms = [], []
-    for step in range(config.steps):
+    for step in range(config.num_steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, LR, step)
         size = config.global_batch_size
@@ -104,6 +104,7 @@ def test_reports(alone: DistributedContext) -> None:
     first, second = run.go(config)
     assert (first.step, second.step) == (1, 2)
     assert first.tokens == second.tokens == 51
+    assert [(report.epoch, report.total_tokens) for report in (first, second)] == [(1.0, 51), (2.0, 102)]
     assert (first.learning_rate, second.learning_rate) == (LR, LR / 2)
     assert first.tokens_per_second == pytest.approx(51 / first.step_seconds)
     assert first.memory_bytes > 10 << 20
@@ -119,6 +120,8 @@ def test_reports(alone: DistributedContext) -> None:
         "data_seconds",
         "memory_bytes",
         "skipped",
+        "epoch",
+        "total_tokens",
     ]
 
 

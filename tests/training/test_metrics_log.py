@@ -65,14 +65,18 @@ def test_plain_lines() -> None:
     with closing(Progress(7, first_step=2, log_every=3, stream=stream, clock=lambda: now)) as progress:
         for step in range(3, 8):
             now = next(seconds)
-            progress.show(replace(report(step), loss=math.nan if step == 4 else float(step), tokens=1000 * step))
+            loss = math.nan if step == 4 else float(step)
+            seen = {"tokens": 1000 * step, "total_tokens": 500 * step**2, "epoch": step / 4}
+            progress.show(replace(report(step), loss=loss, **seen))
         progress.note("saved")
     assert stream.getvalue().splitlines() == [
-        "step 3/7  loss 3.0000  lr 1.50e-04  grad norm 0.789  1,500 tokens/s  1.23 GB  0:00:08 left",
-        "step 6/7  loss 5.5000  lr 1.50e-04  grad norm 0.789  2,500 tokens/s  1.23 GB  0:00:03 left",
-        "step 7/7  loss 7.0000  lr 1.50e-04  grad norm 0.789  3,500 tokens/s  1.23 GB  0:00:00 left",
-        "saved",
-    ]
+        f"step {first}  lr 1.50e-04  grad norm 0.789  {tokens} tokens  1.23 GB  {left} left"
+        for first, tokens, left in (
+            ("3/7  epoch 0.75  loss 3.0000", "1,500 tokens/s  4.5 K", "0:00:08"),
+            ("6/7  epoch 1.50  loss 5.5000", "2,500 tokens/s  18 K", "0:00:03"),
+            ("7/7  epoch 1.75  loss 7.0000", "3,500 tokens/s  24.5 K", "0:00:00"),
+        )
+    ] + ["saved"]
 
 
 def test_sources_of_a_mixture() -> None:
@@ -84,6 +88,7 @@ def test_sources_of_a_mixture() -> None:
     assert mixed.row() == report(4).row() | {"sources": counts}
     stream = io.StringIO()
     Progress(4, stream=stream).show(mixed)
+    assert "epoch" not in stream.getvalue(), "each source has its own"
     assert "1.23 GB  books 75.0% web 25.0%  0:00:00 left" in stream.getvalue()
     stream = io.StringIO()
     Progress(4, stream=stream).show(replace(mixed, sources={str(i): counts["web"] for i in range(7)}))

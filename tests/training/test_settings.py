@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -21,6 +22,10 @@ from tests.support.tiny import llama
     ("config", "words"),
     [
         (TrainConfig(steps=0), "steps=0"),
+        (TrainConfig(steps=100, epochs=3.0), "steps=100 and epochs=3 both say how long to train"),
+        (TrainConfig(epochs=0.0), "epochs=0.0"),
+        (TrainConfig(epochs=math.inf), "epochs=inf"),
+        (TrainConfig(epochs=1.0, patience=2), "patience=2 needs evaluations"),
         (TrainConfig(global_batch_size=6, micro_batch_size=4), "global_batch_size=4 or 8 would fit"),
         (TrainConfig(global_batch_size=2, micro_batch_size=4), "the least that fits is 4"),
         (TrainConfig(steps=3, warmup_steps=4), "warmup_steps=4 is more than steps=3"),
@@ -45,6 +50,61 @@ def test_what_is_refused(config: Any, words: str) -> None:
 def test_good_settings_pass() -> None:
     check(TrainConfig(max_grad_norm=None, eval_windows=None))
     check(AdamWConfig())
+
+
+@pytest.mark.parametrize(
+    ("epochs", "num_samples", "batch_size", "steps"),
+    [
+        (3, 10, 5, 6),
+        (3.0, 10, 4, 8),
+        (0.5, 9, 4, 2),
+        (0.01, 10, 4, 1),
+        (1.1, 10, 1, 11),  # 1.1 * 10 is 11.000000000000002
+        (0.7, 3_000_000_000, 7, 300_000_000),
+    ],
+)
+def test_the_steps_of_epochs(epochs: float, num_samples: int, batch_size: int, steps: int) -> None:
+    config = TrainConfig(epochs=epochs, global_batch_size=batch_size)
+    check(config)
+    known = config.for_data(num_samples)
+    assert known.num_steps == steps
+    assert known.for_data(num_samples, 1, batch_size).num_steps == steps, "resumed"
+    assert [learning_rate(known, 1.0, step) for step in (0, steps)] == [1.0, 0.0]
+    with pytest.raises(ValueError, match="depend on the data"):
+        _ = config.num_steps
+
+
+def test_a_run_that_goes_on_with_other_batches_trains_the_same_epochs() -> None:
+    config = TrainConfig(epochs=3, global_batch_size=2)
+    assert config.for_data(10, step=3, num_samples=12).num_steps == 3 + 9
+    assert config.for_data(10, step=9, num_samples=36).num_steps == 9, "more than that are trained already"
+
+
+def test_steps_do_not_depend_on_the_data() -> None:
+    assert [TrainConfig().for_data(size, 3, 24).num_steps for size in (None, 5, 10**9)] == [100, 100, 100]
+    assert TrainConfig(steps=7).for_data(1000).num_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"warmup_steps": 9}, r"train\.warmup_steps=9 is more than train\.epochs=3, which is 8 steps, so"),
+        ({"profile": [9]}, r"steps go from 1 to train\.epochs=3, which is 8 steps"),
+        ({"patience": 1, "eval_every": 8}, r"none before the last of 8 steps"),
+        ({"schedule": "warmup_stable_decay", "decay_steps": 9}, r"decay_steps=9 is more than the 8 steps"),
+    ],
+)
+def test_what_does_not_fit_the_steps_of_epochs(settings: dict[str, Any], words: str) -> None:
+    config = TrainConfig(epochs=3, global_batch_size=4, **settings)
+    check(config)
+    assert config.for_data(12).num_steps == 9
+    with pytest.raises(ConfigError, match=words):
+        config.for_data(10)
+
+
+def test_epochs_need_data_that_has_them() -> None:
+    with pytest.raises(ConfigError, match=r"train\.epochs=3 needs data with a known number.*set train\.steps"):
+        TrainConfig(epochs=3).for_data(None)
 
 
 def test_the_batch_must_fit_the_ranks() -> None:

@@ -24,6 +24,10 @@ def test_round_trip() -> None:
     state.advance(8, 3, {"books": 3, "web": 0})
     assert state.source_tokens == {"books": 7, "web": 5}
     assert TrainerState.from_json(state.to_json(), "x") == state
+    assert state.epoch is None
+    state.samples_per_epoch = 20
+    assert state.epoch == 32 / 20
+    assert TrainerState.from_json(state.to_json(), "x") == state
     fresh = TrainerState(seed=0, data="")
     assert "source_tokens" not in fresh.to_json()
     assert TrainerState.from_json(fresh.to_json(), "x") == fresh
@@ -60,6 +64,7 @@ def test_small_falls_add_up() -> None:
         ({"best_loss": "low"}, "best_loss is 'low'"),
         ({"extra": 1}, r"unknown \['extra'\]"),
         ({"source_tokens": [1]}, r"source_tokens is \[1\]; expected an object"),
+        ({"samples_per_epoch": 1.5}, "samples_per_epoch is 1.5"),
         ({"owes_evaluation": 1}, "owes_evaluation is 1; expected true or false"),
         ({"source_tokens": {"web": -1}}, r"source_tokens\.web is -1"),
     ],

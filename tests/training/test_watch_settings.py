@@ -95,7 +95,7 @@ def test_no_secret_is_passed_on() -> None:
     found = public_settings(config)
     assert found["model.path"] == "https://***@host/model"
     assert found["data.path"] == "hf_***"
-    assert found["train.steps"] == 100
+    assert found["train.global_batch_size"] == 8
     assert found["train.profile"] == "[]"
     assert all(value is None or isinstance(value, (bool, int, float, str)) for value in found.values())
 

@@ -9,6 +9,7 @@ from fsdp_shard.utils import (
     balanced_partition,
     first_line,
     format_count,
+    format_number,
     redact,
     redact_setting,
     require_package,
@@ -34,6 +35,13 @@ def test_the_first_line_of_an_error() -> None:
 
 def test_counts() -> None:
     assert [format_count(count, "rank") for count in (0, 1, 2048)] == ["0 ranks", "1 rank", "2,048 ranks"]
+
+
+def test_numbers_with_three_digits() -> None:
+    numbers = (0, 576, 999, 1000, 36_600, 999_499, 999_500, 135_400_000, 2_850_000_000, 10**13)
+    assert [format_number(number) for number in numbers] == [
+        "0", "576", "999", "1 K", "36.6 K", "999 K", "1 M", "135 M", "2.85 B", "1e+04 B",
+    ]  # fmt: skip
 
 
 def test_a_missing_package_names_its_extra() -> None:

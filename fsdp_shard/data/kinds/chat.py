@@ -1,189 +1,89 @@
-"""`data.kind=chat`: conversations rendered by the tokenizer's chat template; only the assistant's turns are predicted.
+"""`data.kind=chat`: conversations rendered by a chat template; only the assistant's turns are predicted."""
 
-A template may mark the assistant's turns with {% generation %}, but most do not. Then the conversation is rendered
-twice: unchanged, and with a marker instead of the content of each assistant message. The text between the markers is
-the template's, and must surround the contents in the first rendering; otherwise the row is an error.
-"""
-
-import re
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, RowSettings, Tokenizer, require_row
+from fsdp_shard.data.kinds import chat_spans
+from fsdp_shard.data.kinds.conversation import COLUMNS, Conversation, check_role_names, check_roles, read_conversation
+from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, RowSettings, Tokenizer
 from fsdp_shard.data.sources.readers import Row
-from fsdp_shard.errors import DataError
-from fsdp_shard.utils import first_line, setting
-
-Message = dict[str, Any]
-Span = tuple[int, int]
-
-_COLUMNS = ("messages", "conversations")
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-_AN_END = re.compile(r"end|eot|eom|eos|</|sep|return", re.IGNORECASE)
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
+from fsdp_shard.errors import ConfigError, DataError
+from fsdp_shard.utils import Parsed, first_line, setting
 
 
 @dataclass(frozen=True)
-class ChatKind:
-    """`column` has a list of messages {role, content} or {from, value}; None: `messages` or `conversations`."""
+class ChatKind(Kind):
+    """`column` has the messages; None: it is found by its name. `roles` maps role names of the data to roles."""
 
     column: str | None
+    roles: Mapping[str, str]
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.column,) if self.column else _COLUMNS
+        return (self.column, "system", "tools") if self.column else COLUMNS
 
     def check_row(self, row: Row) -> bool:
-        return any(message["role"] == "assistant" for message in self.messages(row))
+        read = self._read(row)  # unknown roles are counted over more than one row
+        return bool(read.unknown) or any(message["role"] == "assistant" for message in read.messages)
+
+    def check_rows(self, rows: Sequence[Row]) -> bool:
+        check_roles([self._read(row) for row in rows])
+        return super().check_rows(rows)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        from jinja2 import TemplateError, TemplateSyntaxError
+
         if not tokenizer.chat_template:
             raise DataError(
-                "data.kind=chat needs a chat template, but the model's tokenizer has none. Put chat_template into its "
-                "tokenizer_config.json (or into a file chat_template.jinja in that directory), start from an "
-                "instruction-tuned model, or use data.kind=instruction."
+                "data.kind=chat needs a chat template, but the model's tokenizer has none. Set data.chat_template to a "
+                "file with one, start from an instruction-tuned model, or use data.kind=instruction."
             )
         if not tokenizer.is_fast:
             raise DataError(
                 "data.kind=chat needs the offsets of tokens in the text, which the model's slow tokenizer does not "
                 "compute; save it as a fast tokenizer, with a tokenizer.json."
             )
+        try:
+            tokenizer.get_chat_template()
+        except ValueError as error:
+            raise DataError(f"{first_line(error)} Set data.chat_template to one of these names.") from error
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+        except TemplateSyntaxError as error:
+            raise DataError(f"The chat template is not valid, line {error.lineno}: {error}. Correct it.") from error
+        except (TemplateError, ValueError, TypeError, KeyError):
+            pass  # it rejects this conversation
 
     def encode(self, rows: Sequence[Row], tokenizer: Tokenizer) -> list[list[Example]]:
-        marked = _GENERATION.search(_template(tokenizer)) is not None
-        ends = _end_marks(tokenizer)
-        texts, spans = [], []
-        for row in rows:
-            render = _Renderer(tokenizer, row.where)
-            text, found = (render.marked if marked else lambda m, r=render: r.unmarked(m, ends))(self.messages(row))
-            texts.append(text)
-            spans.append(found)
+        conversations, ends = [self._read(row) for row in rows], chat_spans.end_marks(tokenizer)
+        check_roles(conversations)
+        rendered = [chat_spans.Renderer(tokenizer, one, ends).render() for one in conversations]
+        texts = [text for text, _ in rendered]
         encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [
-            [Example(list(ids), _inside(offsets, found))] if found else []
-            for ids, offsets, found in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
+            [Example(list(ids), chat_spans.inside(offsets, spans))] if spans else []
+            for ids, offsets, (_, spans) in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
         ]
 
     def fingerprint(self) -> Any:
-        return ["chat", asdict(self)]
+        return ["chat-2", asdict(self)]
 
-    def messages(self, row: Row) -> list[Message]:
-        """Return the conversation of a row, each message with `role` and `content`."""
-        found = [name for name in self.columns if name in row.values]
-        column = next((name for name in found if row.values[name] is not None), (found or self.columns)[0])
-        require_row(row, column, "data.messages_column", "chat")
-        value = row.values[column]
-        if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
-            raise DataError(f"{row.where}: column {column!r} is not a list of messages. Set data.messages_column.")
-        return [_message(message, row.where) for message in value]
+    def _read(self, row: Row) -> Conversation:
+        return read_conversation(row, self.column, self.roles)
 
 
-class _Renderer:
-    """Applies the chat template of a tokenizer to one row; `where` names the row in messages."""
-
-    def __init__(self, tokenizer: Tokenizer, where: str) -> None:
-        self._tokenizer = tokenizer
-        self._where = where
-
-    def marked(self, messages: list[Message]) -> tuple[str, list[Span]]:
-        """Render with a template that marks the assistant's turns; return the text and the marked spans."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        options: dict[str, Any] = {"chat_template": _template(self._tokenizer), **self._tokenizer.special_tokens_map}
-        (text,), (spans,) = self._try(
-            lambda: render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
-        )
-        return text, [(int(start), int(end)) for start, end in spans]
-
-    def unmarked(self, messages: list[Message], ends: tuple[str, ...]) -> tuple[str, list[Span]]:
-        """Render with markers; return the text and the spans, each with the token that ends its turn."""
-        said = [message["content"] for message in messages if message["role"] == "assistant"]
-        marks = [f"\ue000{number}\ue001" for number in range(len(said))]
-        if any(not isinstance(words, str) or "\ue000" in words for words in said):
-            raise self._refusal("the assistant's content is not text")
-        remaining = iter(marks)
-        replaced = [m | {"content": next(remaining)} if m["role"] == "assistant" else m for m in messages]
-        text, outline = self._text(messages), self._text(replaced)
-        spans, at, rest = [], 0, outline
-        for words, mark in zip(said, marks, strict=True):
-            before, found, rest = rest.partition(mark)
-            if not found:
-                raise self._refusal("the template drops some of the assistant's messages")
-            at = self._expect(text, before, at)
-            behind = rest.partition("\ue000")[0]  # the template may strip the content, and add white space
-            ways = (words, words.strip(), words.lstrip(), words.rstrip())
-            exact = next((way for way in ways if text.startswith(way + behind, at)), words.strip())
-            start, at = at, self._expect(text, exact, at)
-            if exact or words == exact:
-                spans.append((start, at + _end_length(rest, ends)))
-        if text[at:] != rest:
-            raise self._refusal("the template's own text depends on the assistant's messages")
-        return text, spans
-
-    def _expect(self, text: str, piece: str, at: int) -> int:
-        if not text.startswith(piece, at):
-            raise self._refusal("the template changes the assistant's messages, or its own text depends on them")
-        return at + len(piece)
-
-    def _text(self, messages: list[Message]) -> str:
-        return str(self._try(lambda: self._tokenizer.apply_chat_template(messages, tokenize=False)))
-
-    def _try(self, render: Any) -> Any:
-        from jinja2 import TemplateError
-
-        try:
-            return render()
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{self._where}: the chat template rejects the conversation: {first_line(error)}"
-            ) from error
-
-    def _refusal(self, reason: str) -> DataError:
-        return DataError(
-            f"{self._where}: the assistant's tokens cannot be identified: {reason}. Give the tokenizer a chat template "
-            f"that marks them with {{% generation %}}."
-        )
-
-
-def _template(tokenizer: Tokenizer) -> str:
-    return str(tokenizer.get_chat_template())
-
-
-def _end_marks(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return the tokens that end a turn, longest first: end-of-text, and added tokens with a name such as <|im_end|>.
-
-    Other added tokens do not count: without an end token, a turn is followed by the token that begins the next one.
-    """
-    added = {str(token.content) for token in tokenizer.added_tokens_decoder.values()}
-    ends = {text for text in added if _AN_END.search(text)} | {str(tokenizer.eos_token or "")}
-    return tuple(sorted(ends - {""}, key=lambda text: (-len(text), text)))
-
-
-def _end_length(rest: str, ends: tuple[str, ...]) -> int:
-    """Return the length of white space and an end token at the start of `rest`; 0 without an end token."""
-    blank = len(rest) - len(rest.lstrip())
-    mark = next((end for end in ends if rest.startswith(end, blank)), None)
-    return 0 if mark is None else blank + len(mark)
-
-
-def _inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each token whether it overlaps one of `spans`; both are in order."""
-    inside, number = [], 0
-    for start, end in offsets:
-        while number < len(spans) and spans[number][1] <= start:
-            number += 1
-        inside.append(number < len(spans) and start < spans[number][1] and end > spans[number][0])
-    return inside
-
-
-def _message(message: Mapping[str, Any], where: str) -> Message:
-    if "role" in message and "content" in message:
-        return {key: value for key, value in message.items() if value is not None or key == "content"}
-    if "from" in message and "value" in message:
-        role = str(message["from"])
-        return {"role": _ROLES.get(role, role), "content": message["value"]}
-    raise DataError(f"{where}: a message has {', '.join(message) or 'nothing'}; expected role and content.")
+def _read_template(value: str | None, name: str) -> str | None:
+    """Return the content of the file `value`; None if it is no file, but may be the name of a template."""
+    path = Path(value or "").expanduser()
+    try:
+        if value and (path.is_file() or path.suffix or len(path.parts) > 1):
+            return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}={value} cannot be read: {error}. Give a file with a Jinja template.") from error
+    return None
 
 
 @dataclass
@@ -195,8 +95,44 @@ class ChatSettings(RowSettings):
     tasks: ClassVar[tuple[str, ...]] = (CAUSAL,)
 
     messages_column: str | None = setting(
-        None, "kind=chat: the column with the conversation. Default: messages or conversations."
+        None,
+        "kind=chat: the column with the conversation. Default: messages, conversations, or Alpaca's columns; columns "
+        "system and tools go along.",
+    )
+    roles: Any = setting(
+        None, "kind=chat: role names of the data and the roles that they are, such as {bot: assistant, prompter: user}."
+    )
+    chat_template: str | None = setting(
+        None,
+        "kind=chat: a file with a Jinja template, or the name of one of the tokenizer's, to train with and save with "
+        "the checkpoints. Default: that of the tokenizer.",
     )
 
+    template_text = Parsed("chat_template", _read_template)
+
     def build_kind(self, task: str) -> Kind:
-        return ChatKind(self.messages_column)
+        return ChatKind(self.messages_column, dict(self.roles or {}))
+
+    def check_kind(self, prefix: str) -> None:
+        check_role_names(self.roles, f"{prefix}roles")
+
+
+def with_chat_template(tokenizer: Tokenizer, settings: ChatSettings) -> Tokenizer:
+    """Return a copy of `tokenizer` whose only chat template is that of `data.chat_template`; itself if that is not set.
+
+    Raises:
+        DataError: The tokenizer has no template of that name, or has one with the name of the file.
+    """
+    name, text, own = settings.chat_template, settings.template_text, tokenizer.chat_template
+    if name is None:
+        return tokenizer
+    templates = own if isinstance(own, dict) else {"default": own} if own else {}
+    if (text is None) == (name not in templates):
+        problem = "no file, and the tokenizer has no template of that name" if text is None else "a file and a template"
+        raise DataError(
+            f"data.chat_template={name} is {problem}; the tokenizer has {', '.join(templates) or 'none'}. Give the "
+            f"path of a file with a Jinja template, or one of these names."
+        )
+    changed = copy.copy(tokenizer)
+    changed.chat_template = templates[name] if text is None else text
+    return changed

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from fsdp_shard.data.kinds import kind
 from fsdp_shard.data.sources.readers import Row
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import setting
 
 
 @dataclass(frozen=True)
-class InstructionKind:
+class InstructionKind(kind.Kind):
     """Columns and prompts of the rows. `prompt` contains {instruction} and {input}; `prompt_no_input` is for rows
     without an input.
     """
@@ -26,12 +26,14 @@ class InstructionKind:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (self.instruction, self.response, *([self.input] if self.input else []))
+        return (self.instruction, self.response, *([self.input] if self.input else []), "history")
 
     def check_row(self, row: Row) -> bool:
         kind.require_row(row, self.instruction, "data.instruction_column", "instruction")
         kind.require_row(row, self.response, "data.response_column", "instruction")
         self._prompt(row)
+        if row.values.get("history"):
+            raise DataError(f"{row.where} has a history, which data.kind=instruction would ignore; set data.kind=chat.")
         return bool(self._response(row).strip())
 
     def check_tokenizer(self, tokenizer: kind.Tokenizer) -> None:

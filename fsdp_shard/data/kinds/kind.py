@@ -41,6 +41,10 @@ class Kind(Protocol):
     def check_row(self, row: Row) -> bool:
         """Return whether `row` has anything to train on; raise DataError if a column is missing or of a wrong type."""
 
+    def check_rows(self, rows: Sequence[Row]) -> bool:
+        """Return whether any of the first rows has anything to train on; raise DataError as `check_row` does."""
+        return any(self.check_row(row) for row in rows)
+
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise DataError if `tokenizer` lacks something that this kind needs."""
 
@@ -64,7 +68,9 @@ class RowSettings:
 
     path: str = setting(
         REQUIRED,
-        "Training data: a .txt, .md, .jsonl, .parquet or .csv file, a directory of them, or a dataset on the hub.",
+        "Training data: files (.txt, .md, .jsonl, .ndjson, .json, .csv, .tsv, each also .gz or .zst; .parquet, .arrow) "
+        "as a path, a directory, a pattern such as data/*.jsonl or an address that fsspec opens (s3://, https://, "
+        "...); a directory that save_to_disk wrote; or a dataset on the hub.",
     )
     sequence_length: int = setting(
         1024, "Tokens in each window. Longer rows are truncated; the run reports how many.", minimum=1
@@ -85,7 +91,7 @@ def require_row(row: Row, column: str, setting: str, kind: str) -> None:
             f"{row.where} is plain text, but data.kind={kind} needs rows with columns; give .jsonl, .csv, .parquet "
             f"or a hub data set, or set data.kind=text."
         )
-    require_column(column, list(row.values), row.where, setting)
+    require_column(row, column, setting)
 
 
 def text_in(row: Row, column: str, setting: str) -> str:

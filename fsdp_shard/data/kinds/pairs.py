@@ -12,7 +12,7 @@ from fsdp_shard.utils import setting
 
 
 @dataclass(frozen=True)
-class PairsKind:
+class PairsKind(kind.Kind):
     """Columns of the rows, and the `format` of the prompt, which contains {source}."""
 
     source: str

@@ -11,7 +11,7 @@ from fsdp_shard.utils import setting
 
 
 @dataclass(frozen=True)
-class TextKind:
+class TextKind(kind.Kind):
     """One document per row. A document of more than `longest` tokens becomes several examples. Neighboring examples
     share one token, so that every token but the first is predicted exactly once.
     """
@@ -44,7 +44,7 @@ class TextKind:
 
 
 @dataclass(frozen=True)
-class LabeledKind:
+class LabeledKind(kind.Kind):
     """Columns of the rows. A label is an integer or a name; rows without a label are dropped."""
 
     text: str
@@ -60,8 +60,8 @@ class LabeledKind:
                 f"{row.where} is plain text, but model.task=sequence_classification needs rows with a text and a "
                 f"class; give .jsonl, .csv, .parquet or a hub data set."
             )
-        require_column(self.text, list(row.values), row.where, "data.text_column")
-        require_column(self.label, list(row.values), row.where, "data.label_column")
+        require_column(row, self.text, "data.text_column")
+        require_column(row, self.label, "data.label_column")
         return bool(kind.text_in(row, self.text, "data.text_column").strip()) and self._label(row) is not None
 
     def check_tokenizer(self, tokenizer: kind.Tokenizer) -> None:
@@ -96,7 +96,7 @@ class TextSettings(kind.RowSettings):
     help = "plain text, concatenated and cut into windows"
     tasks: ClassVar[tuple[str, ...]] = (kind.CAUSAL, kind.MASKED_LM, kind.CLASSIFICATION)
 
-    text_column: str = setting("text", "The column with the text (.jsonl, .parquet, .csv, datasets on the hub).")
+    text_column: str = setting("text", "The column with the text, of rows with columns.")
     sample_by: str = setting(
         "document",
         "One document of a plain text file: the whole file, a paragraph or a line. Documents are separated by the "

@@ -2,19 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy.typing as npt
-
-from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.config import DataConfig, is_running_text
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, SEQ2SEQ
 from fsdp_shard.data.samples import rows
 from fsdp_shard.data.samples.packing import PackedDataset
 from fsdp_shard.data.samples.protocol import MapDataset
 from fsdp_shard.data.samples.windows import MaskedWindows, WindowDataset
 from fsdp_shard.data.task import SpecialTokens, Task
-from fsdp_shard.data.tokenized.example_cache import ExampleFile, Examples
-from fsdp_shard.data.tokenized.token_cache import TokenFile
+from fsdp_shard.data.tokenized.token_file import Array, Examples, TokenFile
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import format_count
 
@@ -35,19 +31,21 @@ class SampleFactory:
     special: SpecialTokens | None
     seed: int
 
-    def open(self, file: TokenFile | ExampleFile) -> tuple[MapDataset, str]:
+    def open(self, file: TokenFile) -> tuple[MapDataset, str]:
         """Return the samples of one file, and what became of its rows, for people."""
-        dataset, note = self._open_tokens(file) if isinstance(file, TokenFile) else self._open_examples(file)
+        opened = self._open_tokens if is_running_text(self.config, self.task.name) else self._open_examples
+        dataset, note = opened(file)
         return dataset, f"{note}, {dataset.summary}"
 
     def _open_tokens(self, file: TokenFile) -> tuple[MapDataset, str]:
         assert self.window_tokens
-        empty = f" ({file.num_empty_documents} empty left out)" if file.num_empty_documents else ""
-        note = f"{format_count(file.num_documents, 'document')}{empty}, {format_count(file.num_tokens, 'token')}"
-        return self.windows(file.open(), file.digest, self.seed), note
+        empty = f" ({file.num_dropped} empty left out)" if file.num_dropped else ""
+        num_documents = file.num_rows - file.num_dropped
+        note = f"{format_count(num_documents, 'document')}{empty}, {format_count(file.num_tokens, 'token')}"
+        return self.windows(file.tokens(), file.digest, self.seed), note
 
-    def _open_examples(self, file: ExampleFile) -> tuple[MapDataset, str]:
-        config, examples = self.config, file.open()
+    def _open_examples(self, file: TokenFile) -> tuple[MapDataset, str]:
+        config, examples = self.config, file.examples()
         cut = self.cut(examples)
         note = _row_note(config, file, cut)
         if not len(cut.kept):
@@ -77,7 +75,7 @@ class SampleFactory:
         unpacked = rows.CausalRows(examples, cut.kept, length)
         return PackedDataset.pack(unpacked) if config.packing else unpacked
 
-    def windows(self, tokens: npt.NDArray[Any], name: str, seed: int) -> MapDataset:
+    def windows(self, tokens: Array, name: str, seed: int) -> MapDataset:
         """Make windows of `tokens` [num_tokens]; `seed` decides which are masked."""
         length = self.config.sequence_length
         if self.special is None:
@@ -107,7 +105,7 @@ def _class_numbers(classes: Sequence[str | int], task: Task) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _row_note(config: DataConfig, file: ExampleFile, cut: rows.Cut) -> str:
+def _row_note(config: DataConfig, file: TokenFile, cut: rows.Cut) -> str:
     what = "document" if config.kind == "text" else "row"
     note = f"{format_count(file.num_rows, what)}, {format_count(file.num_tokens, 'token')}"
     if file.num_dropped:

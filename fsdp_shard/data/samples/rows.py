@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW, Batch, Indices, Ints
 from fsdp_shard.data.samples.protocol import MapDataset
-from fsdp_shard.data.tokenized.example_cache import Examples
+from fsdp_shard.data.tokenized.token_file import Examples
 
 # Batches are padded to a multiple of this: kernels are faster, and there are fewer shapes to compile for.
 _WIDTH_UNIT = 8

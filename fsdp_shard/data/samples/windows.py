@@ -9,7 +9,7 @@ the mask token, 10% a random token, and 10% stay. Special tokens, such as those 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, empty_batch
 from fsdp_shard.data.samples.protocol import MapDataset
 from fsdp_shard.data.task import SpecialTokens
+from fsdp_shard.data.tokenized.token_file import Array
 from fsdp_shard.utils import format_count
 
 _TO_MASK, _TO_RANDOM = 0.8, 0.9
@@ -26,7 +27,7 @@ _TO_MASK, _TO_RANDOM = 0.8, 0.9
 class WindowDataset(MapDataset):
     """`tokens` [num_tokens] in windows of `sequence_length`; `name` identifies the stream of tokens."""
 
-    tokens: npt.NDArray[Any]
+    tokens: Array
     sequence_length: int
     name: str
 
@@ -56,7 +57,7 @@ class WindowDataset(MapDataset):
         for row, index in enumerate(indices):
             if index != NO_WINDOW:
                 start = self.checked(int(index)) * self.sequence_length
-                piece = self.tokens[start : start + self.sequence_length + 1]
+                piece = np.asarray(self.tokens[start : start + self.sequence_length + 1])
                 batch.input_ids[row, : len(piece) - 1] = piece[:-1]
                 batch.labels[row, : len(piece) - 1] = piece[1:]
         return batch
@@ -74,7 +75,7 @@ class MaskedWindows(MapDataset):
     The index of a sample includes the epoch: `epoch * len(self) + window`.
     """
 
-    tokens: npt.NDArray[Any]
+    tokens: Array
     sequence_length: int
     name: str
     special: SpecialTokens
@@ -118,7 +119,8 @@ class MaskedWindows(MapDataset):
 
     def _fill(self, batch: Batch, row: int, index: int) -> None:
         epoch, window = divmod(index, len(self))
-        piece = self.tokens[window * self._window_length : (window + 1) * self._window_length].astype(np.int64)
+        start = window * self._window_length
+        piece = np.asarray(self.tokens[start : start + self._window_length], np.int64)
         masked, chosen = self._mask(piece, epoch, window)
         ids = np.concatenate([self.special.begin, masked, self.special.end]).astype(np.int64)
         batch.input_ids[row, : len(ids)] = ids

@@ -1,26 +1,44 @@
-"""Rows of a file, one at a time and from any position: plain text, JSON Lines, CSV, Parquet, by the file extension.
+"""Rows of one file, one at a time and from any position, by the file extension.
 
-The standard library reads all of them but Parquet.
+What is text is read as lines and parsed by the standard library: the builders of `datasets` for JSON and CSV infer one
+schema over all rows, which puts null into messages that lack a key, changes the numbers in CSV files, and does not name
+a bad row. Tables have a schema, and are read by `datasets`.
 """
 
 import csv
 import io
 import json
 import re
+import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from glob import escape
+from typing import Any, NamedTuple, TextIO
 
+from fsdp_shard.data.sources.data_files import TABLES, DataFile, is_url
+from fsdp_shard.data.sources.datasets_private import quiet_datasets
 from fsdp_shard.errors import DataError
-from fsdp_shard.utils import format_size, nearest
+from fsdp_shard.utils import first_line, format_size, nearest, redact
 
-# Byte offset and number of lines before it; in a Parquet file 0 and the number of rows.
+# Byte offset in the decompressed file, and number of lines before it; in tables and JSON arrays 0 and number of rows.
 Position = tuple[int, int]
 START: Position = (0, 0)
 
-LARGEST_DOCUMENT = 256 << 20  # bytes
+# Bytes of a document, characters of a line and of a value: there is no telling what is in a small compressed file.
+LARGEST_DOCUMENT = 256 << 20
+_CSV_LIMIT = threading.Lock()  # of a field, 128 KiB: there is one for the process, and streams are read in threads
 _ROWS_AT_ONCE = 64
+_CHARACTERS_AT_ONCE = 1 << 20
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_BLANKS = re.compile(r"[ \t\r\n]*")
+_COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5": ".zst"}  # how their files begin
+
+
+class Header(NamedTuple):
+    """The columns of a file that names them once, and where it does, for messages."""
+
+    where: str
+    columns: Sequence[str]
 
 
 class Row(NamedTuple):
@@ -29,44 +47,53 @@ class Row(NamedTuple):
     where: str
     values: dict[str, Any]
     is_text: bool = False
+    header: Header | None = None
 
 
 Rows = Iterator[tuple[Row, Position]]
 
 
-def read_rows(file: Path, sample_by: str, columns: Sequence[str] | None, start: Position = START) -> Rows:
+def read_rows(file: DataFile, sample_by: str, columns: Sequence[str], start: Position = START) -> Rows:
     """Read the rows of a file.
 
     Args:
         file: The file; its extension tells the format.
         sample_by: What one row of a plain text file is: document, paragraph or line.
-        columns: The columns of a Parquet file to read; None reads all of them.
+        columns: The columns that are needed; rows may have others.
         start: The position to start from, as returned with an earlier row.
 
     Yields:
         Each row, with the position after it.
 
     Raises:
-        DataError: The file does not have the format that its extension names.
+        DataError: The file does not have the format that its extension names, or cannot be read.
     """
+    position = start
     try:
-        yield from _READERS[file.suffix.lower()](file, sample_by, columns, start)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 text: {error}. Convert it, or remove it.") from error
+        for row, position in _READERS[file.format[0]](file, sample_by, columns, start):
+            yield row, position
+    except Exception as error:
+        extension, compression = file.format
+        is_table = extension in TABLES
+        is_foreign = is_table or is_url(file.address) or isinstance(error, (OSError, EOFError, zlib.error))
+        if isinstance(error, DataError) or not is_foreign:
+            raise
+        after = f" after {'row' if is_table else 'line'} {position[1]}" if position[1] else ""
+        how = f"decompressed as {compression}" if compression else "read"
+        how += f" as {extension[1:].capitalize()}" if is_table else ""
+        raise DataError(f"{file} cannot be {how}{after}: {redact(first_line(error))}") from error
 
 
-def check_size(file: Path, sample_by: str) -> None:
+def check_size(file: DataFile, sample_by: str) -> None:
     """Raise DataError if `file` is a single document that is too large for streaming."""
-    is_document = sample_by == "document" and _READERS[file.suffix.lower()] is _read_text
-    if is_document and (size := file.stat().st_size) > LARGEST_DOCUMENT:
-        raise DataError(
-            f"{file} is one document of {format_size(size)}, but a document is tokenized at once (with data.streaming "
-            f"up to {format_size(LARGEST_DOCUMENT)}). Set data.sample_by=paragraph or line."
-        )
+    is_document = sample_by == "document" and _READERS[file.format[0]] is _read_text
+    if is_document and (_size(file) or 0) > LARGEST_DOCUMENT:
+        raise too_large(str(file))
 
 
-def require_column(column: str, columns: Sequence[str], where: str, setting: str) -> None:
-    """Raise DataError unless `column` is one of `columns`."""
+def require_column(row: Row, column: str, setting: str) -> None:
+    """Raise DataError unless `row` has `column`; the header is blamed if the columns are named there."""
+    where, columns = row.header or (row.where, list(row.values))
     if column not in columns:
         raise DataError(
             f"{where} has no column {column!r}; it has {', '.join(columns) or 'none'}{nearest(column, columns)}. "
@@ -87,66 +114,163 @@ def document_of(row: Row, column: str) -> str:
     """Return the text of a row: that in `column`, or the document of a plain text file; raise DataError without one."""
     if row.is_text:
         return str(row.values["text"])
-    require_column(column, list(row.values), row.where, "data.text_column")
+    require_column(row, column, "data.text_column")
     return text_of(row.values[column], column, row.where, "data.text_column")
 
 
 class _Lines:
     """The lines of a UTF-8 file from a position on; `position` is that after the last line."""
 
-    def __init__(self, file: Path, position: Position) -> None:
+    def __init__(self, file: DataFile, position: Position) -> None:
         self._file, self.position = file, position
 
     def __iter__(self) -> Iterator[str]:
         offset, number = self.position
-        with self._file.open("rb") as binary, io.TextIOWrapper(binary, encoding="utf-8", newline="") as stream:
-            binary.seek(offset)
-            for line in stream:
-                offset, number = offset + len(line.encode()), number + 1
-                self.position = offset, number
-                yield line.removeprefix("\ufeff") if number == 1 else line
+        with self._file.open(offset) as binary, io.TextIOWrapper(binary, encoding="utf-8", newline="") as stream:
+            try:
+                while line := stream.readline(LARGEST_DOCUMENT):
+                    offset, number = offset + len(line.encode()), number + 1
+                    self.position = offset, number
+                    if len(line) == LARGEST_DOCUMENT:
+                        raise too_large(self.where)
+                    yield line.removeprefix("\ufeff") if number == 1 else line
+            except UnicodeDecodeError as error:  # of what comes after the line that is not read to its end yet
+                raise _not_text(self._file, error, number) from error
 
     @property
     def where(self) -> str:
         return f"{self._file}, line {self.position[1]}"
 
 
-def _read_text(file: Path, sample_by: str, columns: Sequence[str] | None, start: Position) -> Rows:
+def too_large(where: str) -> DataError:
+    """Return the error for something at `where` that is too large to be held in memory."""
+    return DataError(
+        f"{where} has more than {format_size(LARGEST_DOCUMENT)}, which is too much for one row of a stream or out of a "
+        f"compressed file. Give smaller rows; for plain text, set data.sample_by=paragraph or line."
+    )
+
+
+def _not_text(file: DataFile, error: UnicodeDecodeError, num_lines: int) -> DataError:
+    found: bytes = error.object
+    name = _COMPRESSED.get(found[:2]) if not num_lines else None
+    advice = f"It begins as a {name} file: add {name} to its name." if name else "Convert it to UTF-8, or remove it."
+    line = num_lines + found.count(b"\n", 0, error.start) + 1
+    return DataError(f"{file}, line {line} is not UTF-8 text ({error.reason}). {advice}")
+
+
+def _read_text(file: DataFile, sample_by: str, columns: Sequence[str], start: Position) -> Rows:
     if sample_by == "document":
         if start == START:
-            text = file.read_text(encoding="utf-8-sig")
-            yield Row(f"{file}, document 0", {"text": text}, is_text=True), (file.stat().st_size, 1)
+            yield Row(f"{file}, document 0", {"text": _document(file)}, is_text=True), (_size(file) or 0, 1)
         return
-    lines, paragraph = _Lines(file, start), list[str]()
+    lines, paragraph, size = _Lines(file, start), list[str](), 0
     for line in lines:
         text = line.rstrip("\r\n")
         if sample_by == "line":
             paragraph = [text]
         elif text.strip():
             paragraph.append(text)
+            if (size := size + len(text)) > LARGEST_DOCUMENT:
+                raise too_large(lines.where)
             continue
         if paragraph:
             yield Row(lines.where, {"text": "\n".join(paragraph)}, is_text=True), lines.position
-            paragraph = []
+            paragraph, size = [], 0
     if paragraph:
         yield Row(lines.where, {"text": "\n".join(paragraph)}, is_text=True), lines.position
 
 
-def _read_json_lines(file: Path, sample_by: str, columns: Sequence[str] | None, start: Position) -> Rows:
+def _size(file: DataFile) -> int | None:
+    """Return the bytes of the content, if that is known without reading it."""
+    return None if file.format[1] else file.info().get("size")
+
+
+def _document(file: DataFile) -> str:
+    is_known = _size(file) is not None
+    with file.open() as stream:
+        content = stream.read(-1 if is_known else LARGEST_DOCUMENT + 1)
+    if len(content) > LARGEST_DOCUMENT and not is_known:
+        raise too_large(str(file))
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_text(file, error, 0) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def _read_json_lines(file: DataFile, sample_by: str, columns: Sequence[str], start: Position) -> Rows:
     lines = _Lines(file, start)
     for line in lines:
         if line.strip():
-            yield Row(lines.where, _json_object(line, lines.where)), lines.position
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError) as error:  # integers of thousands of digits, a thousand levels
+                raise DataError(f"{lines.where} is not JSON ({error}); expected one object per line.") from error
+            yield Row(lines.where, _checked(values, line, lines.where)), lines.position
 
 
-def _json_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # integers of thousands of digits, a thousand levels
-        raise DataError(f"{where} is not JSON ({error}); expected one object per line.") from error
+def _read_json(file: DataFile, sample_by: str, columns: Sequence[str], start: Position) -> Rows:
+    """An array of objects, or one object per line."""
+    with file.open() as binary, io.TextIOWrapper(binary, encoding="utf-8-sig") as stream:
+        try:
+            while (text := stream.read(_CHARACTERS_AT_ONCE)) and not text.strip():
+                pass
+            if text.lstrip().startswith("["):
+                for number, (values, source) in enumerate(_elements(text, stream, str(file)), start=1):
+                    where = f"{file}, row {number - 1}"
+                    if number > start[1]:
+                        yield Row(where, _checked(values, source, where)), (0, number)
+                return
+        except UnicodeDecodeError as error:
+            raise _not_text(file, error, 0) from error
+    yield from _read_json_lines(file, sample_by, columns, start)
+
+
+def _elements(text: str, stream: TextIO, name: str) -> Iterator[tuple[Any, str]]:
+    """Yield the elements of an array that begins with `text`, and their source, with a part of it in memory."""
+    decode = json.JSONDecoder().raw_decode
+    at, number, separator = 0, 0, "["
+
+    def reads_more() -> bool:
+        nonlocal text, at
+        text, at, before = text[at:], 0, len(text) - at
+        if before > LARGEST_DOCUMENT:
+            raise too_large(f"{name}, row {number}")
+        text += stream.read(max(_CHARACTERS_AT_ONCE, before))
+        return before < len(text)
+
+    def next_mark() -> str:
+        nonlocal at
+        while (at := _BLANKS.match(text, at).end()) == len(text) and reads_more():  # type: ignore[union-attr]
+            pass
+        return text[at : at + 1]
+
+    while (mark := next_mark()) == separator:
+        at += 1
+        if next_mark() == "]" and separator == "[":
+            break
+        while True:
+            try:
+                values, end = decode(text, at)
+                break
+            except (ValueError, RecursionError) as error:
+                if isinstance(error, RecursionError) or not reads_more():
+                    reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+                    raise DataError(f"{name}, row {number} is not JSON ({reason}).") from error
+        yield values, text[at:end]
+        at, number, separator = end, number + 1, ","
+    if next_mark() != "]":
+        raise DataError(f"{name}: after row {number - 1} comes {mark!r} instead of a comma or the end of the array.")
+    at += 1
+    if next_mark():
+        raise DataError(f"{name}: after row {number - 1}, the array ends before the file.")
+
+
+def _checked(values: Any, source: str, where: str) -> dict[str, Any]:
+    """Return `values`, parsed from `source`; raise DataError unless they are an object of valid text."""
     if not isinstance(values, dict):
         raise DataError(f"{where} is a JSON {type(values).__name__}; expected one object per line.")
-    if _ESCAPED_SURROGATE.search(line) and not _is_text(values):
+    if _ESCAPED_SURROGATE.search(source) and not _is_text(values):
         raise DataError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff), which is not valid text.")
     return values
 
@@ -159,59 +283,80 @@ def _is_text(values: Mapping[str, Any]) -> bool:
     return True
 
 
-def _read_csv(file: Path, sample_by: str, columns: Sequence[str] | None, start: Position) -> Rows:
-    csv.field_size_limit(2**31 - 1)  # the default is 128 KiB
+def _read_csv(file: DataFile, sample_by: str, columns: Sequence[str], start: Position) -> Rows:
+    delimiter, delimiters = ("\t", "tabs") if file.format[0] == ".tsv" else (",", "commas")
     lines = _Lines(file, START)
-    try:
-        names = next(csv.reader(iter(lines), strict=True), None)
-        if names is None:
+    rows = _csv_rows(lines, delimiter)
+    if (names := next(rows, None)) is None:
+        return
+    header = Header(f"{lines.where} (the header)", names)
+    if doubled := [name for name in columns if names.count(name) > 1]:
+        raise DataError(f"{header.where} names the column {doubled[0]!r} twice; rename one of them.")
+    if start != START:
+        lines = _Lines(file, start)
+        rows = _csv_rows(lines, delimiter)
+    for fields in rows:
+        if len(fields) != len(names):
+            raise DataError(
+                f"{lines.where}: it has {len(fields)} fields, but {header.where} names {len(names)}. Each column needs "
+                f"a field, and text with {delimiters} needs quotes."
+            )
+        yield Row(lines.where, dict(zip(names, fields, strict=True)), header=header), lines.position
+
+
+def _csv_rows(lines: _Lines, delimiter: str) -> Iterator[list[str]]:
+    """Yield the fields of each row that is not blank."""
+    reader = csv.reader(iter(lines), delimiter=delimiter, strict=True)
+    while True:
+        begin = lines.position[1] + 1
+        with _CSV_LIMIT:
+            limit = csv.field_size_limit(LARGEST_DOCUMENT)
+            try:
+                fields = next(reader, None)
+            except csv.Error as error:
+                raise DataError(f"{lines.where} is not CSV: {error} in the row that begins in line {begin}.") from error
+            finally:
+                csv.field_size_limit(limit)
+        if fields is None:
             return
-        lines = _Lines(file, lines.position if start == START else start)
-        for row in csv.DictReader(lines, fieldnames=names, strict=True):
-            yield Row(lines.where, _csv_values(row, names, lines.where)), lines.position
-    except csv.Error as error:
-        raise DataError(f"{lines.where} is not CSV: {error}.") from error
+        if fields:
+            yield fields
 
 
-def _csv_values(row: Mapping[Any, Any], names: Sequence[str], where: str) -> dict[str, Any]:
-    if None in row or None in row.values():
-        found = len(names) + len(row.get(None, ())) - sum(value is None for value in row.values())
-        raise DataError(
-            f"{where}: it has {found} fields, but the first line names {len(names)}. Each column needs a field, and "
-            f"text with commas needs quotes."
-        )
-    return {name: row[name] for name in names}
+def _read_table(file: DataFile, sample_by: str, columns: Sequence[str], start: Position) -> Rows:
+    import datasets
+
+    def load(**options: Any) -> Any:
+        files = [escape(file.address)]
+        return datasets.load_dataset(file.format[0][1:], data_files=files, split="train", streaming=True, **options)
+
+    with quiet_datasets():
+        batches = {"batch_size": _ROWS_AT_ONCE} if file.format[0] == ".parquet" else {}
+        table = load(**batches)
+        names = list(table.features)
+        if wanted := [name for name in names if name in columns]:
+            table = load(**batches, columns=wanted) if batches else table.select_columns(wanted)
+        rows = table.skip(start[1]).iter(_ROWS_AT_ONCE)
+    header, number = Header(str(file), names), start[1]
+    while True:
+        with quiet_datasets():
+            found = next(rows, None)
+        if found is None:
+            return
+        for values in zip(*found.values(), strict=True):
+            number += 1
+            row = dict(zip(found, values, strict=True))
+            yield Row(f"{file}, row {number - 1}", row, header=header), (0, number)
 
 
-def _read_parquet(file: Path, sample_by: str, columns: Sequence[str] | None, start: Position) -> Rows:
-    import pyarrow as arrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            wanted = None if columns is None else [name for name in names if name in columns] or None
-            number = 0
-            for group in range(table.num_row_groups):
-                size = table.metadata.row_group(group).num_rows
-                if number + size <= start[1]:
-                    number += size
-                    continue
-                for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=wanted):
-                    skipped = min(max(start[1] - number, 0), batch.num_rows)
-                    number += skipped
-                    for values in batch.slice(skipped).to_pylist():
-                        number += 1
-                        yield Row(f"{file}, row {number - 1}", values), (0, number)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {error}") from error
-
-
-_READERS: dict[str, Callable[[Path, str, Sequence[str] | None, Position], Rows]] = {
+_READERS: dict[str, Callable[[DataFile, str, Sequence[str], Position], Rows]] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".jsonl": _read_json_lines,
-    ".parquet": _read_parquet,
+    ".ndjson": _read_json_lines,
+    ".json": _read_json,
     ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_table,
+    ".arrow": _read_table,
 }
-EXTENSIONS = tuple(_READERS)

@@ -1,26 +1,21 @@
-"""Where rows come from: local files, or a dataset on the hub. One row at a time, from any position in an epoch.
+"""Where rows come from: files, a dataset on the hub, or one that was saved. One row at a time, from any position."""
 
-Local files are not copied into an Arrow cache: memory stays at one document, an error can name the file and the line,
-and the first rows can be checked without importing `datasets`, which takes a second. Only hub names need that library.
-"""
-
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.sources import datasets_private
-from fsdp_shard.data.sources.readers import EXTENSIONS, START, Row, check_size, document_of, read_rows
+from fsdp_shard.data.sources import data_files as files
+from fsdp_shard.data.sources.data_files import DataFile
+from fsdp_shard.data.sources.datasets_private import fingerprint, quiet_datasets
+from fsdp_shard.data.sources.readers import START, Header, Row, check_size, read_rows
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
-from fsdp_shard.utils import first_line, format_count
+from fsdp_shard.utils import first_line, redact
 
-_READ_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
 
 # Rows, each with a function that returns the position after it as JSON, to call before the next row.
@@ -32,11 +27,9 @@ class Source(ABC):
 
     Attributes:
         name: Setting and value, for messages.
-        text_column: The column with the text of a document.
     """
 
     name: str
-    text_column: str
 
     @abstractmethod
     def read(self, columns: Sequence[str], start: Any = None, epoch: int = 0, seed: int | None = None) -> ResumableRows:
@@ -50,34 +43,19 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def fingerprint(self) -> str:
-        """Return a text that changes if the rows may have changed."""
+    def fingerprint(self) -> Any:
+        """Return, as JSON, what changes if the rows may have changed."""
 
     @abstractmethod
     def stream_fingerprint(self) -> Any:
         """Return, as JSON, what identifies the rows as far as that is known without reading all of them."""
 
-    @abstractmethod
-    def check_stream(self) -> None:
+    def check_stream(self) -> None:  # noqa: B027  # most rows are small
         """Raise DataError if the rows are too large for streaming."""
 
     def rows(self, columns: Sequence[str]) -> Iterator[Row]:
         """Read all rows in order."""
         return (row for row, _ in self.read(columns))
-
-    def documents(self) -> Iterator[str]:
-        """Read the text of all rows in order, empty ones too."""
-        return (document_of(row, self.text_column) for row in self.rows([self.text_column]))
-
-    def check(self) -> None:
-        """Raise DataError unless there is a document with text."""
-        num_documents = 0
-        for document in self.documents():
-            if document.strip():
-                return
-            num_documents += 1
-        found = f"{format_count(num_documents, 'document')} without text" if num_documents else "no documents"
-        raise DataError(f"{self.name} is empty: it has {found}. Give a file with text.")
 
 
 def open_source(config: DataConfig, held_out: bool) -> Source:
@@ -89,33 +67,50 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
 
     Raises:
         DataError: There is no such file or directory, or its format is unknown.
-        ConfigError: Settings for datasets on the hub are given for a local path.
+        ConfigError: Settings for datasets on the hub are given for files.
     """
-    name = "data.eval_path" if held_out else f"{config.where}.path"
+    setting = "data.eval_path" if held_out else f"{config.where}.path"
     given = config.eval_path if held_out else config.path
     if not given:
-        raise DataError(f"{name} is empty; give a text file, a directory or the name of a dataset on the hub.")
-    path = Path(given).expanduser()
-    if path.exists():
-        _reject_hub_settings(config, name, held_out)
-        return FileSource(f"{name}={path}", path, _files_of(path, name), config.text_column, config.sample_by)
-    if not _may_be_hub_name(given):
-        raise DataError(
-            f"{name}={given}: there is no such file or directory. Give a text file, a directory or the name of a "
-            f"dataset on the hub."
-        )
+        raise DataError(f"{setting} is empty; give a text file, a directory or the name of a dataset on the hub.")
+    name = f"{setting}={files.shown(given)}"
     split, streaming = (config.eval_split, False) if held_out else (config.split, config.streaming)
-    return HubSource(f"{name}={given}", given, config.subset, split, config.text_column, streaming)
+    if _is_hub_name(given):
+        return DatasetSource(name, given, config.subset, split, streaming)
+    try:
+        saved = files.saved_dataset(given)
+        found = () if saved else tuple(files.find_files(given, setting)[0])
+    except Exception as error:
+        if isinstance(error, DataError) or not files.is_url(given):
+            raise
+        raise DataError(f"{name} cannot be opened: {redact(first_line(error))}") from error
+    _reject_hub_settings(config, setting, held_out, has_splits=saved == files.SAVED_SPLITS)
+    if saved:
+        return DatasetSource(name, given, None, split, streaming, is_saved=True)
+    if not found:
+        raise DataError(
+            f"{name}: there is no such file or directory. Give a text file, a directory or the name of a dataset on "
+            f"the hub."
+        )
+    return FileSource(name, found, config.sample_by)
+
+
+def skipped_files(given: str) -> str:
+    """Describe the files of a directory that are not read; return an empty text if there are none."""
+    others = [] if _is_hub_name(given) or files.saved_dataset(given) else files.find_files(given, "data.path")[1]
+    if not others:
+        return ""
+    extensions = sorted({Path(name).suffix or "no extension" for name in others})
+    some = ", ".join(extensions[:5]) + (", ..." if len(extensions) > 5 else "")
+    return f"{files.shown(given)}: {len(others)} of its files are skipped because of their extensions ({some})"
 
 
 @dataclass(frozen=True)
 class FileSource(Source):
-    """Rows of local files: `path`, or the `files` in that directory."""
+    """Rows of files."""
 
     name: str
-    path: Path
-    files: tuple[Path, ...]
-    text_column: str
+    files: tuple[DataFile, ...]
     sample_by: str
 
     def read(self, columns: Sequence[str], start: Any = None, epoch: int = 0, seed: int | None = None) -> ResumableRows:
@@ -125,36 +120,28 @@ class FileSource(Source):
             for row, after in read_rows(file, self.sample_by, columns, position):
                 yield row, lambda number=number, after=after: [number, *after]  # type: ignore[misc]  # mypy infers no lambda with defaults
 
-    def fingerprint(self) -> str:
-        """xxh3_128 of the content of the files and of what decides how they are cut into documents."""
-        digest = xxhash.xxh3_128(json.dumps([self.text_column, self.sample_by]).encode())
-        for file in self.files:
-            digest.update(f"{file.suffix.lower()} {file.stat().st_size} ".encode())
-            with file.open("rb") as stream:
-                while chunk := stream.read(_READ_BYTES):
-                    digest.update(chunk)
-        return digest.hexdigest()
+    def fingerprint(self) -> Any:
+        """The content of the files, and what decides how they are cut into documents.
+
+        What a remote store has about a file, such as its checksum or date, stands for its content.
+        """
+        head = {file: _HEAD_BYTES if files.is_url(file.address) else None for file in self.files}
+        return [self.sample_by, [[file.format, file.info(), file.digest(head[file])] for file in self.files]]
 
     def stream_fingerprint(self) -> Any:
         """Names, sizes and first bytes of the files."""
-        return [
-            self.sample_by,
-            [[self._relative(file), file.stat().st_size, _head_digest(file)] for file in self.files],
-        ]
+        return [self.sample_by, [[file.name, file.info().get("size"), file.digest(_HEAD_BYTES)] for file in self.files]]
 
     def check_stream(self) -> None:
         for file in self.files:
             check_size(file, self.sample_by)
 
-    def _ordered(self, epoch: int, seed: int | None) -> list[Path]:
+    def _ordered(self, epoch: int, seed: int | None) -> Sequence[DataFile]:
         if seed is None:
-            return list(self.files)
+            return self.files
         from fsdp_shard.data.sample_order import epoch_order  # numpy is slow to import
 
         return [self.files[index] for index in epoch_order(seed, len(self.files), epoch)]
-
-    def _relative(self, file: Path) -> str:
-        return file.name if file == self.path else file.relative_to(self.path).as_posix()
 
     def _checked(self, start: Any) -> list[int]:
         numbers = start if isinstance(start, list) else []
@@ -165,18 +152,19 @@ class FileSource(Source):
 
 
 @dataclass(frozen=True)
-class HubSource(Source):
-    """Rows of a dataset on the hub, or in the cache of the `datasets` library."""
+class DatasetSource(Source):
+    """Rows of a dataset on the hub, in the cache of the `datasets` library, or, if `is_saved`, in a directory."""
 
     name: str
-    hub_name: str
+    given: str
     subset: str | None
     split: str
-    text_column: str
     streaming: bool = False
+    is_saved: bool = False
 
     def read(self, columns: Sequence[str], start: Any = None, epoch: int = 0, seed: int | None = None) -> ResumableRows:
         data, number = self.load(), 0
+        header = Header(self.name, data.column_names) if data.column_names else None
         if start is not None:
             if not isinstance(start, dict) or type(start.get("number")) is not int or "state" not in start:
                 raise CheckpointError(f"{start} is not a position in {self.name}.")
@@ -187,83 +175,57 @@ class HubSource(Source):
         for values in data:
             number += 1
             wanted = {name: values[name] for name in columns if name in values} or values
-            row = Row(f"{self.name}, row {number - 1}", wanted)
+            row = Row(f"{self.name}, row {number - 1}", wanted, header=header)
             yield row, lambda number=number: {"number": number, "state": data.state_dict()}  # type: ignore[misc]  # the same
 
-    def fingerprint(self) -> str:
-        return json.dumps([self.text_column, datasets_private.fingerprint(self.load())])
+    def fingerprint(self) -> Any:
+        return fingerprint(replace(self, streaming=False).load())
 
     def stream_fingerprint(self) -> Any:
-        return [self.hub_name, self.subset, self.split]
-
-    def check_stream(self) -> None:
-        """Rows on the hub are not checked."""
+        return self.fingerprint() if self.is_saved else [self.given, self.subset, self.split]
 
     def load(self) -> Any:
         """Load the dataset with the `datasets` library; raise DataError if that fails."""
         import datasets
 
+        # The name of a builder stands for the files of its kind below the current directory.
+        if not self.is_saved and "." not in self.given and find_spec(f"datasets.packaged_modules.{self.given}"):
+            raise DataError(f"{self.name} is a file format of the datasets library, not a dataset. Give files of it.")
         try:
-            return datasets.load_dataset(self.hub_name, self.subset, split=self.split, streaming=self.streaming)
+            with quiet_datasets():
+                if not self.is_saved:
+                    return datasets.load_dataset(self.given, self.subset, split=self.split, streaming=self.streaming)
+                found = datasets.load_from_disk(self.given)
         except Exception as error:  # the library raises many types, of its own and of its dependencies
-            raise DataError(
-                f"{self.name} is neither a local file nor a dataset that can be loaded from the hub "
-                f"(subset={self.subset}, split={self.split}): {first_line(error)}"
-            ) from error
+            hub = f"that can be loaded from the hub (subset={self.subset}, split={self.split})"
+            problem = (
+                "is no dataset that can be read" if self.is_saved else f"is neither a local file nor a dataset {hub}"
+            )
+            raise DataError(f"{self.name} {problem}: {redact(first_line(error))}") from error
+        if isinstance(found, datasets.DatasetDict):
+            if self.split not in found:
+                raise DataError(f"{self.name} has no split {self.split!r}; it has {', '.join(found)}.")
+            found = found[self.split]
+        return found.to_iterable_dataset() if self.streaming else found
 
 
-def _head_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return xxhash.xxh3_128_hexdigest(stream.read(_HEAD_BYTES))
-
-
-def _files_of(path: Path, setting: str) -> tuple[Path, ...]:
-    known = ", ".join(EXTENSIONS)
-    if path.is_dir():
-        files = [file for file in _visible_files(path) if file.suffix.lower() in EXTENSIONS]
-        if not files:
-            raise DataError(f"{setting}={path} is a directory without text: no file in it has the extension {known}.")
-        return tuple(files)
-    if not path.is_file():
-        raise DataError(f"{setting}={path} is not a regular file.")
-    if path.suffix.lower() not in EXTENSIONS:
-        raise DataError(f"{setting}={path} has an unknown extension; expected {known}.")
-    return (path,)
-
-
-def skipped_files(given: str) -> str:
-    """Describe the files of a directory that are not read; return an empty text if there are none."""
-    path = Path(given).expanduser()
-    others = [file for file in _visible_files(path) if file.suffix.lower() not in EXTENSIONS] if path.is_dir() else []
-    if not others:
-        return ""
-    extensions = sorted({file.suffix or "no extension" for file in others})
-    some = ", ".join(extensions[:5]) + (", ..." if len(extensions) > 5 else "")
-    return f"{given}: {len(others)} of its files are skipped because of their extensions ({some})"
-
-
-def _visible_files(directory: Path) -> list[Path]:
-    """Return all files below a directory that are not hidden, in order."""
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
-    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(directory).parts)]
-
-
-def _may_be_hub_name(given: str) -> bool:
+def _is_hub_name(given: str) -> bool:
     """Hub names are `name` or `organization/name`; with the extension of a known format, a file is meant."""
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", given) is not None and Path(given).suffix.lower() not in EXTENSIONS
+    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", given) is not None
+    is_file = files.has_known_extension(given) or given.lower().endswith(files.COMPRESSIONS)
+    return is_name and not is_file and not Path(given).exists()
 
 
-def _reject_hub_settings(config: DataConfig, name: str, held_out: bool) -> None:
+def _reject_hub_settings(config: DataConfig, name: str, held_out: bool, has_splits: bool) -> None:
     split = (
         ("data.eval_split", config.eval_split, "validation")
         if held_out
         else (f"{config.where}.split", config.split, "train")
     )
     other = config.path if held_out else config.eval_path  # if that is on the hub, the subset is for it
-    is_for_other = bool(other) and not Path(str(other)).expanduser().exists()
-    subset = (f"{config.where}.subset", None if is_for_other else config.subset, None)
-    for setting, value, default in (split, subset):
+    subset = (f"{config.where}.subset", None if _is_hub_name(other or "") else config.subset, None)
+    for setting, value, default in (subset,) if has_splits else (split, subset):
         if value != default:
             raise ConfigError(
-                f"{setting}={value} is for datasets on the hub, but {name} is a local path; leave it out."
+                f"{setting}={value} is for datasets on the hub, but {name} is a path of files; leave it out."
             )

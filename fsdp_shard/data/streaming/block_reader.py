@@ -6,7 +6,7 @@ block is asked for, which all ranks do at the same sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain, islice
@@ -18,7 +18,6 @@ import numpy as np
 from fsdp_shard.data.kinds.kind import Example
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import Source
-from fsdp_shard.data.tokenized.cache_directory import batched
 from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import DataError
 
@@ -94,7 +93,7 @@ def encode_blocks(
     Raises:
         DataError: On all ranks: a row cannot be read or used, or ranks read different rows.
     """
-    batches = batched(blocks, lambda block: sum(map(_size, block.rows), _CHARACTERS_OF_A_ROW), _CHARACTERS_AT_ONCE)
+    batches = _batched(blocks, lambda block: sum(map(_size, block.rows), _CHARACTERS_OF_A_ROW), _CHARACTERS_AT_ONCE)
     rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     work = partial(_encode_part, batches, encode, rank, num_ranks)
     ahead = _start(work)
@@ -115,7 +114,7 @@ def _encode_part(batches: Iterator[list[Block[list[Row]]]], encode: Encode, rank
     rows = list(chain.from_iterable(block.rows for block in blocks))
     encoded = list[list[EncodedExample]]()
     own = rows[len(rows) * rank // num_ranks : len(rows) * (rank + 1) // num_ranks]
-    for some in batched(own, _size, _CHARACTERS_AT_ONCE):
+    for some in _batched(own, _size, _CHARACTERS_AT_ONCE):
         _end_with_main_thread()
         encoded += [[_pack(example) for example in row] for row in encode(some)]
     return [Block(len(rows), after, is_last) for rows, after, is_last in blocks], encoded
@@ -149,3 +148,17 @@ def _end_with_main_thread() -> None:
 
 def _size(row: Row) -> int:
     return _CHARACTERS_OF_A_ROW + sum(len(value) for value in row.values.values() if isinstance(value, str))
+
+
+def _batched(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield lists of consecutive items; each ends when the sum of their sizes reaches `limit`."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
+        if size >= limit:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -18,8 +18,8 @@ from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.protocol import MapDataset
 from fsdp_shard.data.sources.readers import Row, document_of
 from fsdp_shard.data.streaming.block_reader import EncodedExample, Rows
-from fsdp_shard.data.tokenized.example_cache import Examples, encode_rows
-from fsdp_shard.data.tokenized.token_cache import end_of_text, require_separator
+from fsdp_shard.data.tokenized.token_cache import encode_rows, end_of_text, require_separator
+from fsdp_shard.data.tokenized.token_file import Examples
 
 _ROWS_OF_A_PART = 8  # of text: which tokens a masked language model predicts depends on it
 

@@ -91,7 +91,11 @@ def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) 
     if step_directory is None or not (Path(run_dir) / RESULT).exists():
         return False
     state = read_trainer(step_directory)
-    return state.step >= config.steps or state.stops_early(config.patience)
+    if state.stops_early(config.patience):
+        return True
+    if config.epochs is not None and state.samples_per_epoch is None:  # an older checkpoint: the data will tell
+        return False
+    return state.step >= config.for_data(state.samples_per_epoch, state.step, state.num_samples).num_steps
 
 
 def check_optimizer(step_directory: Path | None) -> None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 from fsdp_shard.training.loop import StepReport
-from fsdp_shard.utils import format_size
+from fsdp_shard.utils import format_number, format_size
 
 _MAX_SOURCES = 6  # of a mixture, in a line
 
@@ -93,8 +93,9 @@ def _sources(report: StepReport) -> str:
 
 
 def _figures(report: StepReport, mfu: float | None) -> str:
+    epoch = "" if report.epoch is None else f"epoch {report.epoch:.2f}  "
     return (
-        f"loss {report.loss:.4f}  lr {report.learning_rate:.2e}  grad norm {report.grad_norm:.3g}  "
-        f"{report.tokens_per_second:,.0f} tokens/s  {format_size(report.memory_bytes)}"
-        + ("" if mfu is None else f"  MFU {mfu:.1%}")
+        f"{epoch}loss {report.loss:.4f}  lr {report.learning_rate:.2e}  grad norm {report.grad_norm:.3g}  "
+        f"{report.tokens_per_second:,.0f} tokens/s  {format_number(report.total_tokens)} tokens  "
+        f"{format_size(report.memory_bytes)}" + ("" if mfu is None else f"  MFU {mfu:.1%}")
     )

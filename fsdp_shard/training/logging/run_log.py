@@ -66,8 +66,12 @@ class RunLog:
 
     def __enter__(self) -> Self:
         config, state = self._config, self._run.state
-        self._progress = Progress(config.steps, state.step, config.log_every, enabled=self._is_main)
+        self._progress = Progress(config.num_steps, state.step, config.log_every, enabled=self._is_main)
         self._exit.callback(self._progress.close)
+        if config.epochs is not None:
+            self.note(
+                f"train.epochs={config.epochs:g} of {state.samples_per_epoch:,} samples: {config.num_steps:,} steps"
+            )
         names = config.trackers if self._is_main else []
         trackers = Trackers(names, config.tracker_project, self._run_dir, self._settings, self.note)
         self._trackers = self._exit.enter_context(trackers)
@@ -150,7 +154,10 @@ class RunLog:
         self.note(self._summary(result))
 
     def _summary(self, figures: dict[str, Any]) -> str:
-        parts = [f"done: {figures['steps']:,} steps, {figures['tokens']:,} tokens"]
+        parts = [f"done: {figures['steps']:,} steps"]
+        if (epoch := figures["epoch"]) is not None:
+            parts.append(f"{epoch:.3g} epochs")
+        parts.append(f"{figures['tokens']:,} tokens")
         if rate := figures["tokens_per_second"]:
             parts.append(f"{rate:,.0f} tokens/s")
         if skipped := figures["skipped_steps"]:
@@ -166,9 +173,11 @@ class RunLog:
         state = self._run.state
         figures: dict[str, Any] = {
             "steps": state.step,
+            "max_steps": self._config.num_steps,
+            "epoch": state.epoch,
             "final_loss": next((row["loss"] for row in reversed(steps) if row["loss"] is not None), None),
             "skipped_steps": state.num_skipped,
-            "stopped_early": state.step < self._config.steps,
+            "stopped_early": state.step < self._config.num_steps,
             "tokens": state.num_tokens,
             "tokens_per_second": self._tokens / self._seconds if self._seconds else None,
             "peak_memory_bytes": self._memory,

@@ -25,7 +25,7 @@ def is_due(step: int, every: int, num_steps: int) -> bool:
 
 def _progress(config: TrainConfig, since_warmup: int) -> float:
     """From 0 at the end of warm-up to 1 after the last step."""
-    return min(1.0, since_warmup / max(1, config.steps - config.warmup_steps))
+    return min(1.0, since_warmup / max(1, config.num_steps - config.warmup_steps))
 
 
 def _cosine(progress: float) -> float:
@@ -45,7 +45,7 @@ def _inverse_sqrt(config: TrainConfig, since_warmup: int) -> float:
 def _stable_then_decay(config: TrainConfig, since_warmup: int) -> float:
     """Hu et al., MiniCPM (2024)."""
     num_decay = num_decay_steps(config)
-    num_stable = config.steps - config.warmup_steps - num_decay
+    num_stable = config.num_steps - config.warmup_steps - num_decay
     return _cosine(min(1.0, max(0, since_warmup - num_stable) / max(1, num_decay)))
 
 

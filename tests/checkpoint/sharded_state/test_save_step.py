@@ -17,10 +17,11 @@ from fsdp_shard.checkpoint.sharded_state.load_shards import load_shards
 from fsdp_shard.checkpoint.sharded_state.optimizer_state import create_state, optimizer_shards
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState, save_step
 from fsdp_shard.checkpoint.steps.step_store import Store
+from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.inference import load_dispatched
-from fsdp_shard.models import tied_names
+from fsdp_shard.models import ModelConfig, tied_names
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training import collect_model_files
 from tests.support.ranks import on_ranks
@@ -42,7 +43,7 @@ def train_and_save(context: DistributedContext, config: ShardConfig, root: Path,
         tied_names(llama()),
         optimizer_shards(optimizer, shards),
         {"step": 1},
-        collect_model_files(locate(model_dir), "float32"),
+        collect_model_files(locate(model_dir), ModelConfig(dtype="float32"), DataConfig()),
     )
     for layout in ("sharded", "gathered"):
         size = 40_000 if layout == "gathered" else None
@@ -117,7 +118,9 @@ def fail_on_one_rank(context: DistributedContext, root: Path, model_dir: Path) -
     """A save that cannot be written on rank 1: what each rank is told, and what is there afterwards."""
     config = WRAPPERS["fsdp2"](param_dtype="float32")
     model = sharded(config, context)
-    beside = collect_model_files(locate(model_dir), "float32") | {TEMPLATE: b"{{ messages }}"}
+    beside = collect_model_files(locate(model_dir), ModelConfig(dtype="float32"), DataConfig()) | {
+        TEMPLATE: b"{{ messages }}"
+    }
     state = RunState(model.local_shards(), tied_names(llama()), model_files=beside)
     store = Store(root)
     save_step(context, store, 1, state, layout="sharded")

@@ -1,0 +1,181 @@
+"""Conversations as people store them, by OpenAI's, ShareGPT's or Alpaca's columns, as messages for a chat template.
+
+Lists and tool calls may be JSON text, as CSV and Parquet exports have them. Nulls in mappings are left out: Arrow puts
+them where rows have different keys.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fsdp_shard.data.kinds.kind import require_row, text_in
+from fsdp_shard.data.sources.readers import Row
+from fsdp_shard.errors import ConfigError, DataError
+from fsdp_shard.utils import format_count, nearest
+
+Message = dict[str, Any]
+
+_LISTS = ("messages", "conversations")
+_ALPACA = ("instruction", "input", "output", "history")
+COLUMNS = (*_LISTS, *_ALPACA, "system", "tools")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TOOL_ROLES = ("function", "ipython", "observation")
+_KNOWN = {
+    **{role: role for role in _ROLES},
+    **dict.fromkeys(_TOOL_ROLES, "tool"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    "human": "user",
+}
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers takes the first of them
+
+
+class Conversation(NamedTuple):
+    """The messages of a row, the definitions of its tools, and the roles that are neither known nor mapped."""
+
+    where: str
+    messages: list[Message]
+    tools: list[Any] | None
+    unknown: list[str]
+
+
+def check_role_names(roles: Any, name: str) -> None:
+    """Raise ConfigError unless the setting `name` maps role names to roles, or to themselves."""
+    if roles is None:
+        return
+    if not isinstance(roles, Mapping):
+        raise ConfigError(f"{name}={roles} is not a mapping; give role names of the data, such as {{bot: assistant}}.")
+    for given, role in roles.items():
+        if not isinstance(given, str) or role not in (*_ROLES, *_TOOL_ROLES, given):
+            raise ConfigError(
+                f"{name}={{{given}: {role}}} does not map a name to a role{nearest(str(role), _ROLES)}; expected one "
+                f"of {', '.join(_ROLES)}, or {given} itself if the chat template has that role."
+            )
+
+
+def read_conversation(row: Row, column: str | None, roles: Mapping[str, str]) -> Conversation:
+    """Read the conversation of a row.
+
+    Args:
+        row: The row.
+        column: The column with the messages; None finds it by the names of the columns.
+        roles: Role names of the data, and the roles they are for the chat template.
+
+    Raises:
+        DataError: There is no conversation, or more than one, or it cannot be read.
+    """
+    messages, known = [_message(given, row.where) for given in _given(row, column)], {**_KNOWN, **roles}
+    unknown = [message["role"] for message in messages if message["role"] not in known]
+    for message in messages:
+        message["role"] = known.get(message["role"], message["role"])
+    system = text_in(row, "system", "data.kind, or rename the column") if "system" in row.values else ""
+    own = messages[0] if messages and messages[0]["role"] == "system" else {"content": system}
+    if system.strip() and own.get("content") != system:
+        raise DataError(f"{row.where} has a column 'system' and another first message of that role; remove one.")
+    if system.strip() and "role" not in own:
+        messages.insert(0, {"role": "system", "content": system})
+    return Conversation(row.where, messages, _tools(row), unknown)
+
+
+def check_roles(conversations: Sequence[Conversation]) -> None:
+    """Raise DataError if any conversation has a role that is neither known nor mapped."""
+    counts = Counter(role for conversation in conversations for role in conversation.unknown)
+    if not counts:
+        return
+    first = {role: one.where for one in reversed(conversations) for role in one.unknown}
+    listed = ", ".join(
+        f"{role!r} of {format_count(number, 'message')} (first: {first[role]})" for role, number in counts.most_common()
+    )
+    role = counts.most_common(1)[0][0]
+    raise DataError(
+        f"Roles in {format_count(len(conversations), 'row')} looked at are unknown: {listed}. Set data.roles={{{role}: "
+        f"ROLE}} to one of {', '.join(_ROLES)}, or to {role} if the chat template has that role."
+    )
+
+
+def _given(row: Row, column: str | None) -> Iterable[Any]:
+    """Return the messages of a row as they are given."""
+    values = row.values
+    names = _LISTS if column is None else (column,)
+    found = [name for name in names if values.get(name) is not None]
+    if column is None and values.get("instruction") is not None and "output" in values:
+        found.append("instruction")
+    if len(found) > 1:
+        raise DataError(
+            f"{row.where} has a conversation in each of the columns {' and '.join(found)}; set data.messages_column to "
+            f"the one to train on."
+        )
+    if column is None and found == ["instruction"]:
+        return _alpaca(row)
+    name = next((name for name in (*found, *names) if name in values), names[0])
+    require_row(row, name, "data.messages_column", "chat")
+    messages = decoded(values[name])
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        raise DataError(f"{row.where}: column {name!r} is not a list of messages. Set data.messages_column.")
+    return messages
+
+
+def _alpaca(row: Row) -> list[Message]:
+    """Return the questions and answers of `history`, and those of the row itself."""
+    texts = {name: text_in(row, name, "data.messages_column") for name in _ALPACA[:3] if name in row.values}
+    history = decoded(row.values.get("history")) or []
+    last = "\n".join(filter(str.strip, (texts["instruction"], texts.get("input", "")))), texts["output"]
+    if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
+        raise DataError(f"{row.where}: column 'history' is not a list of pairs [question, answer].")
+    turns = [turn for pair in (*history, last) for turn in zip(("user", "assistant"), pair, strict=True)]
+    return [{"role": role, "content": text} for role, text in turns if text]
+
+
+def _tools(row: Row) -> list[Any] | None:
+    tools = decoded(row.values.get("tools")) or []
+    found = [_without_nulls(decoded(tool)) for tool in tools] if isinstance(tools, list) else [None]
+    if not all(isinstance(tool, dict) for tool in found):
+        raise DataError(f"{row.where}: column 'tools' is not a list of tool definitions; correct, rename or remove it.")
+    return found or None
+
+
+def _message(given: Mapping[str, Any], where: str) -> Message:
+    """Return a message of {role, content} or {from, value}, without nulls, its tool calls in OpenAI's form."""
+    message: Message = {name: value for name, value in _without_nulls(given).items() if value != []}
+    role = message.pop("role", message.pop("from", None))
+    content = message.pop("content", message.pop("value", None))
+    calls = decoded(message.pop("tool_calls", None)) or message.pop("function_call", None) or []
+    if role == "function_call":
+        calls, content = decoded(content) or {}, None
+    if not isinstance(role, str) or not (calls or given.keys() & {"content", "value"}):
+        raise DataError(f"{where}: a message has {', '.join(given) or 'nothing'}; expected role and content.")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    reasoning = next(filter(None, [message.pop(name, None) for name in _REASONING]), None)
+    if calls:
+        message["tool_calls"] = [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
+    optional = {"content": content, "reasoning_content": reasoning}
+    return message | {"role": role} | {name: value for name, value in optional.items() if value is not None}
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    call = decoded(given)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        arguments = decoded(function.get("arguments") or {})
+        if isinstance(arguments, dict):
+            others = {name: value for name, value in call.items() if name not in ("function", "name", "arguments")}
+            return {"type": "function"} | others | {"function": {"name": function["name"], "arguments": arguments}}
+    raise DataError(
+        f"{where}: a tool call is {str(given)[:80]!r}; expected a function with its name, and arguments that are a "
+        f"mapping or the JSON text of one."
+    )
+
+
+def decoded(value: Any) -> Any:
+    """Return what `value` is the JSON text of, or `value` itself if it is none."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, (list, tuple)) else value

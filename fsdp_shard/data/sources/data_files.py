@@ -1,0 +1,173 @@
+"""The files of some data: at a local path, or at any address that fsspec opens (s3://, https://, hf://, ...)."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import xxhash
+
+from fsdp_shard.errors import DataError
+from fsdp_shard.utils import redact
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+LINES = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+TABLES = (".parquet", ".arrow")
+COMPRESSIONS = (".gz", ".zst")  # of files that are read as lines
+KNOWN = f"{', '.join((*LINES, *TABLES))} (those of text also with {' or '.join(COMPRESSIONS)})"
+
+_AT_ONCE = 1 << 20
+SAVED_SPLITS = "dataset_dict.json"
+_PATTERN, _HIDDEN = re.compile(r"[*?\[]"), re.compile(r"(^|/)\.")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file.
+
+    Attributes:
+        address: A local path, or a URL.
+        name: Its path in the directory that was given; of a file that was given, its name.
+    """
+
+    address: str
+    name: str
+
+    def __str__(self) -> str:
+        return shown(self.address)
+
+    @property
+    def format(self) -> tuple[str, str]:
+        """Extension and compression in lower case, such as (".jsonl", ".gz"); the latter may be empty."""
+        return _format(self.address)
+
+    def info(self) -> dict[str, Any]:
+        """Return what the store has about the file, such as its `size` in bytes, which some web servers do not tell."""
+        if not is_url(self.address):
+            return {"size": os.stat(self.address).st_size}
+        store, path = _store(self.address)
+        return {key: str(value) if key != "size" else value for key, value in store.info(path).items() if key != "url"}
+
+    def digest(self, first: int | None = None) -> str:
+        """Return the digest of the stored bytes, or of the `first` of them."""
+        with self.open(is_stored=True) as stream:
+            if first is not None:
+                return xxhash.xxh3_128_hexdigest(stream.read(first))
+            return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]  # of the same form
+
+    @contextmanager
+    def open(self, offset: int = 0, *, is_stored: bool = False) -> Iterator[BinaryIO]:
+        """Open the content at an offset in it, decompressed unless `is_stored`."""
+        with ExitStack() as stack:
+            if is_url(self.address):
+                import fsspec
+
+                options = {"block_size": 0} if _is_web(self.address) else {}  # many servers send no parts of a file
+                stream = stack.enter_context(fsspec.open(self.address, "rb", **options))
+            else:
+                stream = stack.enter_context(Path(self.address).open("rb"))
+            compression = "" if is_stored else self.format[1]
+            if compression == ".gz":
+                stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
+            elif compression == ".zst":
+                import pyarrow  # fsspec needs another package for it
+
+                stream = io.BufferedReader(pyarrow.CompressedInputStream(stream, "zstd"))
+            if compression == ".gz" or not (compression or _is_web(self.address)):
+                stream.seek(offset)
+            else:
+                while offset > 0 and (skipped := len(stream.read(min(offset, _AT_ONCE)))):
+                    offset -= skipped
+            yield cast("BinaryIO", stream)
+
+
+def find_files(given: str, setting: str) -> tuple[list[DataFile], list[str]]:
+    """Find the files at a path, at a URL, or of a pattern of either, such as data/*.jsonl.
+
+    Args:
+        given: The path, URL or pattern.
+        setting: Where that was given, for messages.
+
+    Returns:
+        The files in the order of their names, and the names of those that are not read; nothing if nothing is there.
+
+    Raises:
+        DataError: What is there cannot be read.
+    """
+    store, root = _store(given)
+    address = store.unstrip_protocol if is_url(given) else str
+    if has_known_extension(given) and store.isfile(root):
+        return [DataFile(given if is_url(given) else root, root.rpartition("/")[2])], []
+    directory, paths = root, []
+    # Asking a web server for the files of a directory downloads what is there, so that has to be one.
+    if (given.endswith("/") or not _is_web(given)) and store.isdir(root):
+        paths = store.find(root)
+    elif store.exists(root):
+        problem = "has an unknown extension" if store.isfile(root) else "is not a regular file"
+        raise DataError(f"{setting}={shown(given)} {problem}; expected {KNOWN}.")
+    elif _PATTERN.search(root) and (paths := store.glob(root)):
+        directory = _PATTERN.split(root)[0].rpartition("/")[0]
+    else:
+        return [], []
+    of_names = {
+        path.removeprefix(directory).strip("/"): path for path in paths if is_url(given) or os.path.isfile(path)
+    }
+    names = sorted((name for name in of_names if not _HIDDEN.search(name)), key=lambda name: name.split("/"))
+    files = [DataFile(address(of_names[name]), name) for name in names if has_known_extension(name)]
+    if not files:
+        raise DataError(
+            f"{setting}={shown(given)} is a directory without text: no file in it has the extension {KNOWN}."
+        )
+    return files, [name for name in names if not has_known_extension(name)]
+
+
+def saved_dataset(given: str) -> str | None:
+    """Return the file by which a directory is known that `save_to_disk` of `datasets` wrote; None for all else."""
+    store, root = _store(given)
+    marks = () if has_known_extension(given) else (SAVED_SPLITS, "state.json")
+    return next((name for name in marks if store.isfile(f"{root}/{name}")), None)
+
+
+def is_url(address: str) -> bool:
+    """Return whether `address` is a URL, not a local path."""
+    return "://" in address
+
+
+def shown(address: str) -> str:
+    """Return `address` without logins and without a query, which may sign a request."""
+    return redact(address.partition("?")[0] if _is_web(address) else address)
+
+
+def has_known_extension(name: str) -> bool:
+    """Return whether a file of this name can be read."""
+    extension, compression = _format(name)
+    return extension in LINES or (extension in TABLES and not compression)
+
+
+def _is_web(address: str) -> bool:
+    return address.startswith(("http://", "https://"))
+
+
+def _format(name: str) -> tuple[str, str]:
+    rest, last = os.path.splitext(shown(name).lower())
+    return (os.path.splitext(rest)[1], last) if last in COMPRESSIONS else (last, "")
+
+
+def _store(address: str) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of an address, and the path in it."""
+    import fsspec
+
+    if not is_url(address):
+        return fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(address))
+    store, path = fsspec.url_to_fs(address)
+    return store, str(path)
