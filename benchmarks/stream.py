@@ -12,9 +12,12 @@ import statistics
 import time
 from pathlib import Path
 
-from fsdp_shard.data import DataConfig, micro_batches, prepare_on_ranks
+import numpy as np
+
+from fsdp_shard.data import DataConfig, prepare_on_ranks
 from fsdp_shard.distributed import init_distributed
 from fsdp_shard.models import load_tokenizer
+from fsdp_shard.training import micro_batches
 
 
 def main() -> None:
@@ -41,7 +44,8 @@ def main() -> None:
         num_tokens, waits = 0, []
         for step in range(given.steps):
             asked = time.perf_counter()
-            samples = data.order(0, step * given.batch, given.batch)
+            data.prepare(step * given.batch, given.batch)
+            samples = np.arange(step * given.batch, (step + 1) * given.batch)
             parts = micro_batches(samples, given.batch // context.world_size, context.rank, context.world_size)
             num_step = sum(data.batch(part).num_predictions for part in parts)
             data.state_dict((step + 1) * given.batch)

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint import locate
-from fsdp_shard.data import WindowDataset
+from fsdp_shard.data import Dataset, Shuffled, WindowDataset
 from fsdp_shard.distributed import DistributedContext, init_distributed
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import Fsdp2Config, plan_units
@@ -56,7 +56,7 @@ def torch_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def ours(model: str, dtype: str, data: WindowDataset, run_dir: str, context: DistributedContext) -> Iterator[float]:
+def ours(model: str, dtype: str, data: Dataset, run_dir: str, context: DistributedContext) -> Iterator[float]:
     """One step each time it is asked for, as recipes/finetune.py makes them; its loss."""
     settings, shard = ModelConfig(path=model), Fsdp2Config(param_dtype=dtype)
     loaded = load_sharded(settings, shard, locate(model), context)
@@ -72,12 +72,11 @@ def ours(model: str, dtype: str, data: WindowDataset, run_dir: str, context: Dis
 
 
 def bare(
-    model: Any, forward: Any, loss_of: Loss, optimizer: Any, data: WindowDataset, context: DistributedContext
+    model: Any, forward: Any, loss_of: Loss, optimizer: Any, data: Dataset, context: DistributedContext
 ) -> Iterator[float]:
     """The loop that a tutorial has: one window a rank, gradients clipped, the loss looked at. The samples are ours."""
     for start in itertools.count(0, context.world_size):
-        samples = data.order(0, start, context.world_size)
-        batch = data.batch(samples[context.rank : context.rank + 1])
+        batch = data.batch([start + context.rank])
         logits = forward(
             **{name: torch.from_numpy(value) for name, value in batch.inputs.items()}, use_cache=False
         ).logits
@@ -102,9 +101,7 @@ def bare_fsdp2(path: str, dtype: str, context: DistributedContext) -> torch.nn.M
     return fully_shard(model, mesh=context.mesh["shard"], mp_policy=policy, reshard_after_forward=False)
 
 
-def side(
-    name: str, path: str, dtype: str, data: WindowDataset, run_dir: str, context: DistributedContext
-) -> Iterator[float]:
+def side(name: str, path: str, dtype: str, data: Dataset, run_dir: str, context: DistributedContext) -> Iterator[float]:
     """The steps of one of `SIDES`."""
     if name == "ours":
         return ours(path, dtype, data, run_dir, context)
@@ -128,7 +125,8 @@ def main() -> None:
     with init_distributed("cpu") as context, TemporaryDirectory() as directory:
         vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
         tokens = np.random.default_rng(0).integers(0, vocabulary, 64 * length + 1)
-        running = side(name, path, dtype, WindowDataset(tokens, length, "random"), directory, context)
+        data = Shuffled(WindowDataset(tokens, length, "random"), seed=0)
+        running = side(name, path, dtype, data, directory, context)
         loss = context.all_reduce([next(running)])[0] / context.world_size
         next(running)  # the optimizer's state is made in the first step
         seconds = []

@@ -7,7 +7,7 @@ from functools import partial
 
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.data import data_figures, prepare_on_ranks
+from fsdp_shard.data import prepare_on_ranks
 from fsdp_shard.distributed import run_on_main
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training import (
@@ -17,6 +17,7 @@ from fsdp_shard.training import (
     build_optimizer,
     check_finetune,
     collect_model_files,
+    data_figures,
     data_task,
     describe_model,
     find_start,

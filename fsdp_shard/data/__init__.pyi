@@ -14,20 +14,8 @@ from .pipeline import (
     prepare_on_ranks as prepare_on_ranks,
     tokenize_all as tokenize_all,
 )
-from .sample_order import sample_indices as sample_indices
-from .samples.batch import (
-    MASKED as MASKED,
-    Batch as Batch,
-    evaluation_batches as evaluation_batches,
-    micro_batches as micro_batches,
-)
-from .samples.protocol import (
-    Dataset as Dataset,
-    MapDataset as MapDataset,
-    data_figures as data_figures,
-    source_figures as source_figures,
-    source_predictions as source_predictions,
-)
+from .samples.batch import MASKED as MASKED, NO_WINDOW as NO_WINDOW, Batch as Batch
+from .samples.protocol import Dataset as Dataset, MapDataset as MapDataset, Shuffled as Shuffled
 from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
 from .samples.windows import MaskedWindows as MaskedWindows, WindowDataset as WindowDataset
 from .task import SpecialTokens as SpecialTokens, Task as Task, check_task as check_task

@@ -69,7 +69,10 @@ class DataConfig(KindSettings):
         0.15, "model.task=masked_lm: fraction of the tokens to mask and predict.", above=0.0, maximum=1.0
     )
     workers: int = setting(
-        1, "Processes that tokenize; 1: the main process, with the tokenizer's own threads.", minimum=1
+        1,
+        "Processes that tokenize, with data.streaming on each rank; 0 or 1: no further process, but the tokenizer's "
+        "own threads.",
+        minimum=0,
     )
     cache_dir: str | None = setting(
         None,
@@ -207,7 +210,6 @@ def _check_streaming(config: DataConfig, prefix: str) -> None:
         return
     refused = {
         "eval_fraction": (config.eval_fraction > 0, f"which needs the length of the data; give {prefix}eval_path"),
-        "workers": (config.workers > 1, "because every rank tokenizes with the tokenizer's own threads"),
         "cache_dir": (config.cache_dir is not None and config.eval_path is None, "because no tokenized data is stored"),
     }
     for name, (is_given, reason) in refused.items():

@@ -11,19 +11,20 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from fsdp_shard.data.config import DataConfig, cache_directory, is_running_text, kind_of, mixture_of, sources_of
 from fsdp_shard.data.kinds.chat import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
 from fsdp_shard.data.samples.factory import SampleFactory
-from fsdp_shard.data.samples.mixture import Mixture, seed_of
+from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
 from fsdp_shard.data.samples.mixture_schedule import counts_per_round
-from fsdp_shard.data.samples.protocol import Dataset, MapDataset
+from fsdp_shard.data.samples.protocol import Dataset, MapDataset, Shuffled, SourceDataset
 from fsdp_shard.data.sources.source import open_source, skipped_files
-from fsdp_shard.data.streaming.dataset import StreamMixture, open_stream
+from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task
-from fsdp_shard.data.tokenized.token_cache import Documents, tokenize
+from fsdp_shard.data.tokenized.encoder import Documents
+from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import run_on_all, run_on_main
 from fsdp_shard.errors import DataError
@@ -104,25 +105,32 @@ def open_samples(
         DataError: A file cannot be read, or has nothing to train on.
     """
     task, special = task or Task(), tokenized.special
+    counts, held_out, parts = _counts(config), dict[str, MapDataset](), dict[str, Dataset]()
     if config.streaming:
         assert open_tokenizer is not None
-        train, notes = _open_streams(config, open_tokenizer(), task, seed, ranks)
-        held_out: MapDataset | None = None
+        streams, notes = _open_streams(config, open_tokenizer(), task, seed, ranks)
+        parts.update(streams)
     else:
-        train, held_out, notes = _open_files(config, tokenized, task, seed)
+        files, held_out, notes = _open_files(config, tokenized, task, seed)
+        for name, file in files.items():
+            parts[name] = Shuffled(file, seed_of(seed, name) if counts else seed)
     if tokenized.held_out is not None:
-        held_out, note = SampleFactory(config, task, special, seed).open(tokenized.held_out)
+        held_out[""], note = SampleFactory(config, task, special, seed).open(tokenized.held_out)
         notes.append(f"held out: {note}")
-    if not config.streaming and config.mixture:
-        notes.append(train.summary)
-    return Samples(train, held_out, (*tokenized.notes, *notes))
+    if not counts:
+        return Samples(parts[""], held_out.get(""), (*tokenized.notes, *notes))
+    mixture = Mixture(parts, counts)
+    if until := mixture.samples_until_repeat():
+        listed = ", ".join(f"{name} {count:,}" for name, count in until.items())
+        notes.append(f"samples of the mixture until a source repeats: {listed}")
+    return Samples(mixture, Concatenation(held_out) if held_out else None, (*tokenized.notes, *notes))
 
 
 def _open_files(
     config: DataConfig, tokenized: Tokenized, task: Task, seed: int
-) -> tuple[MapDataset, MapDataset | None, list[str]]:
-    """Return what is trained, the part of it that is held out, and notes."""
-    train: dict[str, MapDataset] = {}
+) -> tuple[dict[str, SourceDataset], dict[str, MapDataset], list[str]]:
+    """Return what is trained of each source, the part of it that is held out, and notes."""
+    train: dict[str, SourceDataset] = {}
     held_out: dict[str, MapDataset] = {}
     notes, counts = [], _counts(config)
     for name, source in sources_of(config).items():
@@ -133,12 +141,12 @@ def _open_files(
             notes.append(
                 f"held out: the last {len(held_out[name])} of these windows, so {len(train[name])} are trained"
             )
-    return _mix(train, counts), _mix(held_out, counts) if held_out else None, notes
+    return train, held_out, notes
 
 
 def _open_streams(
     config: DataConfig, tokenizer: Tokenizer, task: Task, seed: int, ranks: Communicator | None
-) -> tuple[Dataset, list[str]]:
+) -> tuple[dict[str, StreamDataset], list[str]]:
     special = SpecialTokens.of(tokenizer) if task.name == MASKED_LM else None
     counts, lock = _counts(config), Lock()
     streams = {}
@@ -146,7 +154,7 @@ def _open_streams(
         factory = SampleFactory(source, task, special, seed_of(seed, name) if counts else seed)
         streams[name] = open_stream(factory, with_chat_template(tokenizer, source), lock, ranks)
     notes = [f"{_title(name, counts)}: {stream.summary}" for name, stream in streams.items()]
-    return StreamMixture(streams, counts, seed) if counts else streams[""], notes
+    return streams, notes
 
 
 def _counts(config: DataConfig) -> dict[str, int]:
@@ -157,11 +165,7 @@ def _title(name: str, counts: Mapping[str, int]) -> str:
     return f"train, {name} ({counts[name]} of {sum(counts.values())} samples)" if counts else "train"
 
 
-def _mix(parts: Mapping[str, MapDataset], counts: Mapping[str, int]) -> MapDataset:
-    return Mixture.of(parts, counts) if counts else parts[""]
-
-
-def _divide(config: DataConfig, windows: MapDataset) -> tuple[MapDataset, MapDataset]:
+def _divide(config: DataConfig, windows: SourceDataset) -> tuple[SourceDataset, SourceDataset]:
     """Divide windows into those that are trained and those that are held out."""
     num_windows = len(windows)
     if num_windows < 2:
@@ -183,8 +187,8 @@ def prepare_held_out(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path |
     """Return what training would hold out, or all of data.path if it would hold out nothing, in one process."""
     if config.eval_path is not None:  # data.path is not needed
         return SampleFactory(config, Task(), None, 0).open(_tokenize(config, True, tokenizer, cache_dir, CAUSAL))[0]
-    samples = prepare_data(config, tokenizer, cache_dir)
-    return samples.held_out or cast("MapDataset", samples.train)  # evaluations reject streamed data
+    train, held_out, _ = _open_files(config, tokenize_all(config, tokenizer, cache_dir), Task(), 0)
+    return (held_out or train)[""]  # evaluations reject mixtures and streamed data
 
 
 def prepare_on_ranks(

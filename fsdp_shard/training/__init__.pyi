@@ -1,3 +1,4 @@
+from .batch_loader import micro_batches as micro_batches
 from .checkpoints.resume import (
     check_optimizer as check_optimizer,
     find_step as find_step,
@@ -7,6 +8,7 @@ from .checkpoints.resume import (
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder
 from .checkpoints.saver import BackgroundSave as BackgroundSave, Saver as Saver, open_saver as open_saver
 from .config import TrainConfig as TrainConfig
+from .figures import data_figures as data_figures
 from .finetune_checks import check_finetune as check_finetune
 from .held_out import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as evaluate_loss
 from .load_model import (

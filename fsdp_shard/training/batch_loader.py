@@ -1,6 +1,7 @@
 """Loads the samples of the next step in a thread while this step runs, up to the memory of the device."""
 
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fsdp_shard.data import Batch, Dataset, micro_batches, source_predictions
+from fsdp_shard.data import MASKED, Batch, Dataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.training.config import TrainConfig
 
@@ -35,7 +36,7 @@ class LoadedStep:
     """The samples of one step.
 
     Attributes:
-        samples: Indices of the samples of all ranks, int64 [global_batch_size].
+        samples: Positions of the samples of all ranks, int64 [global_batch_size].
         parts: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
         batches: The micro-batches.
         counts: Predictions of this rank, and those of each source of a mixture.
@@ -54,14 +55,13 @@ class BatchLoader:
         dataset: The samples.
         config: Sizes of the batches.
         context: The ranks that train.
-        seed: Seed of the order of the samples.
 
     Attributes:
         seconds_waited: How long the last step waited for its samples, on this rank.
     """
 
-    def __init__(self, dataset: Dataset, config: TrainConfig, context: DistributedContext, seed: int) -> None:
-        self._dataset, self._config, self._context, self._seed = dataset, config, context, seed
+    def __init__(self, dataset: Dataset, config: TrainConfig, context: DistributedContext) -> None:
+        self._dataset, self._config, self._context = dataset, config, context
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
         self._loading: Future[LoadedStep] | None = None
@@ -90,8 +90,8 @@ class BatchLoader:
 
     def _begin(self, first: int) -> Future[LoadedStep]:
         # Here, not in the thread: the ranks exchange what they tokenized of streamed data.
-        samples = self._dataset.order(self._seed, first, self._config.global_batch_size)
-        return self._thread.submit(self._load, samples)
+        self._dataset.prepare(first, self._config.global_batch_size)
+        return self._thread.submit(self._load, np.arange(first, first + self._config.global_batch_size))
 
     def _load(self, samples: Ints) -> LoadedStep:
         context = self._context
@@ -102,6 +102,48 @@ class BatchLoader:
         copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
         with copying:
             return LoadedStep(samples, parts, [to_device(batch, context.device) for batch in batches], counts)
+
+
+def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: int) -> Ints:
+    """Split a global batch into micro-batches: the same global batch on any number of ranks.
+
+    Micro-batch m of rank r has the samples at (m * num_ranks + r) * micro_batch_size and following.
+
+    Args:
+        samples: The samples [global_batch_size] of the global batch, by position or index.
+        micro_batch_size: Samples per micro-batch.
+        rank: The rank, among those with different data.
+        num_ranks: The number of such ranks.
+
+    Returns:
+        The samples [num_micro_batches, micro_batch_size] of this rank.
+
+    Raises:
+        ValueError: The samples cannot be divided evenly.
+    """
+    if len(samples) % (micro_batch_size * num_ranks):
+        raise ValueError(f"{len(samples)} samples in micro-batches of {micro_batch_size} on {num_ranks} ranks")
+    return samples.reshape(-1, num_ranks, micro_batch_size)[:, rank]
+
+
+def source_predictions(dataset: Dataset, samples: Iterable[Ints], batches: Sequence[Batch]) -> list[int]:
+    """Count the labels of each source of a mixture.
+
+    Args:
+        dataset: The dataset of the samples.
+        samples: Positions of the samples of each batch.
+        batches: The batches.
+
+    Returns:
+        The number of unmasked labels of each of `dataset.source_names`.
+    """
+    if not dataset.source_names:
+        return []
+    counts = np.zeros(len(dataset.source_names), np.int64)
+    for positions, batch in zip(samples, batches, strict=True):
+        per_sample = (batch.labels != MASKED).reshape(len(batch.labels), -1).sum(axis=1)
+        np.add.at(counts, dataset.sources_of(positions), per_sample)
+    return [int(count) for count in counts]
 
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:

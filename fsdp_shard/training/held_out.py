@@ -2,16 +2,18 @@
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from fsdp_shard.data import MapDataset, evaluation_batches
+from fsdp_shard.data import NO_WINDOW, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel
-from fsdp_shard.training.batch_loader import to_device
+from fsdp_shard.training.batch_loader import Ints, micro_batches, to_device
 from fsdp_shard.training.loop import TrainingRun, forward_loss
 from fsdp_shard.training.optim.lr_schedule import is_due
 from fsdp_shard.training.trainer_state import TrainerState
@@ -100,3 +102,15 @@ def evaluate_loss(
         raise LossError(f"The held-out loss is {loss} over {int(all_tokens)} tokens: the weights are not usable.")
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return EvalReport(loss, perplexity, int(all_tokens), time.perf_counter() - began)
+
+
+def evaluation_batches(num_samples: int, micro_batch_size: int, rank: int, num_ranks: int) -> Iterator[Ints]:
+    """Yield the indices [micro_batch_size] of each batch of this rank, for one pass over all samples in order.
+
+    Every rank gets the same number of batches, as each forward pass is a collective; the last are filled up with
+    `NO_WINDOW`. The arguments are those of `micro_batches`.
+    """
+    unit = micro_batch_size * num_ranks
+    padded = np.full(-(-num_samples // unit) * unit, NO_WINDOW, np.int64)
+    padded[:num_samples] = np.arange(num_samples)
+    yield from micro_batches(padded, micro_batch_size, rank, num_ranks)

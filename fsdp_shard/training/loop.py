@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from fsdp_shard.data import Dataset, source_figures
+from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import STOP_SIGNALS, DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.batch_loader import BatchLoader, DeviceBatch
 from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.figures import source_figures
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
 from fsdp_shard.training.optim.lr_schedule import learning_rate
@@ -136,7 +137,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     """
     run.model.module.train()
     run.dataset.load_state_dict(run.state.place)
-    with BatchLoader(run.dataset, run.config, run.context, run.state.seed) as loader:
+    with BatchLoader(run.dataset, run.config, run.context) as loader:
         while not run.is_over:
             with run.profile(run.state.step + 1):
                 report = _train_step(run, loader)
@@ -176,8 +177,9 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
         run.optimizer.step()
     else:
         bad = [int(i) for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss) for i in part]
-        in_loss = sorted({i for rank in context.all_gather_object(bad) for i in rank})
-        where = f"loss of samples {in_loss}" if in_loss else f"gradients only, samples {sorted({*map(int, samples)})}"
+        in_loss = [position for rank in context.all_gather_object(bad) for position in rank]
+        named = run.dataset.describe(in_loss or samples)
+        where = f"loss of samples {named}" if in_loss else f"gradients only, samples {named}"
         fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite in the {where}"
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):

@@ -23,3 +23,8 @@ def byte_tokenizer(end: str | None = "<|end|>") -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return byte_tokenizer()
+
+
+def positions_of_rank(first: int, count: int, rank: int, num_ranks: int) -> range:
+    """The positions of a rank in a global batch, in micro-batches of one sample."""
+    return range(first + rank, first + count, num_ranks)

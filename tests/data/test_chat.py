@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fsdp_shard.data.config import DataConfig, kind_of, sources_of
 from fsdp_shard.data.pipeline import prepare_data
-from fsdp_shard.data.sources.readers import Row
+from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.validate import check_data, check_tokenizer
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import check

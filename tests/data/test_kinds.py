@@ -13,7 +13,7 @@ import pytest
 from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.pipeline import prepare_data
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
-from fsdp_shard.data.sources.readers import Row
+from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import open_source
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
@@ -173,7 +173,7 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
         "train: 4 rows, 28 tokens, 1 row dropped with nothing to learn, 1 dropped with nothing to learn in the "
         "first 8 tokens, 1 cut to 8 tokens, each in a window of up to 8",
     )
-    batch = samples.train.batch([0, 1, NO_WINDOW])
+    batch = samples.train.dataset.batch([0, 1, NO_WINDOW])
     assert batch.input_ids[:2].tolist() == [[*b"aaa\nbcde"], [*b"a\nb", 0, 0, 0, 0, 0]]
     masked = MASKED
     assert batch.labels.tolist() == [
@@ -181,7 +181,7 @@ def test_rows_that_are_too_long_are_cut_and_counted(tmp_path: Path) -> None:
         [masked, ord("b"), END, *[masked] * 5],
         [masked] * 8,
     ]
-    assert samples.train.num_predictions == 7
+    assert samples.train.dataset.num_predictions == 7
     with pytest.raises(DataError, match=r"nothing is left to train on. Increase data\.sequence_length"):
         prepare_data(dataclasses.replace(config, sequence_length=1), byte_tokenizer())
 
@@ -190,12 +190,12 @@ def test_held_out_rows(tmp_path: Path) -> None:
     config = DataConfig(path=rows_file(tmp_path / "a.jsonl", 50), kind="pairs", sequence_length=64, eval_fraction=0.2)
     samples = prepare_data(config, byte_tokenizer(), tmp_path / "cache")
     assert samples.held_out is not None
-    assert (len(samples.train), len(samples.held_out)) == (38, 9)
+    assert (len(samples.train.dataset), len(samples.held_out)) == (38, 9)
     assert len({samples.train.identity, samples.held_out.identity, samples.held_out.head(3).identity}) == 3
     whole = prepare_data(
         DataConfig(path=config.path, kind="pairs", sequence_length=64), byte_tokenizer(), tmp_path / "cache"
     )
-    expected = whole.train.batch(np.arange(38, 47))
+    expected = whole.train.dataset.batch(np.arange(38, 47))
     assert samples.held_out.batch(range(9)).labels.tolist() == expected.labels.tolist()
 
 
@@ -231,7 +231,7 @@ def test_plain_text_has_no_rows(tmp_path: Path) -> None:
         ({"source_format": "{source}"}, "source_format=.* is for kind=pairs, not text"),
         ({"kind": "instruction", "prompt": "{instruction}"}, r"prompt does not contain \{input\}"),
         ({"kind": "pairs", "source_format": "x"}, r"source_format=x does not contain \{source\}"),
-        ({"workers": 0}, "workers=0"),
+        ({"workers": -1}, "workers=-1"),
     ],
 )
 def test_settings_that_would_do_nothing(values: dict[str, Any], words: str) -> None:

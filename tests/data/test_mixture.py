@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,19 @@ from fsdp_shard.config import FinetuneConfig, compose_jobs, write_config
 from fsdp_shard.data.config import DataConfig, mixture_of, sources_of
 from fsdp_shard.data.kinds.kind import MASKED_LM
 from fsdp_shard.data.pipeline import Samples, open_samples, prepare_data, tokenize_all
-from fsdp_shard.data.samples.batch import NO_WINDOW, micro_batches
-from fsdp_shard.data.samples.mixture import Mixture
+from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
 from fsdp_shard.data.samples.mixture_schedule import (
     LONGEST_ROUND,
-    counts_before,
     counts_per_round,
-    samples_until,
-    scheduled_sources,
 )
-from fsdp_shard.data.samples.protocol import data_figures, source_figures, source_predictions
+from fsdp_shard.data.samples.protocol import Shuffled
 from fsdp_shard.data.samples.windows import WindowDataset
 from fsdp_shard.data.task import Task, check_task
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation import check_text
+from fsdp_shard.training import micro_batches
 from fsdp_shard.utils import check
 from tests.data.conftest import byte_tokenizer
 from tests.data.test_config import write
@@ -37,20 +34,24 @@ from tests.data.test_config import write
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
-@given(shares=SHARES, cuts=st.lists(st.integers(0, 90), max_size=5))
-def test_each_source_has_its_part_of_every_beginning(shares: list[int], cuts: list[int]) -> None:
+@given(shares=SHARES, lengths=st.lists(st.integers(1, 60), min_size=6, max_size=6))
+def test_each_source_has_its_part_of_every_beginning(shares: list[int], lengths: list[int]) -> None:
     num, total = 2 * sum(shares) + 3, sum(shares)
-    sequence = scheduled_sources(shares, 0, num).tolist()
-    counts = np.zeros(len(shares), int)
+    parts = {name: of_length(length) for name, length, _ in zip("abcdef", lengths, shares, strict=False)}
+    mixed = Mixture(parts, dict(zip(parts, shares, strict=True)))
+    sequence, before = (found(np.arange(num)).tolist() for found in (mixed.sources_of, mixed.counts_before))
+    counts, until = np.zeros(len(shares), int), mixed.samples_until_repeat()
     for place, source in enumerate(sequence):
-        assert counts_before(shares, place).tolist() == counts.tolist()
+        assert before[place] == counts.tolist()
         counts[source] += 1
         off = [abs(count - share * (place + 1) / total) for count, share in zip(counts, shares, strict=True)]
         assert max(off) < 1
-        assert samples_until(shares, source, int(counts[source])) == place + 1
-    ends = list(itertools.accumulate(cuts, initial=0))
-    pieces = [scheduled_sources(shares, first, last - first).tolist() for first, last in itertools.pairwise(ends)]
-    assert list(itertools.chain(*pieces)) == scheduled_sources(shares, 0, ends[-1]).tolist()
+        if counts[source] == lengths[source]:
+            assert until["abcdef"[source]] == place + 1
+
+
+def of_length(num_samples: int, seed: int = 0) -> Shuffled:
+    return Shuffled(WindowDataset(np.arange(8 * num_samples + 1), 8, "x"), seed)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +99,15 @@ def test_its_order_is_that_of_a_plain_loop_over_the_sources(config: DataConfig, 
     samples = prepare_data(config, tokenizer)
     mixed = samples.train
     assert isinstance(mixed, Mixture)
-    assert mixed.names == ("asked", "books", "web")
+    assert mixed.source_names == ("asked", "books", "web")
     assert mixed.counts == (1, 2, 1)
     # What each source gives on its own, one sample at a time, epoch after epoch.
-    plain = {name: prepare_data(source, tokenizer).train for name, source in sources_of(config).items()}
+    plain = {name: prepare_data(source, tokenizer).train.dataset for name, source in sources_of(config).items()}  # type: ignore[attr-defined]
     epochs: dict[str, list[int]] = {name: [] for name in plain}
     drawn, at = [], dict.fromkeys(plain, 0)
-    batch = mixed.batch(mixed.order(3, 0, 60))
-    for row, number in enumerate(scheduled_sources(mixed.counts, 0, 60)):
-        name = mixed.names[number]
+    batch = mixed.batch(range(60))
+    for row, number in enumerate(mixed.sources_of(np.arange(60))):
+        name = mixed.source_names[number]
         inner = int(np.flatnonzero(_matches(plain[name], batch, row))[0])
         epochs[name].append(inner)
         at[name] += 1
@@ -118,23 +119,6 @@ def test_its_order_is_that_of_a_plain_loop_over_the_sources(config: DataConfig, 
             assert len(set(seen[start : start + size])) == min(size, len(seen) - start), "each once an epoch"
     assert epochs["books"][:5] != epochs["books"][5:10], "another order each time"
     assert mixed.figures(60)["sources"]["books"] == {"share": 0.5, "samples": 30, "epochs": 6.0}
-    counted = {"books": 11, "web": 5}
-    figures = data_figures(mixed, 60, counted)["sources"]
-    assert figures["books"] == {**mixed.figures(60)["sources"]["books"], "tokens": 11}
-    assert figures["asked"]["tokens"] == 0
-    assert source_figures(mixed, 60, counted)["web"] == {"samples": 15, "tokens": 5, "epochs": 1.0714}
-    assert data_figures(plain["web"], 60, {}) == source_figures(plain["web"], 60, {}) == {}
-    # Tokens of each source, in batches that are on several ranks.
-    order = mixed.order(3, 0, 24)
-    counts = np.zeros(3, int)
-    for rank in range(2):
-        parts = micro_batches(order, 4, rank, 2)
-        counts += source_predictions(mixed, parts, [mixed.batch(part) for part in parts])
-    drawn_from = scheduled_sources(mixed.counts, 0, 24)
-    assert counts.tolist() == [
-        sum(mixed.batch([index]).num_predictions for index in order[drawn_from == number]) for number in range(3)
-    ]
-    assert source_predictions(plain["web"], [order], [batch]) == []
     assert samples.notes[0].startswith("train, web (1 of 4 samples): 1 document, 112 tokens, 14 windows")
     assert samples.notes[3] == ("samples of the mixture until a source repeats: asked 14, books 9, web 56")
 
@@ -152,18 +136,19 @@ def _matches(dataset: Any, batch: Any, row: int) -> list[bool]:
 
 
 def test_any_cut_of_the_order_and_any_ranks_give_the_same_samples(config: DataConfig, tokenizer: Any) -> None:
-    mixed = prepare_data(config, tokenizer).train
-    whole = mixed.order(1, 0, 96).tolist()
-    assert [int(i) for first in range(0, 96, 8) for i in mixed.order(1, first, 8)] == whole
-    assert mixed.order(2, 0, 96).tolist() != whole
+    tokenized = tokenize_all(config, tokenizer)
+    mixed, other = (open_samples(config, tokenized, seed=seed).train for seed in (1, 2))
+    whole = mixed.batch(range(96)).labels.tolist()
+    assert [row for first in range(0, 96, 8) for row in mixed.batch(range(first, first + 8)).labels.tolist()] == whole
+    assert other.batch(range(96)).labels.tolist() != whole
     for num_ranks in (1, 2, 4):
-        parts = [micro_batches(mixed.order(1, 8, 8), 2, rank, num_ranks) for rank in range(num_ranks)]
+        parts = [micro_batches(np.arange(8, 16), 2, rank, num_ranks) for rank in range(num_ranks)]
         together = np.stack(parts, axis=1).reshape(-1)
-        assert together.tolist() == whole[8:16]
+        assert mixed.batch(together).labels.tolist() == whole[8:16]
     # The order of the settings does not matter, the weights do.
     turned = DataConfig(**{**vars(config), "mixture": dict(reversed(config.mixture.items()))})
-    again = prepare_data(turned, tokenizer).train
-    assert (again.identity, again.order(1, 0, 96).tolist()) == (mixed.identity, whole)
+    again = open_samples(turned, tokenize_all(turned, tokenizer), seed=1).train
+    assert (again.identity, again.batch(range(96)).labels.tolist()) == (mixed.identity, whole)
     config.mixture["web"]["weight"] = 5
     assert prepare_data(config, tokenizer).train.identity != mixed.identity
 
@@ -172,16 +157,18 @@ def test_a_part_of_each_source_is_held_out(config: DataConfig, tokenizer: Any) -
     config.eval_fraction = 0.4
     samples = prepare_data(config, tokenizer)
     assert isinstance(samples.train, Mixture)
-    assert isinstance(samples.held_out, Mixture)
-    assert [len(part) for part in samples.train.parts] == [2, 3, 8]
-    assert [len(part) for part in samples.held_out.parts] == [2, 2, 6]
+    assert isinstance(samples.held_out, Concatenation)
+    assert [part.num_samples for part in samples.train.parts] == [2, 3, 8]
+    assert samples.train.num_samples == 13
+    assert [len(part) for part in samples.held_out.parts.values()] == [2, 2, 6]
     batches = [samples.held_out.batch([index]) for index in range(10)]
     assert sum(batch.num_predictions for batch in batches) == samples.held_out.num_predictions
-    assert [len(part) for part in samples.held_out.head(5).parts] == [1, 1, 3]
+    assert [len(part) for part in samples.held_out.head(5).parts.values()] == [1, 1, 3]
     assert len(samples.held_out.head(1)) == 1
-    assert samples.held_out.slice(3, 10).batch([0]).input_ids.tolist() == batches[3].input_ids.tolist()
     nothing = samples.held_out.batch([9, NO_WINDOW])
     assert nothing.num_predictions == batches[9].num_predictions
+    with pytest.raises(IndexError, match="sample 10 of 10"):
+        samples.held_out.batch([10])
 
 
 def test_what_is_hidden_differs_between_epochs(tmp_path: Path) -> None:
@@ -190,11 +177,12 @@ def test_what_is_hidden_differs_between_epochs(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "[MASK]"})
     samples: Samples = open_samples(config, tokenize_all(config, tokenizer, task=MASKED_LM), Task(MASKED_LM), seed=1)
-    mixed = samples.train
-    order = mixed.order(0, 0, 4 * len(mixed))
-    assert len(set(order.tolist())) == len(order), "numbers count on through the epochs"
-    assert order.max() >= 3 * len(mixed)
-    assert mixed.batch(order).input_ids.shape == (len(order), 16)
+    num = 8 * (samples.train.num_samples or 0)
+    batch = samples.train.batch(range(num))
+    assert batch.input_ids.shape == (num, 16)
+    whole = np.where(batch.labels == MASKED, batch.input_ids, batch.labels)
+    assert len({row.tobytes() for row in whole}) <= num // 8
+    assert len({row.tobytes() for row in batch.input_ids}) > num // 2
 
 
 def test_it_is_given_on_a_command_line_and_written_down(tmp_path: Path, config: DataConfig) -> None:
@@ -263,13 +251,17 @@ def test_errors_name_the_source(config: DataConfig, tmp_path: Path) -> None:
 
 def test_a_source_alone_is_as_without_a_mixture() -> None:
     windows = WindowDataset(np.arange(100), 8, "x")
-    alone = Mixture.of({"x": windows}, {"x": 1})
-    assert len(alone) == len(windows)
-    assert np.array_equal(alone.batch([3, 12]).labels, windows.batch([3, 12]).labels)
+    shuffled = Shuffled(windows, 3)
+    alone = Mixture({"x": shuffled}, {"x": 1})
+    assert alone.num_samples == len(windows)
+    assert np.array_equal(alone.batch(range(40)).labels, shuffled.batch(range(40)).labels)
+    assert alone.describe([3, 14, 3]) == f"x {sorted([shuffled.index_of(3), shuffled.index_of(14)])}"
+    assert np.array_equal(Concatenation({"x": windows}).batch([3, 12]).labels, windows.batch([3, 12]).labels)
 
 
 def test_sources_of_one_size_have_orders_of_their_own() -> None:
-    windows = WindowDataset(np.arange(8 * 50 + 1), 8, "x")
-    mixed = Mixture.of({"a": windows, "b": windows}, {"a": 1, "b": 1})
-    order = mixed.order(0, 0, 100)
-    assert order[order < 50].tolist() != (order[order >= 50] - 50).tolist()
+    mixed = Mixture({name: of_length(50, seed_of(0, name)) for name in "ab"}, {"a": 1, "b": 1})
+    order, sources = mixed.batch(range(100)).labels, mixed.sources_of(np.arange(100))
+    assert order[sources == 0].tolist() != order[sources == 1].tolist()
+    assert sorted(order[sources == 0].tolist()) == sorted(order[sources == 1].tolist())
+    assert mixed.state_dict(8) is None

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.pipeline import prepare_data
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
-from fsdp_shard.data.samples.packing import PackedDataset, best_fit
+from fsdp_shard.data.samples.packing import PackedRows, best_fit
+from fsdp_shard.data.samples.rows import CausalRows
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import check_packing
 from tests.data.conftest import END, byte_tokenizer
@@ -50,11 +51,11 @@ def config_of(tmp_path: Path, packing: bool, length: int = 64) -> DataConfig:
 
 def test_every_token_is_predicted_once_and_documents_are_apart(tmp_path: Path) -> None:
     samples = prepare_data(config_of(tmp_path, True, 32), byte_tokenizer(), tmp_path / "cache")
-    packed = samples.train
-    assert isinstance(packed, PackedDataset)
+    packed = samples.train.dataset  # type: ignore[attr-defined]
+    assert isinstance(packed, PackedRows)
     batch = packed.batch(range(len(packed)))
     seen = []
-    for ids, labels, positions in zip(batch.input_ids, batch.labels, batch.others["position_ids"], strict=True):
+    for ids, labels, positions in zip(batch.input_ids, batch.labels, batch.inputs["position_ids"], strict=True):
         for piece in np.split(np.arange(32), np.flatnonzero(positions == 0)[1:]):
             if (labels[piece] != MASKED).any():
                 assert positions[piece].tolist() == list(range(len(piece)))
@@ -63,8 +64,8 @@ def test_every_token_is_predicted_once_and_documents_are_apart(tmp_path: Path) -
     text = (tmp_path / "a.txt").read_bytes().splitlines()
     pieces = [(line + b"\0")[at : at + 33] for line in text for at in range(0, len(line), 32)]  # END is 256
     assert sorted(seen) == sorted(pieces)
-    assert "packed into" in samples.notes[0]
-    assert packed.num_padded == int((batch.labels == MASKED).sum())
+    full = (batch.labels != MASKED).mean()
+    assert f"packed into {len(packed)} windows of 32 ({full:.1%} full)" in samples.notes[0]
     assert len(packed) * 32 < packed.num_predictions / 0.8
     (empty,) = packed.batch([NO_WINDOW]).labels
     assert (empty == MASKED).all()
@@ -76,15 +77,15 @@ def test_any_windows_are_like_the_others(tmp_path: Path) -> None:
     lines = [f"{n:0{1 + n * 31 // 400}d}" for n in range(400)]
     path = write(tmp_path / "a.txt", "\n".join(lines) + "\n")
     config = DataConfig(path=path, sample_by="line", packing=True, sequence_length=32)
-    packed = prepare_data(config, byte_tokenizer(), tmp_path / "cache").train
-    assert isinstance(packed, PackedDataset)
+    packed = prepare_data(config, byte_tokenizer(), tmp_path / "cache").train.dataset  # type: ignore[attr-defined]
+    assert isinstance(packed, PackedRows)
     rows = np.diff(packed.starts)
     half = len(rows) // 2
     assert rows.max() > 1.5 * rows.min()
     assert 0.8 < rows[:half].mean() / rows[half:].mean() < 1.25
-    again = prepare_data(config, byte_tokenizer(), tmp_path / "cache").train
-    assert isinstance(again, PackedDataset)
-    assert packed.items.tolist() == again.items.tolist()
+    again = prepare_data(config, byte_tokenizer(), tmp_path / "cache").train.dataset  # type: ignore[attr-defined]
+    assert isinstance(again, PackedRows)
+    assert packed.kept.tolist() == again.kept.tolist()
 
 
 SMALL = {
@@ -126,9 +127,9 @@ def test_logits_are_those_of_each_document_alone(tmp_path: Path, family: str, at
     config = model.config
     config.architectures = [type(model).__name__]
     check_packing(config)
-    packed = prepare_data(config_of(tmp_path, True), byte_tokenizer(), tmp_path / "cache").train
-    apart = packed.rows  # type: ignore[attr-defined]
-    windows = sorted(range(len(packed)), key=lambda window: -len(packed._items(window)))[:3]  # type: ignore[attr-defined]
+    packed = prepare_data(config_of(tmp_path, True), byte_tokenizer(), tmp_path / "cache").train.dataset  # type: ignore[attr-defined]
+    apart = CausalRows(packed.examples, np.arange(len(packed.examples)), 64)
+    windows = sorted(range(len(packed)), key=lambda window: -len(packed.examples_of(window)))[:3]
     batch = packed.batch(windows)
     inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
     with torch.no_grad():
@@ -136,7 +137,7 @@ def test_logits_are_those_of_each_document_alone(tmp_path: Path, family: str, at
         compared = 0
         for row, window in enumerate(windows):
             at = 0
-            for place in packed._items(window):  # type: ignore[attr-defined]
+            for place in packed.examples_of(window):
                 alone = apart.batch([int(place)])
                 length = int((alone.labels != MASKED).sum())
                 ids = torch.from_numpy(alone.input_ids[:, :length])

@@ -25,7 +25,7 @@ def test_all_of_it_is_trained_by_default(tmp_path: Path, tokenizer: Any) -> None
     config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8)
     windows = prepare_data(config, tokenizer, tmp_path / "cache")
     assert windows.held_out is None
-    assert np.asarray(windows.train.tokens).tolist() == [*TEXT.encode()]
+    assert np.asarray(windows.train.dataset.tokens).tolist() == [*TEXT.encode()]
     assert windows.notes == ("train: 1 document, 101 tokens, 13 windows of 8, the last padded by 4",)
 
 
@@ -34,8 +34,8 @@ def test_the_last_windows_are_held_out(tmp_path: Path, tokenizer: Any, fraction:
     config = DataConfig(path=write(tmp_path / "a.txt", TEXT), sequence_length=8, eval_fraction=fraction)
     windows = prepare_data(config, tokenizer, tmp_path / "cache")
     assert windows.held_out is not None
-    assert (len(windows.train), len(windows.held_out)) == (13 - num_held_out, num_held_out)
-    assert windows.train.num_predictions + windows.held_out.num_predictions == 100
+    assert (len(windows.train.dataset), len(windows.held_out)) == (13 - num_held_out, num_held_out)
+    assert windows.train.dataset.num_predictions + windows.held_out.num_predictions == 100
     assert np.asarray(windows.held_out.tokens).tolist() == [*TEXT.encode()][(13 - num_held_out) * 8 :]
     assert "the last" in windows.notes[1]
 
@@ -82,7 +82,7 @@ def _prepare(context: DistributedContext, config: DataConfig, problem: str | Non
         windows = prepare_on_ranks(config, open_tokenizer, context)
     except (DataError, ModelError) as error:
         return type(error).__name__, str(error)
-    return np.asarray(windows.train.tokens).tolist(), windows.notes
+    return np.asarray(windows.train.dataset.tokens).tolist(), windows.notes
 
 
 def test_ranks_see_the_same_windows(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def _prepare_slowly(context: DistributedContext, config: DataConfig) -> Any:
         return byte_tokenizer()
 
     hurried = replace(context, group=context.with_new_group(1.0).group)
-    return np.asarray(prepare_on_ranks(config, open_tokenizer, hurried).train.tokens).tolist()
+    return np.asarray(prepare_on_ranks(config, open_tokenizer, hurried).train.dataset.tokens).tolist()
 
 
 def test_ranks_wait_for_long_texts(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import pytest
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.sources import readers
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
+from fsdp_shard.data.sources.row import document_of
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
@@ -313,7 +314,7 @@ def test_what_cannot_be_read_is_one_error(
 ) -> None:
     path = write(tmp_path / name, content)
     with pytest.raises(DataError, match=words) as caught:
-        _ = [readers.document_of(row, "text") for row, _ in source_of(path).read(["text"])]
+        _ = [document_of(row, "text") for row, _ in source_of(path).read(["text"])]
     assert path in str(caught.value)
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", ""), "nothing is printed besides"

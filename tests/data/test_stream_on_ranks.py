@@ -18,17 +18,16 @@ import pytest
 import xxhash
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.kinds import kind
 from fsdp_shard.data.kinds.kind import MASKED_LM
 from fsdp_shard.data.pipeline import Tokenized, open_samples, prepare_on_ranks
-from fsdp_shard.data.samples.batch import micro_batches
 from fsdp_shard.data.samples.protocol import Dataset
-from fsdp_shard.data.streaming import block_reader, dataset as dataset_module
-from fsdp_shard.data.streaming.block_samples import RowBlocks, TextBlocks
+from fsdp_shard.data.streaming import block_reader, stream as stream_module
 from fsdp_shard.data.task import SpecialTokens, Task
+from fsdp_shard.data.tokenized import encoder
+from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import DataError
-from tests.data.conftest import byte_tokenizer
+from tests.data.conftest import byte_tokenizer, positions_of_rank
 from tests.data.test_streaming import settle
 from tests.support.ranks import on_ranks
 
@@ -107,7 +106,7 @@ def open_alone(config: DataConfig, task: Task) -> Dataset:
 
 def sample(dataset: Dataset, index: int) -> Any:
     batch = dataset.batch([index])
-    return [array.tolist() for array in (batch.input_ids, batch.labels, *batch.others.values())]
+    return [array.tolist() for array in (batch.input_ids, batch.labels, *list(batch.inputs.values())[1:])]
 
 
 def place(state: Any) -> Any:
@@ -137,14 +136,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             counts["read"] += len(block.rows)
             yield block
 
-    monkeypatch.setattr(dataset_module, "read_blocks", read_blocks)
-    for blocks in (RowBlocks, TextBlocks):
+    encode = Encoder.__call__
 
-        def encode(self: Any, rows: Any, encode: Any = blocks.encode) -> Any:
-            counts["tokenized"] += len(rows)
-            return encode(self, rows)
+    def counting(self: Encoder, rows: Any) -> Any:
+        counts["tokenized"] += len(rows)
+        return encode(self, rows)
 
-        monkeypatch.setattr(blocks, "encode", encode)
+    monkeypatch.setattr(stream_module, "read_blocks", read_blocks)
+    monkeypatch.setattr(Encoder, "__call__", counting)
     return counts
 
 
@@ -152,8 +151,9 @@ def train(dataset: Dataset, rank: int = 0, num_ranks: int = 1) -> tuple[dict[int
     """The samples of one rank by index, and the state after each global batch."""
     samples, states = {}, []
     for first in range(0, NUM, BATCH):
-        for part in micro_batches(dataset.order(SEED, first, BATCH), 1, rank, num_ranks):
-            samples[int(part[0])] = sample(dataset, int(part[0]))
+        dataset.prepare(first, BATCH)
+        for position in positions_of_rank(first, BATCH, rank, num_ranks):
+            samples[position] = sample(dataset, position)
         states.append(dataset.state_dict(first + BATCH))
     return samples, states
 
@@ -203,10 +203,10 @@ def test_one_exchange_ahead_and_no_more(tmp_path: Path, monkeypatch: pytest.Monk
     dataset = open_alone(DataConfig(path=path, streaming=True, shuffle_buffer=300, kind="instruction"), Task())
     assert counts["read"] == 0
     for asked in (2, 3, 200):
-        dataset.order(SEED, 0, asked)
+        dataset.prepare(0, asked)
         settle()
         assert counts == {"read": 600, "tokenized": 600}
-    dataset.order(SEED, 200, 200)
+    dataset.prepare(200, 200)
     settle()
     assert counts["tokenized"] == 900
 
@@ -217,13 +217,14 @@ def test_it_goes_on_from_any_sample(tmp_path: Path, name: str) -> None:
     whole, again = open_alone(config, task), open_alone(config, task)
     expected, states = [], [whole.state_dict(0)]
     for index in range(NUM + BATCH):
-        whole.order(SEED, index, 1)
+        whole.prepare(index, 1)
         expected.append(sample(whole, index))
         states.append(json.loads(json.dumps(whole.state_dict(index + 1))))
     for cut in random.Random(name).choices(range(NUM), k=50):
         again.load_state_dict(states[cut])
         assert again.state_dict(cut) == states[cut]
-        found = [sample(again, int(index)) for index in again.order(SEED, cut, BATCH)]
+        again.prepare(cut, BATCH)
+        found = [sample(again, index) for index in range(cut, cut + BATCH)]
         assert found == expected[cut : cut + BATCH], cut
         assert again.state_dict(cut + BATCH) == states[cut + BATCH], cut
 
@@ -233,7 +234,8 @@ def _resume(context: DistributedContext, config: DataConfig, states: dict[int, A
     found = {}
     for cut, state in states.items():
         dataset.load_state_dict(state)
-        for index in dataset.order(SEED, cut, BATCH)[context.rank :: context.world_size]:
+        dataset.prepare(cut, BATCH)
+        for index in range(cut, cut + BATCH)[context.rank :: context.world_size]:
             found[cut, int(index)] = sample(dataset, int(index))
     return found
 
@@ -258,7 +260,7 @@ def _fail(context: DistributedContext, config: DataConfig, other: Path | None) -
     try:
         dataset = prepare_on_ranks(config, tokenizer, context, seed=SEED).train
         while num < 10_000:
-            dataset.order(SEED, num, BATCH)
+            dataset.prepare(num, BATCH)
             num += BATCH
     except DataError as error:
         return num, str(error)
@@ -270,9 +272,9 @@ def test_a_bad_row_ends_all_ranks(tmp_path: Path, bad: str) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join([*good[:800], bad, *good[800:]]))
     config = DataConfig(path=str(tmp_path / "a.jsonl"), kind="instruction", streaming=True, shuffle_buffer=300)
     alone = open_alone(config, Task())
-    alone.order(SEED, 0, 600)
+    alone.prepare(0, 600)
     with pytest.raises(DataError, match=r"a\.jsonl, line 801") as caught:
-        alone.order(SEED, 600, 1)
+        alone.prepare(600, 1)
     assert set(on_ranks(3, _fail, config, None)) == {(600, str(caught.value))}, "at the same sample"
 
 
@@ -293,7 +295,7 @@ def test_ranks_that_read_different_rows(tmp_path: Path, row: int) -> None:
 def test_streams_of_a_mixture_use_their_tokenizer_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is not safe in several threads, as a call may change its settings."""
     users, at_once = list[int](), list[int]()
-    encode = kind.plain_ids
+    encode = encoder.plain_ids
 
     def noted(texts: list[str], tokenizer: Any) -> Any:
         users.append(1)
@@ -304,22 +306,22 @@ def test_streams_of_a_mixture_use_their_tokenizer_in_turn(tmp_path: Path, monkey
 
     mixture = {name: {"path": rows(tmp_path / name, 0, 400)} for name in "abcd"}
     dataset = open_alone(DataConfig(path="", mixture=mixture, streaming=True, shuffle_buffer=50), Task())
-    monkeypatch.setattr(kind, "plain_ids", noted)
-    dataset.order(SEED, 0, 40)
+    monkeypatch.setattr(encoder, "plain_ids", noted)
+    dataset.prepare(0, 40)
     settle()
     assert len(at_once) >= 8
     assert max(at_once) == 1
 
 
 END = """
-import sys, time
+import sys, time, pyarrow
 from fsdp_shard.data.streaming.block_reader import Block, encode_blocks
-from fsdp_shard.data.sources.readers import Row
+from fsdp_shard.data.sources.row import Row
 
 def encode(rows):
     time.sleep(0.05)
     print(len(rows), flush=True)
-    return [[] for _ in rows]
+    return pyarrow.table({"tokens": pyarrow.array([0] * len(rows), pyarrow.int64())})
 
 ahead = Block([Row("here", {"text": "x" * (1 << 20)})] * 400, None, False)
 next(encode_blocks("name", iter([Block([], None, True)] * 300 + [ahead]), encode, None))

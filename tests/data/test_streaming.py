@@ -13,20 +13,19 @@ from typing import Any
 import pytest
 
 from fsdp_shard.data.config import DataConfig
-from fsdp_shard.data.kinds import kind
 from fsdp_shard.data.kinds.kind import MASKED_LM
 from fsdp_shard.data.pipeline import open_samples, prepare_data, tokenize_all
-from fsdp_shard.data.samples.batch import micro_batches
 from fsdp_shard.data.samples.factory import SampleFactory
-from fsdp_shard.data.samples.protocol import data_figures
 from fsdp_shard.data.sources import source as source_module
-from fsdp_shard.data.streaming.dataset import StreamDataset, open_stream
+from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task
+from fsdp_shard.data.tokenized import encoder
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.evaluation import check_text
+from fsdp_shard.training import data_figures
 from fsdp_shard.utils import check
-from tests.data.conftest import byte_tokenizer
+from tests.data.conftest import byte_tokenizer, positions_of_rank
 from tests.data.test_config import write
 
 WORDS = [f"row {i} " + "x" * (7 * i % 23) for i in range(41)]
@@ -40,7 +39,7 @@ def stream_of(config: DataConfig, tokenizer: Any, seed: int = 3, task: Task | No
 
 def sample(dataset: Any, index: int) -> Any:
     batch = dataset.batch([index])
-    return [array.tolist() for array in (batch.input_ids, batch.labels, *batch.others.values())]
+    return [array.tolist() for array in (batch.input_ids, batch.labels, *list(batch.inputs.values())[1:])]
 
 
 def json_lines(path: Path, words: list[str] = WORDS) -> str:
@@ -71,7 +70,7 @@ KINDS: list[dict[str, Any]] = [
 def test_it_goes_on_from_any_place(tmp_path: Path, tokenizer: Any, more: dict[str, Any]) -> None:
     config = DataConfig(path=folder(tmp_path / "d"), streaming=True, shuffle_buffer=8, **more)
     whole = stream_of(config, tokenizer)
-    assert whole.order(3, 5, 4).tolist() == [5, 6, 7, 8]
+    whole.prepare(5, 4)
     expected, places = [], []
     for index in range(120):
         expected.append(sample(whole, index))
@@ -88,14 +87,15 @@ def test_it_goes_on_from_any_place(tmp_path: Path, tokenizer: Any, more: dict[st
         ranks = [stream_of(config, tokenizer) for _ in range(num_ranks)]
         for first in range(0, 120, 8):
             for rank, dataset in enumerate(ranks):
-                for part in micro_batches(dataset.order(3, first, 8), 1, rank, num_ranks):
-                    assert sample(dataset, int(part[0])) == expected[int(part[0])]
+                dataset.prepare(first, 8)
+                for position in positions_of_rank(first, 8, rank, num_ranks):
+                    assert sample(dataset, position) == expected[position]
     assert [sample(stream_of(config, tokenizer, seed=4), i) for i in range(20)] != expected[:20]
 
 
 def test_text_in_order_is_that_of_the_whole_text(tmp_path: Path, tokenizer: Any) -> None:
     path = folder(tmp_path / "d")
-    windows = prepare_data(DataConfig(path=path, sequence_length=16), tokenizer, tmp_path / "cache").train
+    windows = prepare_data(DataConfig(path=path, sequence_length=16), tokenizer, tmp_path / "cache").train.dataset
     stream = stream_of(DataConfig(path=path, sequence_length=16, streaming=True, shuffle_buffer=1), tokenizer)
     assert len(windows) > 20
     for index in range(len(windows) - 1):
@@ -107,7 +107,7 @@ def test_rows_are_each_trained_once_an_epoch(tmp_path: Path, tokenizer: Any) -> 
     given |= {"source_column": "n_", "target_column": "text"}
     rows = [json.loads(line) | {"n_": "1"} for line in Path(given["path"]).read_text().splitlines()]
     write(Path(given["path"]), "".join(json.dumps(row) + "\n" for row in rows))
-    plain = prepare_data(DataConfig(**given), tokenizer, tmp_path / "cache").train
+    plain = prepare_data(DataConfig(**given), tokenizer, tmp_path / "cache").train.dataset
     stream = stream_of(DataConfig(**given, streaming=True, shuffle_buffer=10), tokenizer)
     once = [sample(stream, index) for index in range(2 * 42)]
     assert len(plain) == 42
@@ -121,7 +121,7 @@ def test_rows_are_each_trained_once_an_epoch(tmp_path: Path, tokenizer: Any) -> 
     places = [expected.index(found) for found in once[:40]]
     assert all(place // 10 == at // 10 for at, place in enumerate(places))
     packed = stream_of(DataConfig(**given, streaming=True, packing=True, shuffle_buffer=50), tokenizer)
-    whole = prepare_data(DataConfig(**given, packing=True), tokenizer, tmp_path / "cache").train
+    whole = prepare_data(DataConfig(**given, packing=True), tokenizer, tmp_path / "cache").train.dataset
     num = len(whole)
     assert sum(packed.batch([i]).num_predictions for i in range(num)) == whole.num_predictions
     assert sum(packed.batch([i]).num_predictions for i in range(num, 2 * num)) == whole.num_predictions
@@ -157,13 +157,13 @@ def test_only_what_is_needed_is_read_and_tokenized(tmp_path: Path, monkeypatch: 
             yield row, place
 
     tokenizer, texts = byte_tokenizer(), list[str]()
-    encode = kind.plain_ids
+    encode = encoder.plain_ids
 
     def noted(some: list[str], tokenizer: Any) -> Any:
         texts.extend(some)
         return encode(some, tokenizer)
 
-    monkeypatch.setattr(kind, "plain_ids", noted)
+    monkeypatch.setattr(encoder, "plain_ids", noted)
     config = DataConfig(path=str(path), sequence_length=64, streaming=True, shuffle_buffer=20)
     check_data(config)
     monkeypatch.setattr(source_module, "read_rows", counted)
@@ -216,7 +216,6 @@ def test_a_data_set_of_the_datasets_private(tmp_path: Path, tokenizer: Any, monk
     [
         ({"streaming": False, "shuffle_buffer": 5}, "shuffle_buffer=5 is for streaming=true"),
         ({"eval_fraction": 0.1}, "cannot be combined with eval_fraction=0.1, which needs the length"),
-        ({"workers": 2}, "cannot be combined with workers=2"),
         ({"cache_dir": "x"}, "cannot be combined with cache_dir=x"),
         ({"packing": True, "shuffle_buffer": 1}, "packs the rows of shuffle_buffer"),
         ({"shuffle_buffer": 0}, "shuffle_buffer=0 is out of range"),
@@ -287,7 +286,7 @@ def test_tasks_that_are_not_causal(tmp_path: Path, tokenizer: Any, task: Task, m
     path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     given = {"path": path, "sequence_length": 12, **more}
     tokenized = tokenize_all(DataConfig(**given), tokenizer, tmp_path / "cache", task.name)
-    plain = open_samples(DataConfig(**given), tokenized, task).train
+    plain = open_samples(DataConfig(**given), tokenized, task).train.dataset
     config = DataConfig(**given, streaming=True, shuffle_buffer=1)
     stream = stream_of(config, tokenizer, 0, task)
     for index in range(2 * len(WORDS)):

@@ -13,14 +13,12 @@ import pytest
 
 from fsdp_shard.data.config import DataConfig, sources_of
 from fsdp_shard.data.pipeline import Tokenized, open_samples, prepare_data
-from fsdp_shard.data.samples.batch import micro_batches
-from fsdp_shard.data.samples.mixture import seed_of
-from fsdp_shard.data.samples.mixture_schedule import scheduled_sources
-from fsdp_shard.data.samples.protocol import data_figures, source_predictions
-from fsdp_shard.data.streaming.dataset import StreamMixture
+from fsdp_shard.data.samples.mixture import Mixture, seed_of
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
+from fsdp_shard.training import data_figures
 from fsdp_shard.utils import check
+from tests.data.conftest import positions_of_rank
 from tests.data.test_config import write
 from tests.data.test_streaming import WORDS, folder, json_lines, sample, stream_of
 
@@ -44,9 +42,9 @@ def config_of(directory: Path, **more: Any) -> DataConfig:
     return config
 
 
-def mixture_of(config: DataConfig, tokenizer: Any, seed: int = 3) -> StreamMixture:
+def mixture_of(config: DataConfig, tokenizer: Any, seed: int = 3) -> Mixture:
     found = open_samples(config, Tokenized({}, None), seed=seed, open_tokenizer=lambda: deepcopy(tokenizer)).train
-    assert isinstance(found, StreamMixture)
+    assert isinstance(found, Mixture)
     return found
 
 
@@ -55,7 +53,7 @@ def test_it_is_its_sources_by_their_weights_from_any_place(tmp_path: Path, token
     num = 96
     config = config_of(tmp_path, packing=packing)
     whole = mixture_of(config, tokenizer)
-    assert (whole.names, whole.counts) == (NAMES, (1, 2, 1))
+    assert (whole.source_names, whole.counts) == (NAMES, (1, 2, 1))
     expected, places = [], []
     for index in range(num):
         expected.append(sample(whole, index))
@@ -64,7 +62,7 @@ def test_it_is_its_sources_by_their_weights_from_any_place(tmp_path: Path, token
     sources = sources_of(config)
     alone = {name: stream_of(sources[name], tokenizer, seed=seed_of(3, name)) for name in NAMES}
     at = dict.fromkeys(NAMES, 0)
-    for index, number in enumerate(scheduled_sources((1, 2, 1), 0, num)):
+    for index, number in enumerate(whole.sources_of(np.arange(num))):
         name = NAMES[number]
         assert sample(alone[name], at[name]) == expected[index]
         at[name] += 1
@@ -88,8 +86,9 @@ def test_it_is_its_sources_by_their_weights_from_any_place(tmp_path: Path, token
         ranks = [mixture_of(config, tokenizer) for _ in range(num_ranks)]
         for first in range(0, num, 4):
             for rank, dataset in enumerate(ranks):
-                for part in micro_batches(dataset.order(3, first, 4), 1, rank, num_ranks):
-                    assert sample(dataset, int(part[0])) == expected[int(part[0])]
+                dataset.prepare(first, 4)
+                for position in positions_of_rank(first, 4, rank, num_ranks):
+                    assert sample(dataset, position) == expected[position]
                 assert dataset.state_dict(first + 4) == places[first + 3], "the same on each rank"
         assert all(data_figures(dataset, num, {}) == data_figures(whole, num, {}) for dataset in ranks)
     other = mixture_of(config, tokenizer, seed=4)
@@ -101,10 +100,6 @@ def test_a_whole_batch_is_padded_to_its_widest(tmp_path: Path, tokenizer: Any) -
     together = mixed.batch(range(8))
     apart = [again.batch([index]) for index in range(8)]
     assert together.num_predictions == sum(batch.num_predictions for batch in apart)
-    of_each = [
-        sum(apart[i].num_predictions for i in range(8) if scheduled_sources((1, 2, 1), i, 1)[0] == n) for n in range(3)
-    ]
-    assert source_predictions(mixed, [np.arange(8)], [together]) == of_each
     assert together.input_ids.shape[1] == max(batch.input_ids.shape[1] for batch in apart)
 
 
@@ -125,7 +120,7 @@ def test_what_tells_one_from_another(tmp_path: Path, tokenizer: Any) -> None:
 def test_it_is_opened_like_any_other_data(tmp_path: Path, tokenizer: Any) -> None:
     held_out = write(tmp_path / "held.txt", "held out " * 20)
     samples = prepare_data(config_of(tmp_path, eval_path=held_out, sample_by="document"), tokenizer, tmp_path / "cache")
-    assert isinstance(samples.train, StreamMixture)
+    assert isinstance(samples.train, Mixture)
     assert samples.held_out is not None
     assert samples.notes[0].startswith("train, web (1 of 4 samples): data.mixture.web.path=")
     assert samples.notes[0].endswith("is streamed, each 6 rows shuffled")
@@ -150,7 +145,6 @@ def test_what_is_no_place_in_it(tmp_path: Path, tokenizer: Any) -> None:
     ("given", "words"),
     [
         ({"eval_fraction": 0.1}, "streaming=true cannot be combined with eval_fraction=0.1"),
-        ({"workers": 2}, "streaming=true cannot be combined with workers=2"),
         ({"packing": True, "shuffle_buffer": 1}, "packs the rows of shuffle_buffer"),
         ({"path": "x.txt"}, "both say what to train on"),
     ],

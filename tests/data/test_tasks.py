@@ -15,6 +15,7 @@ from transformers import BertConfig, GPT2Config, T5Config
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.pipeline import Samples, open_samples, tokenize_all
 from fsdp_shard.data.samples.batch import MASKED, NO_WINDOW
+from fsdp_shard.data.samples.protocol import Shuffled
 from fsdp_shard.data.samples.windows import MaskedWindows
 from fsdp_shard.data.task import SpecialTokens, Task, check_task
 from fsdp_shard.data.validate import check_data
@@ -38,11 +39,11 @@ def test_pairs_for_seq2seq_models(tmp_path: Path) -> None:
     config = DataConfig(path=path, kind="pairs", sequence_length=6, target_length=4, source_format="to: {source}")
     samples = opened(config, tmp_path / "cache", Task("seq2seq", decoder_start=9))
     assert samples.notes == ("train: 2 rows, 28 tokens, 2 cut to 6 tokens, sources of up to 6 and targets of up to 4",)
-    batch = samples.train.batch([0, 1, NO_WINDOW])
+    batch = samples.train.dataset.batch([0, 1, NO_WINDOW])
     assert batch.input_ids.tolist() == [[*b"to: ab"], [*b"to: ab"], [0] * 6]
     assert batch.labels.tolist() == [[*b"xy", MASKED, MASKED], [*b"uvwx"], [MASKED] * 4]
-    assert batch.others["decoder_input_ids"].tolist() == [[9, *b"xy", 9], [9, *b"uvw"], [9] * 4]
-    assert batch.others["attention_mask"].sum(1).tolist() == [6, 6, 1]
+    assert batch.inputs["decoder_input_ids"].tolist() == [[9, *b"xy", 9], [9, *b"uvw"], [9] * 4]
+    assert batch.inputs["attention_mask"].sum(1).tolist() == [6, 6, 1]
 
 
 def test_texts_with_classes(tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_texts_with_classes(tmp_path: Path) -> None:
     samples = opened(config, tmp_path / "cache", task)
     assert "5 documents" in samples.notes[0]
     assert "2 documents dropped with nothing to learn, 1 cut to 4 tokens, 2 classes" in samples.notes[0]
-    batch = samples.train.batch([2, 1, NO_WINDOW])
+    batch = samples.train.dataset.batch([2, 1, NO_WINDOW])
     assert batch.labels.tolist() == [1, 2, MASKED]
     assert batch.input_ids[:, :4].tolist() == [[*b"ghij"], [*b"de", 7, 7], [*b"abc", 7]], "nothing counts of the last"
     assert batch.num_predictions == 2
@@ -82,25 +83,23 @@ def test_hidden_tokens() -> None:
     batch = data.batch(range(len(data)))
     whole = batch.labels != MASKED
     tokens = np.where(whole, batch.labels, batch.input_ids)
-    framed = [row[mask == 1] for row, mask in zip(tokens, batch.others["attention_mask"], strict=True)]
+    framed = [row[mask == 1] for row, mask in zip(tokens, batch.inputs["attention_mask"], strict=True)]
     assert all(row[0] == 301 and row[-1] == 302 for row in framed)
     assert np.concatenate([row[1:-1] for row in framed]).tolist() == (np.arange(400) % 250).tolist()
     assert 0.08 < whole.sum() / 400 < 0.25
     shown = batch.input_ids[whole]
     assert (shown == 300).mean() > 0.6, "most become the mask"
-    assert (batch.labels == MASKED)[batch.others["attention_mask"] == 0].all()
+    assert (batch.labels == MASKED)[batch.inputs["attention_mask"] == 0].all()
     assert whole.any(axis=1).all(), "each has something to predict"
 
 
 def test_hiding_is_a_function_of_seed_epoch_and_sample() -> None:
     data, again = windows(), windows()
-    first = data.order(7, 0, 2 * len(data))
-    assert first.tolist() == again.order(7, 0, 5).tolist() + again.order(7, 5, 2 * len(data) - 5).tolist()
-    assert data.batch(first[3:5]).input_ids.tolist() == again.batch(first[3:5]).input_ids.tolist()
-    epochs = [sorted(first[: len(data)]), sorted(first[len(data) :] - len(data))]
-    assert epochs == [list(range(len(data)))] * 2
-    one, two = data.batch([4]), data.batch([4 + len(data)])
-    assert one.labels.tolist() != two.labels.tolist(), "another epoch hides others"
+    order, again_order = Shuffled(data, 7), Shuffled(again, 7)
+    assert order.batch(range(40)).input_ids.tolist() == again_order.batch(range(40)).input_ids.tolist()
+    place = next(place for place in range(len(data), 2 * len(data)) if order.index_of(place) == 4)
+    assert order.sample(place).labels.tolist() == data.sample(4, epoch=1).labels.tolist()
+    assert data.sample(4).labels.tolist() != data.sample(4, epoch=1).labels.tolist(), "another epoch hides others"
 
 
 def test_special_tokens_are_never_hidden() -> None:
@@ -126,10 +125,10 @@ def test_windows_of_a_masked_model_begin_once(tmp_path: Path) -> None:
     task = Task("masked_lm")
     samples = opened(DataConfig(path=path, sequence_length=10), tmp_path / "cache", task, tokenizer)
     stream = DataConfig(path=path, sequence_length=8, streaming=True)
-    batch = samples.train.batch([0])
-    whole = np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[batch.others["attention_mask"] == 1]
+    batch = samples.train.dataset.batch([0])
+    whole = np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[batch.inputs["attention_mask"] == 1]
     assert whole.tolist() == [begin, *b"abc", end, *b"de", end]
-    assert samples.train.special.all == tuple(sorted((begin, end, mask)))  # type: ignore[attr-defined]
+    assert samples.train.dataset.special.all == tuple(sorted((begin, end, mask)))  # type: ignore[attr-defined]
     streamed = open_samples(stream, tokenize_all(stream, tokenizer, None, "masked_lm"), task, 3, lambda: tokenizer)
     batch = streamed.train.batch([0])
     assert np.where(batch.labels == MASKED, batch.input_ids, batch.labels)[0].tolist().count(begin) == 1

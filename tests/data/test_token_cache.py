@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -177,7 +178,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path, tokenizer: Any, damage: st
     elif damage == "gone":
         tokens.unlink()
     else:
-        meta.write_text(meta.read_text().replace('"format_version": 2', '"format_version": 1'))
+        meta.write_text(meta.read_text().replace('"format_version": 3', '"format_version": 2'))
     assert ids(made(source, tokenizer, tmp_path)) == [*b"text"]
     assert source.num_reads == 2
 
@@ -451,3 +452,30 @@ def test_json_that_python_does_not_read(tmp_path: Path, value: str) -> None:
     path = write(tmp_path / "a.jsonl", f'{{"text": {value}\n')
     with pytest.raises(DataError, match="line 1 is not JSON"):
         list(open_source(DataConfig(path=path), False).rows(["text"]))
+
+
+TWO_DAYS = 2 * 24 * 3600
+
+
+def left(directory: Path, *, file_age: float, age: float = TWO_DAYS) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "part").write_text("half")
+    now = time.time()
+    os.utime(directory / "part", (now - file_age, now - file_age))
+    os.utime(directory, (now - age, now - age))
+    return directory
+
+
+def test_what_a_killed_run_has_left_goes_with_the_next_one_that_writes(tmp_path: Path, tokenizer: Any) -> None:
+    old = left(tmp_path / ".old.partial", file_age=TWO_DAYS)
+    in_use = left(tmp_path / ".in-use.partial", file_age=5)
+    new = left(tmp_path / ".new.partial", file_age=5, age=5)
+    other = left(tmp_path / "of-somebody-else", file_age=TWO_DAYS)
+    elsewhere = left(tmp_path / "elsewhere" / "kept", file_age=TWO_DAYS)
+    (tmp_path / ".link.partial").symlink_to(elsewhere)
+    os.utime(tmp_path / ".link.partial", (0, 0), follow_symlinks=False)
+    made = tokens_of(DataConfig(path=write(tmp_path / "a.txt", "words")), tokenizer, tmp_path)
+    assert made == [*b"words"]
+    assert not old.exists()
+    assert all(kept.exists() for kept in (in_use, new, other)), "another machine may be writing it"
+    assert (elsewhere / "part").exists()

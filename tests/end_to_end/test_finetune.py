@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from fsdp_shard.checkpoint import convert, open_checkpoint, verify
-from fsdp_shard.data import DataConfig, prepare_data
+from fsdp_shard.data import DataConfig, Shuffled, prepare_data
 from tests.support.digests import tensor_digests
 from tests.support.runs import Ended, Started, run_recipe
 from tests.support.tiny import byte_tokenizer
@@ -46,7 +46,8 @@ def plain_losses(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPat
     """The same training in plain PyTorch: one process, the whole global batch at once, no code of ours in the step."""
     torch.manual_seed(0)
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=64, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train
+    windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train.dataset  # type: ignore[attr-defined]
+    samples = Shuffled(windows, 7)
     model = AutoModelForCausalLM.from_pretrained(tiny_model).train()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -55,7 +56,7 @@ def plain_losses(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPat
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _cosine)
     losses = []
     for step in range(STEPS):
-        batch = windows.batch(windows.order(7, 8 * step, 8))
+        batch = samples.batch(range(8 * step, 8 * step + 8))
         logits = model(input_ids=torch.from_numpy(batch.input_ids)).logits
         loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten())
         loss.backward()

@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from fsdp_shard.checkpoint import RunState, Store, locate, open_checkpoint, save_step, verify
-from fsdp_shard.data import WindowDataset
+from fsdp_shard.data import Shuffled, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig, build_on_meta
@@ -81,8 +81,8 @@ def fresh(family: str) -> Any:
     return model
 
 
-def data() -> WindowDataset:
-    return WindowDataset(np.random.default_rng(1).integers(3, 257, 500), 12, "random")
+def data() -> Shuffled:
+    return Shuffled(WindowDataset(np.random.default_rng(1).integers(3, 257, 500), 12, "random"), SEED)
 
 
 def trained_plain(family: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def trained_plain(family: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     losses, norms = [], []
     for step in range(STEPS):
-        batch = windows.batch(windows.order(SEED, step * BATCH, BATCH))
+        batch = windows.batch(range(step * BATCH, (step + 1) * BATCH))
         logits = model(**{key: torch.from_numpy(value) for key, value in batch.inputs.items()}).logits
         loss = F.cross_entropy(logits.flatten(0, -2), torch.from_numpy(batch.labels).flatten())
         optimizer.zero_grad()
@@ -115,7 +115,7 @@ def trained_divided(context: DistributedContext, root: Path, mesh: str) -> dict[
     for family in families:
         model = ModelConfig(path=str(root / family))
         loaded = load_sharded(model, shard, locate(model.path), context)
-        before = evaluate_loss(loaded.model, data().head(8), 2, context).loss
+        before = evaluate_loss(loaded.model, data().dataset.head(8), 2, context).loss
         optimizer = build_optimizer(SgdConfig(lr=LR, momentum=0.0, weight_decay=0.0), loaded.model, context)
         with pytest.raises(ConfigError, match=r"adapter=lora does not go together with shard\.expert_parallel=2"):
             load_sharded(model, shard, locate(model.path), context, LoraConfig())

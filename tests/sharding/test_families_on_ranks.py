@@ -13,7 +13,17 @@ import transformers
 from transformers import AutoConfig
 
 from fsdp_shard.checkpoint import locate
-from fsdp_shard.data import Dataset, Examples, LabeledRows, MaskedWindows, Seq2SeqRows, SpecialTokens, WindowDataset
+from fsdp_shard.data import (
+    Dataset,
+    Examples,
+    LabeledRows,
+    MapDataset,
+    MaskedWindows,
+    Seq2SeqRows,
+    Shuffled,
+    SpecialTokens,
+    WindowDataset,
+)
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding.registry import WRAPPERS
@@ -49,7 +59,7 @@ UNDER_FSDP1 = ("gpt2", "mixtral", "t5", "bert")
 CASES = [*((name, "fsdp2") for name in FAMILIES), *((name, "fsdp1") for name in UNDER_FSDP1)]
 
 
-def data_of(name: str) -> Dataset:
+def samples_of(name: str) -> MapDataset:
     """Random samples of the kind that the model is trained on."""
     tokens = np.random.default_rng(1).integers(3, 131, 360)
     if name == "bert":
@@ -82,11 +92,15 @@ def fresh(name: str) -> Any:
     return model
 
 
+def data_of(name: str) -> Dataset:
+    return Shuffled(samples_of(name), SEED)  # type: ignore[arg-type]
+
+
 def plain_losses(model: Any, data: Dataset) -> list[float]:
     optimizer = torch.optim.SGD(model.train().parameters(), lr=LR)
     losses = []
     for step in range(STEPS):
-        batch = data.batch(data.order(SEED, step * BATCH, BATCH))
+        batch = data.batch(range(step * BATCH, (step + 1) * BATCH))
         logits = model(**{key: torch.from_numpy(value) for key, value in batch.inputs.items()}).logits
         loss = F.cross_entropy(logits.flatten(0, -2), torch.from_numpy(batch.labels).flatten())
         optimizer.zero_grad()

@@ -25,7 +25,7 @@ _ENVIRONMENT_CHANGES = {f"os.environ.{name}" for name in ("update", "setdefault"
 # (module, what it does): why that is right.
 _ALLOWED = {
     ("utils.environment", "changes os.environ"): "the context manager that restores it",
-    ("data.tokenized.row_map", "assigns os.environ"): "`datasets` puts a copy in its place; it is restored",
+    ("data.tokenized.token_cache", "assigns os.environ"): "`datasets` puts a copy in its place; it is restored",
     ("cli.exit", "tunes gc"): "the command line's own start and end",
     ("config.compose", "assigns sys.argv"): "hydra.main reads it; it is restored",
     ("training.seeding", "assigns torch.backends.cudnn.deterministic"): "a documented setting; it is restored",

@@ -55,7 +55,7 @@ def on_ranks(
                 function,
                 args,
             )
-            processes.append(_FORK.Process(target=_rank_main, args=task, daemon=True))
+            processes.append(_FORK.Process(target=_rank_main, args=task))  # no daemon: it may have processes of its own
             pipes.append(receiver)
             processes[-1].start()
             sender.close()

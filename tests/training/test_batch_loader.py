@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from hypothesis import given, strategies as st
+from transformers import AutoTokenizer
 
-from fsdp_shard.data import Batch, WindowDataset
+from fsdp_shard.data import NO_WINDOW, Batch, DataConfig, Shuffled, prepare_data
 from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.training.batch_loader import micro_batches, source_predictions
 from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.figures import data_figures, source_figures
+from fsdp_shard.training.held_out import evaluation_batches
 from fsdp_shard.training.loop import train
 from tests.training.conftest import stream
-from tests.training.test_loop import Run, losses
+from tests.training.test_loop import SEED, Run, losses
 
 CONFIG = TrainConfig(steps=3, global_batch_size=4, micro_batch_size=2)
 
 
-@dataclass(frozen=True)
-class Watched(WindowDataset):
+class Watched(Shuffled):
     """Keeps what it was asked for, and by which thread; `pause` delays each batch."""
 
-    asked: list[int] = field(default_factory=list)
-    threads: set[str] = field(default_factory=set)
-    pause: float = 0.0
+    def __init__(self, pause: float = 0.0) -> None:
+        super().__init__(stream(), SEED)
+        self.asked, self.threads, self.pause = list[int](), set[str](), pause
 
-    def order(self, seed: int, first: int, count: int) -> npt.NDArray[np.int64]:
+    def prepare(self, first: int, count: int) -> None:
         self.asked.append(first)
-        return super().order(seed, first, count)
+        super().prepare(first, count)
 
-    def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+    def batch(self, positions: Any) -> Batch:
         self.threads.add(threading.current_thread().name)
         time.sleep(self.pause)
-        return super().batch(indices)
+        return super().batch(positions)
 
 
-def watched(pause: float = 0.0) -> Watched:
-    data = stream()
-    return Watched(data.tokens, data.sequence_length, data.name, pause=pause)
+def run_on(context: DistributedContext, data: Shuffled) -> Run:
+    run = Run(context)
+    run.dataset = data
+    return run
 
 
 def test_the_samples_of_the_next_step_are_loaded_in_a_thread(alone: DistributedContext) -> None:
-    data = watched()
-    run, asked = Run(alone, data=data), []
+    data = Watched()
+    run, asked = run_on(alone, data), list[list[int]]()
     for report in train(run.of(CONFIG)):
         asked.append(list(data.asked))
         assert report.data_seconds >= 0
@@ -57,19 +62,83 @@ def test_the_samples_of_the_next_step_are_loaded_in_a_thread(alone: DistributedC
 
 
 def test_the_time_waited_is_told(alone: DistributedContext) -> None:
-    first = Run(alone, data=watched(pause=0.3)).go(CONFIG)[0]
+    first = run_on(alone, Watched(pause=0.3)).go(CONFIG)[0]
     assert 0.6 <= first.data_seconds <= first.step_seconds, "two micro-batches, for which nothing else is done"
 
 
 def test_an_error_in_the_thread_ends_the_run(alone: DistributedContext) -> None:
     class Broken(Watched):
-        def batch(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Batch:
+        def batch(self, positions: Any) -> Batch:
             raise ValueError("row 3 cannot be read")
 
-    data = stream()
     with pytest.raises(ValueError, match="row 3 cannot be read"):
-        Run(alone, data=Broken(data.tokens, data.sequence_length, data.name)).go(CONFIG)
+        run_on(alone, Broken()).go(CONFIG)
 
 
 def test_losses_do_not_depend_on_it(alone: DistributedContext) -> None:
-    assert losses(Run(alone, data=watched()).go(CONFIG)) == losses(Run(alone).go(CONFIG))
+    assert losses(run_on(alone, Watched()).go(CONFIG)) == losses(Run(alone).go(CONFIG))
+
+
+@given(
+    step=st.integers(0, 30),
+    micro=st.integers(1, 3),
+    ranks=st.integers(1, 6),
+    repeats=st.integers(1, 4),
+)
+def test_a_global_batch_is_the_same_on_any_number_of_ranks(step: int, micro: int, ranks: int, repeats: int) -> None:
+    size = micro * ranks * repeats
+    samples = np.arange(step * size, (step + 1) * size)
+    parts = [micro_batches(samples, micro, rank, ranks) for rank in range(ranks)]
+    assert all(part.shape == (repeats, micro) for part in parts)
+    together = np.stack(parts, axis=1).reshape(-1)  # micro-batch after micro-batch, rank after rank
+    assert together.tolist() == samples.tolist()
+
+
+def test_a_batch_that_cannot_be_divided() -> None:
+    with pytest.raises(ValueError, match="6 samples in micro-batches of 2 on 2 ranks"):
+        micro_batches(np.arange(6), 2, 0, 2)
+
+
+@given(num_samples=st.integers(0, 60), micro=st.integers(1, 4), ranks=st.integers(1, 6))
+def test_evaluation_sees_each_sample_once_with_equal_numbers_of_batches(
+    num_samples: int, micro: int, ranks: int
+) -> None:
+    batches = [list(evaluation_batches(num_samples, micro, rank, ranks)) for rank in range(ranks)]
+    assert len({len(of_rank) for of_rank in batches}) == 1
+    seen = [int(i) for of_rank in batches for batch in of_rank for i in batch]
+    assert sorted(i for i in seen if i != NO_WINDOW) == list(range(num_samples))
+    assert all(len(batch) == micro for of_rank in batches for batch in of_rank)
+
+
+def test_predictions_and_figures_of_each_source(tmp_path: Path, tiny_model: Path) -> None:
+    sources: dict[str, Any] = {"web": {}, "books": {"weight": 2}}
+    for name, source in sources.items():
+        source["path"] = str(tmp_path / f"{name}.jsonl")
+        Path(source["path"]).write_text("".join(json.dumps({"text": f"{name} {n}. " * n}) + "\n" for n in range(20)))
+    config = DataConfig(mixture=sources, sequence_length=7, cache_dir=str(tmp_path / "cache"))
+    mixed = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train
+    counts = np.zeros(2, int)
+    for rank in range(2):  # in batches that are on several ranks
+        parts = micro_batches(np.arange(24), 4, rank, 2)
+        counts += source_predictions(mixed, parts, [mixed.batch(part) for part in parts])
+    sources_of_each = mixed.sources_of(np.arange(24))
+    for number in range(2):
+        chosen = np.flatnonzero(sources_of_each == number)
+        assert counts[number] == mixed.batch(chosen).num_predictions
+    figures = mixed.figures(24)["sources"]
+    assert (figures["books"]["samples"], figures["web"]["samples"]) == (16, 8)
+    assert data_figures(mixed, 24, {"books": 11})["sources"] == {
+        "books": figures["books"] | {"tokens": 11},
+        "web": figures["web"] | {"tokens": 0},
+    }
+    assert source_figures(mixed, 24, {"web": 5})["web"] == {
+        "samples": 8,
+        "tokens": 5,
+        "epochs": figures["web"]["epochs"],
+    }
+
+
+def test_a_source_alone_has_no_predictions_or_figures_of_its_own() -> None:
+    alone = Shuffled(stream(), SEED)
+    assert source_predictions(alone, [np.arange(4)], [alone.batch(range(4))]) == []
+    assert data_figures(alone, 60, {}) == source_figures(alone, 60, {}) == {}

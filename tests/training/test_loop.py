@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp_shard.data import MASKED, Batch, WindowDataset, sample_indices
+from fsdp_shard.data import MASKED, Shuffled, WindowDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import Fsdp2Config
@@ -42,12 +42,13 @@ class Run:
         self.context = context
         self.model = model or Plain(llama())
         self.data = data or stream()
+        self.dataset = Shuffled(self.data, SEED)
         parameters = dict(self.model.module.named_parameters())
         self.optimizer = ADAMW.build(parameters, {name: tuple(p.shape) for name, p in parameters.items()})
         self.state = TrainerState(SEED, self.data.identity)
 
     def of(self, config: TrainConfig, **options: Any) -> TrainingRun:
-        return TrainingRun(self.model, self.optimizer, self.data, config, self.context, self.state, **options)
+        return TrainingRun(self.model, self.optimizer, self.dataset, config, self.context, self.state, **options)
 
     def go(self, config: TrainConfig, **options: Any) -> list[StepReport]:
         return list(train(self.of(config, **options)))
@@ -69,7 +70,7 @@ def plain_loop(config: TrainConfig, data: WindowDataset) -> tuple[list[float], l
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, LR, step)
         size = config.global_batch_size
-        batch = data.batch(sample_indices(SEED, len(data), step * size, size))
+        batch = Shuffled(data, SEED).batch(range(step * size, (step + 1) * size))
         logits = model(torch.from_numpy(batch.input_ids)).logits
         loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten())
         optimizer.zero_grad()
@@ -192,7 +193,7 @@ def test_a_loss_or_gradient_that_is_not_finite(alone: DistributedContext, where:
     data = stream(8 * 8 + 1)
     run = Run(alone, data=data)
     config = TrainConfig(steps=5, global_batch_size=4, micro_batch_size=2)
-    samples = [int(i) for i in sample_indices(SEED, 8, 4, 4)]
+    samples = [run.dataset.index_of(position) for position in range(4, 8)]
     before = None
 
     def poison(module: Any, arguments: Any, keywords: Any, output: Any) -> None:
@@ -305,11 +306,10 @@ def test_evaluation_of_a_broken_model(alone: DistributedContext) -> None:
 class Uneven(WindowDataset):
     """Windows with 1 to 8 predictions of 8: a mean of means is far from the mean."""
 
-    def batch(self, indices: Any) -> Batch:
-        batch = super().batch(indices)
-        for row, index in enumerate(indices):
-            batch.labels[row, : (5 * int(index)) % 8] = MASKED
-        return batch
+    def sample(self, index: int, epoch: int = 0) -> Any:
+        sample = super().sample(index, epoch)
+        sample.labels[: (5 * index) % 8] = MASKED
+        return sample
 
 
 def train_sharded(context: DistributedContext, config: TrainConfig, options: dict[str, Any]) -> dict[str, Any]:
@@ -379,7 +379,7 @@ def train_poisoned(context: DistributedContext) -> str:
 
 def test_a_bad_loss_on_one_rank_is_an_error_on_all() -> None:
     first, second = on_ranks(2, train_poisoned)
-    order = [int(i) for i in sample_indices(SEED, 8, 0, 4)]
+    order = [Shuffled(stream(8 * 8 + 1), SEED).index_of(position) for position in range(4)]
     assert first == second
     assert f"in the loss of samples {sorted([order[1], order[3]])}" in first
 

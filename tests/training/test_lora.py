@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fsdp_shard.checkpoint import convert, digest_tensor, locate, open_checkpoint, verify
-from fsdp_shard.data import DataConfig, prepare_data
+from fsdp_shard.data import DataConfig, Shuffled, prepare_data
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
@@ -90,7 +90,8 @@ def peft_model(base: Path) -> Any:
 def plain(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], torch.Tensor]:
     """The same training with peft in one process: its losses, and the logits of what came out."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train
+    windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train.dataset  # type: ignore[attr-defined]
+    samples = Shuffled(windows, 7)
     model = peft_model(tiny_model)
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = [
@@ -100,7 +101,7 @@ def plain(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactor
     optimizer = torch.optim.AdamW(groups, lr=3e-2)
     losses = []
     for step in range(STEPS):
-        batch = windows.batch(windows.order(7, 4 * step, 4))
+        batch = samples.batch(range(4 * step, 4 * step + 4))
         logits = model(input_ids=torch.from_numpy(batch.input_ids)).logits
         loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten())
         loss.backward()

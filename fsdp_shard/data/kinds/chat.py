@@ -2,14 +2,14 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fsdp_shard.data.kinds import chat_spans
 from fsdp_shard.data.kinds.conversation import COLUMNS, Conversation, check_role_names, check_roles, read_conversation
 from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, RowSettings, Tokenizer
-from fsdp_shard.data.sources.readers import Row
+from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import Parsed, first_line, setting
 
@@ -18,6 +18,8 @@ from fsdp_shard.utils import Parsed, first_line, setting
 class ChatKind(Kind):
     """`column` has the messages; None: it is found by its name. `roles` maps role names of the data to roles."""
 
+    chosen_by, version = "data.kind=chat", "chat-2"
+
     column: str | None
     roles: Mapping[str, str]
 
@@ -25,13 +27,16 @@ class ChatKind(Kind):
     def columns(self) -> tuple[str, ...]:
         return (self.column, "system", "tools") if self.column else COLUMNS
 
-    def check_row(self, row: Row) -> bool:
-        read = self._read(row)  # unknown roles are counted over more than one row
-        return bool(read.unknown) or any(message["role"] == "assistant" for message in read.messages)
+    def read(self, row: Row) -> Conversation | None:
+        self.require(row)
+        read = read_conversation(row, self.column, self.roles)
+        # Unknown roles are counted over more than one row.
+        return read if read.unknown or any(message["role"] == "assistant" for message in read.messages) else None
 
     def check_rows(self, rows: Sequence[Row]) -> bool:
-        check_roles([self._read(row) for row in rows])
-        return super().check_rows(rows)
+        read = [one for row in rows if (one := self.read(row)) is not None]
+        check_roles(read)
+        return bool(read)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         from jinja2 import TemplateError, TemplateSyntaxError
@@ -57,22 +62,16 @@ class ChatKind(Kind):
         except (TemplateError, ValueError, TypeError, KeyError):
             pass  # it rejects this conversation
 
-    def encode(self, rows: Sequence[Row], tokenizer: Tokenizer) -> list[list[Example]]:
-        conversations, ends = [self._read(row) for row in rows], chat_spans.end_marks(tokenizer)
-        check_roles(conversations)
-        rendered = [chat_spans.Renderer(tokenizer, one, ends).render() for one in conversations]
+    def examples(self, read: list[Conversation], tokenizer: Tokenizer) -> list[list[Example]]:
+        check_roles(read)
+        ends = chat_spans.end_marks(tokenizer)
+        rendered = [chat_spans.Renderer(tokenizer, one, ends).render() for one in read]
         texts = [text for text, _ in rendered]
         encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [
             [Example(list(ids), chat_spans.inside(offsets, spans))] if spans else []
             for ids, offsets, (_, spans) in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
         ]
-
-    def fingerprint(self) -> Any:
-        return ["chat-2", asdict(self)]
-
-    def _read(self, row: Row) -> Conversation:
-        return read_conversation(row, self.column, self.roles)
 
 
 def _read_template(value: str | None, name: str) -> str | None:
@@ -114,7 +113,7 @@ class ChatSettings(RowSettings):
         return ChatKind(self.messages_column, dict(self.roles or {}))
 
     def check_kind(self, prefix: str) -> None:
-        check_role_names(self.roles, f"{prefix}roles")
+        check_role_names(self.roles or {}, f"{prefix}roles")
 
 
 def with_chat_template(tokenizer: Tokenizer, settings: ChatSettings) -> Tokenizer:

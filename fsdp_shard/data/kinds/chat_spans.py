@@ -11,8 +11,11 @@ ends where that conversation ends. Reasoning begins where the generation prompt 
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import groupby, takewhile
+from operator import attrgetter
+from typing import Any
 
 from fsdp_shard.data.kinds.conversation import Conversation, Message
 from fsdp_shard.data.kinds.kind import Tokenizer
@@ -24,25 +27,24 @@ Span = tuple[int, int]
 _AN_END = re.compile(r"end|eot|eom|eos|</|sep|return", re.IGNORECASE)
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _MARK = re.compile("\ue000([0-9]+)\ue001")
+# Arguments that show whether a template writes a mapping as Python does, instead of as JSON.
 _PROBE = {"probe of the arguments": 1}
+# As templates want tool calls: arguments as mappings or as JSON text, content left out or null.
+_FORMS: list[tuple[Callable[[Any], Any], Message]] = [
+    (write, absent) for write in (dict, partial(json.dumps, ensure_ascii=False)) for absent in ({}, {"content": None})
+]
 _THINKS = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 
 
-class _Piece(NamedTuple):
-    """A text of the assistant in message number `message`: its reasoning, its text, or the name of a tool."""
+@dataclass
+class _Piece:
+    """A text of the assistant in a message: its reasoning, its text or the name of a tool; and where it is shown."""
 
     message: int
     what: str
     words: str
-
-
-class _Found(NamedTuple):
-    """Where a piece is, and what the template puts before and behind it."""
-
-    start: int
-    stop: int
-    before: str
-    behind: str
+    start: int = -1
+    stop: int = -1
 
 
 class Renderer:
@@ -69,10 +71,11 @@ class Renderer:
         from jinja2 import TemplateError
 
         rejected: Exception | None = None
-        for messages, probe in _forms(self._messages):
+        for form in _FORMS:
+            messages, probe = (_form(self._messages, *form, value) for value in (None, _PROBE))
             try:
                 text, spans = self._render(messages)
-                if not probe or str(_PROBE) not in self._render(probe)[0]:
+                if probe == messages or str(_PROBE) not in self._render(probe)[0]:
                     return text, spans if self._marks else self._find(messages, text)
             except DataError:
                 raise
@@ -91,26 +94,28 @@ class Renderer:
     def _find(self, messages: list[Message], text: str) -> list[Span]:
         """Find the turns in `text`, which is `messages` as the template renders them."""
         marked, pieces = self._mark(messages)
-        found, spans = self._align(text, self._render(marked)[0], pieces), list[Span]()
-        for number in dict.fromkeys(piece.message for piece in pieces):
-            own = [index for index, piece in enumerate(pieces) if piece.message == number]
-            for what in (pieces[index].what for index in own if index not in found):
-                if what != "reasoning" or number == len(messages) - 1:  # that of earlier turns may be dropped
-                    raise self._refusal(f"the template drops the assistant's {what}")
-            shown = sorted((index for index in own if index in found), key=lambda index: found[index].start)
-            (start, _, before, _), (_, stop, _, behind) = found[shown[0]], found[shown[-1]]
-            begins, ends = pieces[shown[0]], pieces[shown[-1]].what
-            if start == stop and begins.words:
-                continue  # white space that the template strips
-            if (begins.what, ends) != ("text", "text"):
-                lead, tail = self._around(messages[:number], marked[number], begins.what)
-                tail = tail if ends == "tool call" else ""
-                if not (before.endswith(lead) and behind.startswith(tail)):
-                    raise self._refusal("the template writes a turn in another way if others follow")
-                start, stop, behind = start - len(lead), stop + len(tail), behind[len(tail) :]
-            is_closed = ends == "tool call" and text.endswith(self._ends, start, stop)
-            spans.append((start, stop if is_closed else stop + _end_length(behind, self._ends)))
-        return spans
+        self._align(text, self._render(marked)[0], pieces)
+        found = []
+        for number, own in groupby(pieces, attrgetter("message")):
+            turn = list(own)
+            for piece in turn:  # reasoning of earlier turns may be dropped
+                if piece.start < 0 and (piece.what != "reasoning" or number == len(messages) - 1):
+                    raise self._refusal(f"the template drops the assistant's {piece.what}")
+            shown = sorted((piece for piece in turn if piece.start >= 0), key=attrgetter("start"))
+            if shown[0].start < shown[-1].stop or not shown[0].words:  # else white space that the template strips
+                lead, tail = self._around(messages[:number], marked[number], shown[0].what, shown[-1].what)
+                found.append(self._turn(text, shown[0].start, shown[-1].stop, lead, tail))
+        return found
+
+    def _turn(self, text: str, start: int, stop: int, lead: str, tail: str) -> Span:
+        """Return the span of a turn, which has `lead` before its first piece at `start`, and `tail` behind its last."""
+        if not (text.endswith(lead, 0, start) and text.startswith(tail, stop)):
+            raise self._refusal("the template writes a turn in another way if others follow")
+        stop += len(tail)
+        if tail.endswith(self._ends):
+            return start - len(lead), stop
+        blank = len(text) - len(text[stop:].lstrip())
+        return start - len(lead), next((blank + len(end) for end in self._ends if text.startswith(end, blank)), stop)
 
     def _mark(self, messages: list[Message]) -> tuple[list[Message], list[_Piece]]:
         """Return the messages with marks, which are numbers of pieces, instead of the texts of the assistant."""
@@ -120,63 +125,54 @@ class Renderer:
             pieces.append(_Piece(len(marked), what, words))
             return f"\ue000{len(pieces) - 1}\ue001"
 
-        for message in messages:
-            content, calls, new = message.get("content"), message.get("tool_calls", []), dict(message)
-            if message["role"] == "assistant":
-                if not isinstance(content, str) and (content is not None or not calls):
-                    raise self._refusal("the assistant's content is not text")
-                if "reasoning_content" in message:
-                    new["reasoning_content"] = mark("reasoning", message["reasoning_content"])
-                thought = ""
-                if thinks := _THINKS.fullmatch(content or ""):
+        def marks(message: Message) -> Iterator[tuple[str, Any]]:
+            content, calls = message.get("content"), message.get("tool_calls")
+            if not isinstance(content, str) and (content is not None or not calls):
+                raise self._refusal("the assistant's content is not text")
+            if "reasoning_content" in message:
+                yield "reasoning_content", mark("reasoning", message["reasoning_content"])
+            if content is not None:
+                thought, content = "", content
+                if thinks := _THINKS.fullmatch(content):
                     thought, content = thinks[1] + mark("reasoning", thinks[2]) + thinks[3], thinks[4]
-                if content is not None:
-                    new["content"] = thought + (mark("text", content) if content.strip() or not calls else content)
-                for number, call in enumerate(calls):
-                    function = call["function"] | {"name": mark("tool call", call["function"]["name"])}
-                    new["tool_calls"] = [
-                        *new["tool_calls"][:number],
-                        call | {"function": function},
-                        *calls[number + 1 :],
-                    ]
-            marked.append(new)
+                yield "content", thought + (mark("text", content) if content.strip() or not calls else content)
+            if calls:
+                yield "tool_calls", _changed(calls, lambda function: {"name": mark("tool call", function["name"])})
+
+        for message in messages:
+            marked.append(message | dict(marks(message) if message["role"] == "assistant" else ()))
         return marked, pieces
 
-    def _align(self, text: str, outline: str, pieces: list[_Piece]) -> dict[int, _Found]:
-        """Return where each piece that the template shows is in `text`, by the text with marks in `outline`."""
+    def _align(self, text: str, outline: str, pieces: list[_Piece]) -> None:
+        """Set where each piece that the template shows is in `text`, by the text with marks in `outline`."""
         if "\ue000" in text:
             raise self._refusal("the conversation contains the private character \\ue000")
-        parts, found = _MARK.split(outline), dict[int, _Found]()
-        at = self._expect(text, parts[0], 0)
-        for before, number, behind in zip(parts[::2], map(int, parts[1::2]), parts[2::2], strict=False):
-            words = pieces[number].words  # the template may strip them, and add white space
-            ways = [strip(words, of) for of in ("", None, "\n") for strip in (str.strip, str.lstrip, str.rstrip)]
-            start, way = at, next((way for way in ways if text.startswith(way + behind, at)), words.strip())
-            at = self._expect(text, way, at)
-            found.setdefault(number, _Found(start, at, before, behind))  # a result may name its tool again
-            at = self._expect(text, behind, at)
-        if at != len(text):
-            raise self._refusal("the template's own text depends on the assistant's messages")
-        return found
-
-    def _around(self, earlier: list[Message], marked: Message, begins: str) -> tuple[str, str]:
-        """Return what belongs to a turn before its first mark and behind its last one."""
-        if begins == "tool call":  # the template may show reasoning in the last turn only
-            kept = {name: value for name, value in marked.items() if name != "reasoning_content"}
-            marked = kept | ({"content": ""} if kept.get("content") is not None else {})
-        whole, known = self._render([*earlier, marked])[0], self._render(earlier)[0] if earlier else ""
-        text: Message = {"role": "assistant", "content": "\ue000"}
-        other = self._render(earlier, prompt=True)[0] if begins == "reasoning" else self._render([*earlier, text])[0]
-        header, marks = _shared(whole, other), list(_MARK.finditer(whole))
-        if not header.startswith(_shared(known, other).rstrip()):
-            raise self._refusal("the template changes earlier turns with a tool call or reasoning")
-        lead = whole[len(header) : marks[0].start()] if begins != "text" else ""
-        return lead, whole[marks[-1].end() :].rstrip()
-
-    def _expect(self, text: str, piece: str, at: int) -> int:
-        if not text.startswith(piece, at):
+        written, *parts = _MARK.split(outline)
+        for number, behind in zip(parts[::2], parts[1::2], strict=True):
+            piece, at = pieces[int(number)], len(written)  # the template may strip its words, and add white space
+            ways = [strip(piece.words, of) for of in ("", None, "\n") for strip in (str.strip, str.lstrip, str.rstrip)]
+            way = next((way for way in ways if text.startswith(way + behind, at)), piece.words)
+            if piece.start < 0:  # a result may name its tool again
+                piece.start, piece.stop = at, at + len(way)
+            written += way + behind
+        if written != text:
             raise self._refusal("the template changes the assistant's messages, or its own text depends on them")
-        return at + len(piece)
+
+    def _around(self, earlier: list[Message], turn: Message, first: str, last: str) -> tuple[str, str]:
+        """Return what belongs to a turn before its first piece and behind its last one, if those are no text."""
+        if (first, last) == ("text", "text"):
+            return "", ""
+        if first == "tool call":  # the template may show reasoning in the last turn only
+            kept = {name: value for name, value in turn.items() if name != "reasoning_content"}
+            turn = kept | ({"content": ""} if kept.get("content") is not None else {})
+        said: Message = {"role": "assistant", "content": "\ue000"}
+        other = self._render(earlier, prompt=True) if first == "reasoning" else self._render([*earlier, said])
+        whole, known = self._render([*earlier, turn])[0], self._render(earlier)[0] if earlier else ""
+        header, marks = _shared(whole, other[0]), list(_MARK.finditer(whole))
+        if not header.startswith(_shared(known, other[0]).rstrip()):
+            raise self._refusal("the template changes earlier turns with a tool call or reasoning")
+        lead = whole[len(header) : marks[0].start()] if first != "text" else ""
+        return lead, whole[marks[-1].end() :].rstrip() if last == "tool call" else ""
 
     def _refusal(self, reason: str) -> DataError:
         return DataError(
@@ -185,34 +181,24 @@ class Renderer:
         )
 
 
-def _forms(messages: list[Message]) -> Iterator[tuple[list[Message], list[Message]]]:
-    """Yield the messages as templates want tool calls: arguments as mappings or as text, content left out or null.
-
-    With calls, each form has a probe, which shows whether the template writes a mapping as Python does.
-    """
-    has_calls = any("tool_calls" in message for message in messages)
-    for change in (dict, partial(json.dumps, ensure_ascii=False)):
-        for absent in ({}, {"content": None}):
-            form, probe = (_with_arguments(messages, one, change) for one in (None, _PROBE))
-            yield [absent | message for message in form], [absent | message for message in probe if has_calls]
+def _changed(calls: list[Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Any]:
+    """Return tool calls with what `change` returns for the function of each."""
+    return [call | {"function": call["function"] | change(call["function"])} for call in calls]
 
 
-def _with_arguments(messages: list[Message], value: Any, change: Callable[[Any], Any]) -> list[Message]:
-    """Return the messages with changed arguments of tool calls, or with those of `value` if that is given."""
+def _form(messages: list[Message], write: Callable[[Any], Any], absent: Message, value: Any = None) -> list[Message]:
+    """Return the messages on top of `absent`, with arguments of calls, or `value` instead, as `write` writes them."""
     changed = []
     for message in messages:
-        calls = [
-            call | {"function": call["function"] | {"arguments": change(value or call["function"]["arguments"])}}
-            for call in message.get("tool_calls", [])
-        ]
-        changed.append(message | ({"tool_calls": calls} if calls else {}))
+        calls = _changed(message.get("tool_calls", []), lambda call: {"arguments": write(value or call["arguments"])})
+        changed.append(absent | message | ({"tool_calls": calls} if calls else {}))
     return changed
 
 
 def _shared(one: str, other: str) -> str:
     """Return the beginning that two texts share."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return one[: sum(1 for _ in same)]
 
 
 def end_marks(tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -223,13 +209,6 @@ def end_marks(tokenizer: Tokenizer) -> tuple[str, ...]:
     added = {str(token.content) for token in tokenizer.added_tokens_decoder.values()}
     ends = {text for text in added if _AN_END.search(text)} | {str(tokenizer.eos_token or "")}
     return tuple(sorted(ends - {""}, key=lambda text: (-len(text), text)))
-
-
-def _end_length(rest: str, ends: tuple[str, ...]) -> int:
-    """Return the length of white space and an end token at the start of `rest`; 0 without an end token."""
-    blank = len(rest) - len(rest.lstrip())
-    mark = next((end for end in ends if rest.startswith(end, blank)), None)
-    return 0 if mark is None else blank + len(mark)
 
 
 def inside(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:

@@ -9,16 +9,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fsdp_shard.data.kinds.kind import require_row, text_in
-from fsdp_shard.data.sources.readers import Row
+from fsdp_shard.data.sources.row import Row, require_column, text_of
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import format_count, nearest
 
 Message = dict[str, Any]
 
 _LISTS = ("messages", "conversations")
-_ALPACA = ("instruction", "input", "output", "history")
-COLUMNS = (*_LISTS, *_ALPACA, "system", "tools")
+_ALPACA = ("instruction", "input", "output")
+COLUMNS = (*_LISTS, *_ALPACA, "history", "system", "tools")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TOOL_ROLES = ("function", "ipython", "observation")
 _KNOWN = {
@@ -33,7 +32,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # transformers take
 class Conversation(NamedTuple):
     """The messages of a row, the definitions of its tools, and the roles that are neither known nor mapped."""
 
-    where: str
+    where: object
     messages: list[Message]
     tools: list[Any] | None
     unknown: list[str]
@@ -41,8 +40,6 @@ class Conversation(NamedTuple):
 
 def check_role_names(roles: Any, name: str) -> None:
     """Raise ConfigError unless the setting `name` maps role names to roles, or to themselves."""
-    if roles is None:
-        return
     if not isinstance(roles, Mapping):
         raise ConfigError(f"{name}={roles} is not a mapping; give role names of the data, such as {{bot: assistant}}.")
     for given, role in roles.items():
@@ -56,19 +53,14 @@ def check_role_names(roles: Any, name: str) -> None:
 def read_conversation(row: Row, column: str | None, roles: Mapping[str, str]) -> Conversation:
     """Read the conversation of a row.
 
-    Args:
-        row: The row.
-        column: The column with the messages; None finds it by the names of the columns.
-        roles: Role names of the data, and the roles they are for the chat template.
-
-    Raises:
-        DataError: There is no conversation, or more than one, or it cannot be read.
+    It is in `column`, or is found by the names of columns if that is None. `roles` maps roles of the data to those of
+    the chat template. DataError: There is no conversation, or more than one, or it cannot be read.
     """
     messages, known = [_message(given, row.where) for given in _given(row, column)], {**_KNOWN, **roles}
     unknown = [message["role"] for message in messages if message["role"] not in known]
     for message in messages:
         message["role"] = known.get(message["role"], message["role"])
-    system = text_in(row, "system", "data.kind, or rename the column") if "system" in row.values else ""
+    system = text_of(row.values.get("system"), "system", row.where, "data.kind, or rename the column")
     own = messages[0] if messages and messages[0]["role"] == "system" else {"content": system}
     if system.strip() and own.get("content") != system:
         raise DataError(f"{row.where} has a column 'system' and another first message of that role; remove one.")
@@ -94,35 +86,37 @@ def check_roles(conversations: Sequence[Conversation]) -> None:
 
 
 def _given(row: Row, column: str | None) -> Iterable[Any]:
-    """Return the messages of a row as they are given."""
-    values = row.values
-    names = _LISTS if column is None else (column,)
-    found = [name for name in names if values.get(name) is not None]
-    if column is None and values.get("instruction") is not None and "output" in values:
-        found.append("instruction")
+    """Return the messages of a row as they are given, by the reader of the column that has some."""
+    alpaca = {_ALPACA[0]: _alpaca} if "output" in row.values else {}
+    readers = {column: _listed} if column is not None else {**dict.fromkeys(_LISTS, _listed), **alpaca}
+    found = [name for name in readers if row.values.get(name) is not None]
     if len(found) > 1:
         raise DataError(
             f"{row.where} has a conversation in each of the columns {' and '.join(found)}; set data.messages_column to "
             f"the one to train on."
         )
-    if column is None and found == ["instruction"]:
-        return _alpaca(row)
-    name = next((name for name in (*found, *names) if name in values), names[0])
-    require_row(row, name, "data.messages_column", "chat")
-    messages = decoded(values[name])
+    name = next((name for name in (*found, *readers) if name in row.values), next(iter(readers)))
+    require_column(row, name, "data.messages_column")
+    return readers[name](row, name)
+
+
+def _listed(row: Row, name: str) -> list[Any]:
+    messages = decoded(row.values[name])
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         raise DataError(f"{row.where}: column {name!r} is not a list of messages. Set data.messages_column.")
     return messages
 
 
-def _alpaca(row: Row) -> list[Message]:
+def _alpaca(row: Row, _: str) -> list[Message]:
     """Return the questions and answers of `history`, and those of the row itself."""
-    texts = {name: text_in(row, name, "data.messages_column") for name in _ALPACA[:3] if name in row.values}
+    instruction, given, output = (
+        text_of(row.values.get(name), name, row.where, "data.messages_column") for name in _ALPACA
+    )
     history = decoded(row.values.get("history")) or []
-    last = "\n".join(filter(str.strip, (texts["instruction"], texts.get("input", "")))), texts["output"]
     if not isinstance(history, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
         raise DataError(f"{row.where}: column 'history' is not a list of pairs [question, answer].")
-    turns = [turn for pair in (*history, last) for turn in zip(("user", "assistant"), pair, strict=True)]
+    pairs = [*history, ("\n".join(filter(str.strip, (instruction, given))), output)]
+    turns = [turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True)]
     return [{"role": role, "content": text} for role, text in turns if text]
 
 
@@ -134,26 +128,29 @@ def _tools(row: Row) -> list[Any] | None:
     return found or None
 
 
-def _message(given: Mapping[str, Any], where: str) -> Message:
+def _message(given: Mapping[str, Any], where: object) -> Message:
     """Return a message of {role, content} or {from, value}, without nulls, its tool calls in OpenAI's form."""
     message: Message = {name: value for name, value in _without_nulls(given).items() if value != []}
-    role = message.pop("role", message.pop("from", None))
-    content = message.pop("content", message.pop("value", None))
-    calls = decoded(message.pop("tool_calls", None)) or message.pop("function_call", None) or []
+
+    def take(*names: str) -> Any:
+        found = [message.pop(name) for name in names if name in message]
+        return next(filter(None, found), found[0] if found else None)
+
+    role, content, reasoning = take("role", "from"), take("content", "value"), take(*_REASONING)
+    calls = decoded(take("tool_calls", "function_call")) or []
     if role == "function_call":
         calls, content = decoded(content) or {}, None
     if not isinstance(role, str) or not (calls or given.keys() & {"content", "value"}):
         raise DataError(f"{where}: a message has {', '.join(given) or 'nothing'}; expected role and content.")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
-    reasoning = next(filter(None, [message.pop(name, None) for name in _REASONING]), None)
     if calls:
         message["tool_calls"] = [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
-    optional = {"content": content, "reasoning_content": reasoning}
+    optional = {"content": content, "reasoning_content": reasoning or None}
     return message | {"role": role} | {name: value for name, value in optional.items() if value is not None}
 
 
-def _call(given: Any, where: str) -> dict[str, Any]:
+def _call(given: Any, where: object) -> dict[str, Any]:
     call = decoded(given)
     function = call.get("function", call) if isinstance(call, dict) else None
     if isinstance(function, dict) and isinstance(function.get("name"), str):

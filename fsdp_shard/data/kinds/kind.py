@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
-from fsdp_shard.data.sources.readers import Row, require_column, text_of
+from fsdp_shard.data.sources.row import Row, require_column, text_of
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import is_plain_fast_tokenizer
 from fsdp_shard.utils import REQUIRED, setting
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerBase
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
@@ -31,28 +30,81 @@ class Example(NamedTuple):
     label: str | int | None = None
 
 
-class Kind(Protocol):
-    """How rows become examples. Plain data, so that it can be sent to other processes."""
+@dataclass(frozen=True)
+class Kind:
+    """How rows become examples. Plain data, so that it can be sent to other processes.
+
+    A subclass reads a row, and makes examples of what it has read.
+
+    Attributes:
+        chosen_by: The setting that chooses it, for messages.
+        version: What its examples are, to be changed if others are made of the same rows.
+        required: The fields that name columns which every row needs. `data.<field>_column` sets such a field.
+    """
+
+    chosen_by: ClassVar[str]
+    version: ClassVar[str]
+    required: ClassVar[tuple[str, ...]] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that it reads."""
+        return tuple(getattr(self, field) for field in self.required)
+
+    def read(self, row: Row) -> Any:
+        """Return what `row` has to train on, None for nothing; raise DataError if a column is missing or wrong."""
+        raise NotImplementedError
+
+    def examples(self, read: list[Any], tokenizer: Tokenizer) -> list[list[Example]]:
+        """Return the examples of each row that has been read."""
+        raise NotImplementedError
 
     def check_row(self, row: Row) -> bool:
         """Return whether `row` has anything to train on; raise DataError if a column is missing or of a wrong type."""
+        return self.read(row) is not None
 
     def check_rows(self, rows: Sequence[Row]) -> bool:
         """Return whether any of the first rows has anything to train on; raise DataError as `check_row` does."""
         return any(self.check_row(row) for row in rows)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raise DataError if `tokenizer` lacks something that this kind needs."""
+        """Raise DataError if `tokenizer` lacks something that this kind needs: by default the end-of-text token."""
+        self.end(tokenizer)
 
     def encode(self, rows: Sequence[Row], tokenizer: Tokenizer) -> list[list[Example]]:
         """Return the examples of each row; none for a row with nothing to predict."""
+        read = [self.read(row) for row in rows]
+        usable = [one for one in read if one is not None]
+        examples = iter(self.examples(usable, tokenizer) if usable else [])
+        return [[] if one is None else next(examples) for one in read]
 
     def fingerprint(self) -> Any:
         """Return, as JSON, everything that decides about the examples except for rows and tokenizer."""
+        return [self.version, asdict(self)]
+
+    def require(self, row: Row) -> None:
+        """Raise DataError unless `row` has the required columns; rows of plain text files have no columns."""
+        if row.is_text:
+            raise DataError(
+                f"{row.where} is plain text, but {self.chosen_by} needs rows with columns; give .jsonl, .csv, .parquet "
+                f"or a hub data set, or choose another {self.chosen_by.partition('=')[0]}."
+            )
+        for field in self.required:
+            require_column(row, getattr(self, field), f"data.{field}_column")
+
+    def text_in(self, row: Row, field: str) -> str:
+        """Return the text in the column that `field` names, an empty one without it; raise DataError if it is none."""
+        column = getattr(self, field)
+        return text_of(row.values.get(column), column, row.where, f"data.{field}_column")
+
+    def end(self, tokenizer: Tokenizer) -> int:
+        """Return the end-of-text token, with which a model learns to stop; raise DataError if there is none."""
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{self.chosen_by} ends each answer with the end-of-text token, but the model's tokenizer has none. "
+                f"Set eos_token in its tokenizer_config.json."
+            )
+        return int(tokenizer.eos_token_id)
 
 
 @dataclass
@@ -84,86 +136,33 @@ class RowSettings:
         """Raise ConfigError if the settings of this kind are wrong; `prefix` is that of their names."""
 
 
-def require_row(row: Row, column: str, setting: str, kind: str) -> None:
-    """Raise DataError unless `row` has `column`; rows of plain text files have no columns."""
-    if row.is_text:
-        raise DataError(
-            f"{row.where} is plain text, but data.kind={kind} needs rows with columns; give .jsonl, .csv, .parquet "
-            f"or a hub data set, or set data.kind=text."
-        )
-    require_column(row, column, setting)
-
-
-def text_in(row: Row, column: str, setting: str) -> str:
-    """Return the text in `column`; raise DataError for any other type."""
-    return text_of(row.values[column], column, row.where, setting)
+def token_ids(texts: Sequence[str], tokenizer: Tokenizer, **options: Any) -> list[list[int]]:
+    """Tokenize each text, by default with the special tokens that the tokenizer adds ([CLS] ... [SEP], ... </s>)."""
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), return_attention_mask=False, verbose=False, **options)
+    return [list(ids) for ids in encoded["input_ids"]]
 
 
 def plain_ids(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Tokenize each text without special tokens."""
-    if texts and (backend := _plain_backend(tokenizer)) is not None:
-        # A third faster than a call of the tokenizer, as it computes no offsets.
-        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-    return token_ids(texts, tokenizer, add_special_tokens=False)
-
-
-def _plain_backend(tokenizer: Tokenizer) -> Backend | None:
-    """Return the fast tokenizer behind `tokenizer`, or None if a call of `tokenizer` does more than call that."""
     if not is_plain_fast_tokenizer(tokenizer):
-        return None
-    backend: Backend = tokenizer.backend_tokenizer
+        return token_ids(texts, tokenizer, add_special_tokens=False)
+    # A third faster than a call of the tokenizer, as it computes no offsets.
+    backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = tokenizer.split_special_tokens
-    return backend
-
-
-def ends_in_special(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer ends a text with a special token, such as </s> or [SEP]."""
-    ids = tokenizer("a")["input_ids"]  # empty if it has neither this letter nor an unknown token
-    return any(number in tokenizer.all_special_ids for number in ids[-1:])
-
-
-def token_ids(texts: Sequence[str], tokenizer: Tokenizer, add_special_tokens: bool = True) -> list[list[int]]:
-    """Tokenize each text, by default with the special tokens that the tokenizer adds ([CLS] ... [SEP], ... </s>)."""
-    if not texts:
-        return []
-    encoded = tokenizer(list(texts), add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)
-    return [list(ids) for ids in encoded["input_ids"]]
+    return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 def beginning(tokenizer: Tokenizer) -> list[int]:
     """Return [beginning-of-text] if the tokenizer adds that token to every text, else an empty list."""
-    first = tokenizer("a")["input_ids"][:1]
-    return [int(first[0])] if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
+    first: list[int] = tokenizer("a")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
 
 
-def require_end(tokenizer: Tokenizer, kind: str) -> int:
-    """Return the end-of-text token, with which a model learns to stop; raise DataError if there is none."""
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"data.kind={kind} ends each answer with the end-of-text token, but the model's tokenizer has none. Set "
-            f"eos_token in its tokenizer_config.json."
-        )
-    return int(tokenizer.eos_token_id)
-
-
-def prompt_and_answer(
-    prompts: Sequence[str], answers: Sequence[str], tokenizer: Tokenizer, kind: str, seq2seq: bool
-) -> list[list[Example]]:
-    """Build examples in which only the answer and the token that ends it are predicted.
-
-    Prompt and answer are tokenized separately, as the prompt is alone at inference. For a seq2seq model the tokenizer
-    adds the special tokens of a source and of a target.
-    """
-    if seq2seq:
-        sources = token_ids(prompts, tokenizer)
-        targets = [list(ids) for ids in tokenizer(text_target=list(answers), verbose=False)["input_ids"]]
-    else:
-        begin, end = beginning(tokenizer), require_end(tokenizer, kind)
-        sources = [[*begin, *ids] for ids in plain_ids(prompts, tokenizer)]
-        targets = [[*ids, end] for ids in plain_ids(answers, tokenizer)]
-    return [
-        [Example(source + target, [False] * len(source) + [True] * len(target))]
-        for source, target in zip(sources, targets, strict=True)
-    ]
+def ends_in_special(tokenizer: Tokenizer) -> bool:
+    """Return whether the tokenizer ends a text with a special token, such as </s> or [SEP]."""
+    last = tokenizer("a")["input_ids"][-1:]  # empty if it has neither this letter nor an unknown token
+    return not set(tokenizer.all_special_ids).isdisjoint(last)

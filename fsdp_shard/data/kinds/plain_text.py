@@ -1,91 +1,72 @@
 """`data.kind=text` as examples: documents in windows of their own, or texts with a class for classifiers."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fsdp_shard.data.kinds import kind
-from fsdp_shard.data.sources.readers import Row, document_of, require_column
+from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer
+from fsdp_shard.data.sources.row import Row, document_of
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import setting
 
 
 @dataclass(frozen=True)
-class TextKind(kind.Kind):
+class TextKind(Kind):
     """One document per row. A document of more than `longest` tokens becomes several examples. Neighboring examples
     share one token, so that every token but the first is predicted exactly once.
     """
 
-    column: str
+    chosen_by, required = "data.kind=text", ("text",)
+
+    text: str
     longest: int
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.column,)
+    def read(self, row: Row) -> str | None:
+        text = document_of(row, self.text)
+        return text if text.strip() else None
 
-    def check_row(self, row: Row) -> bool:
-        return bool(document_of(row, self.column).strip())
-
-    def check_tokenizer(self, tokenizer: kind.Tokenizer) -> None:
-        kind.require_end(tokenizer, "text")
-
-    def encode(self, rows: Sequence[Row], tokenizer: kind.Tokenizer) -> list[list[kind.Example]]:
-        begin, end = kind.beginning(tokenizer), kind.require_end(tokenizer, "text")
-        documents = kind.plain_ids([document_of(row, self.column) for row in rows], tokenizer)
-        return [self._pieces([*begin, *ids, end]) for ids in documents]
+    def examples(self, read: list[str], tokenizer: Tokenizer) -> list[list[Example]]:
+        begin, end = kind.beginning(tokenizer), self.end(tokenizer)
+        return [self._pieces([*begin, *ids, end]) for ids in kind.plain_ids(read, tokenizer)]
 
     def fingerprint(self) -> Any:
-        return ["text", self.column, self.longest]
+        return ["text", self.text, self.longest]
 
-    def _pieces(self, ids: list[int]) -> list[kind.Example]:
+    def _pieces(self, ids: list[int]) -> list[Example]:
         step = self.longest - 1
         pieces = [ids[start : start + self.longest] for start in range(0, max(1, len(ids) - 1), step)]
-        return [kind.Example(piece, [True] * len(piece)) for piece in pieces if len(piece) > 1]
+        return [Example(piece, [True] * len(piece)) for piece in pieces if len(piece) > 1]
 
 
 @dataclass(frozen=True)
-class LabeledKind(kind.Kind):
+class LabeledKind(Kind):
     """Columns of the rows. A label is an integer or a name; rows without a label are dropped."""
+
+    chosen_by, version, required = "model.task=sequence_classification", "labelled", ("text", "label")
 
     text: str
     label: str
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.text, self.label)
-
-    def check_row(self, row: Row) -> bool:
-        if row.is_text:
-            raise DataError(
-                f"{row.where} is plain text, but model.task=sequence_classification needs rows with a text and a "
-                f"class; give .jsonl, .csv, .parquet or a hub data set."
-            )
-        require_column(row, self.text, "data.text_column")
-        require_column(row, self.label, "data.label_column")
-        return bool(kind.text_in(row, self.text, "data.text_column").strip()) and self._label(row) is not None
-
-    def check_tokenizer(self, tokenizer: kind.Tokenizer) -> None:
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Every tokenizer is suitable."""
 
-    def encode(self, rows: Sequence[Row], tokenizer: kind.Tokenizer) -> list[list[kind.Example]]:
-        texts = kind.token_ids([kind.text_in(row, self.text, "data.text_column") for row in rows], tokenizer)
-        return [[kind.Example(ids, [True] * len(ids), self._label(row))] for ids, row in zip(texts, rows, strict=True)]
-
-    def fingerprint(self) -> Any:
-        return ["labelled", asdict(self)]
-
-    def _label(self, row: Row) -> str | int | None:
-        value = row.values[self.label]
-        if isinstance(value, str) and value.strip().isdecimal():  # as a CSV file has it
-            return int(value)
-        if value is None or value == "":
+    def read(self, row: Row) -> tuple[str, str | int] | None:
+        self.require(row)
+        text, label = self.text_in(row, "text"), row.values[self.label]
+        if not text.strip() or label is None or label == "":
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
+        if isinstance(label, bool) or not isinstance(label, (int, str)):
             raise DataError(
-                f"{row.where}: column {self.label!r} holds {type(value).__name__}, expected the number or name of a "
+                f"{row.where}: column {self.label!r} holds {type(label).__name__}, expected the number or name of a "
                 f"class. Set data.label_column."
             )
-        return value
+        # CSV files have numbers as text.
+        return text, int(label) if isinstance(label, str) and label.strip().isdecimal() else label
+
+    def examples(self, read: list[tuple[str, str | int]], tokenizer: Tokenizer) -> list[list[Example]]:
+        texts, labels = zip(*read, strict=True)
+        found = zip(kind.token_ids(texts, tokenizer), labels, strict=True)
+        return [[Example(ids, [True] * len(ids), label)] for ids, label in found]
 
 
 @dataclass
@@ -108,7 +89,7 @@ class TextSettings(kind.RowSettings):
         "label", "model.task=sequence_classification: the column with the index or name of the class."
     )
 
-    def build_kind(self, task: str) -> kind.Kind:
+    def build_kind(self, task: str) -> Kind:
         if task == kind.CLASSIFICATION:
             return LabeledKind(self.text_column, self.label_column)
         return TextKind(self.text_column, self.sequence_length + 1)

@@ -3,16 +3,30 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fsdp_shard.data.config import DataConfig, is_running_text
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, SEQ2SEQ
-from fsdp_shard.data.samples import rows
-from fsdp_shard.data.samples.packing import PackedDataset
-from fsdp_shard.data.samples.protocol import MapDataset
+from fsdp_shard.data.samples.batch import Ints
+from fsdp_shard.data.samples.packing import PackedRows
+from fsdp_shard.data.samples.protocol import SourceDataset
+from fsdp_shard.data.samples.rows import CausalRows, LabeledRows, Seq2SeqRows
 from fsdp_shard.data.samples.windows import MaskedWindows, WindowDataset
 from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.tokenized.token_file import Array, Examples, TokenFile
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import format_count
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What truncation leaves: `kept` [num_kept] examples, of which `num_truncated` were longer; `num_dropped` others
+    have nothing left to predict.
+    """
+
+    kept: Ints
+    num_truncated: int
+    num_dropped: int
 
 
 @dataclass(frozen=True)
@@ -31,51 +45,64 @@ class SampleFactory:
     special: SpecialTokens | None
     seed: int
 
-    def open(self, file: TokenFile) -> tuple[MapDataset, str]:
+    def open(self, file: TokenFile) -> tuple[SourceDataset, str]:
         """Return the samples of one file, and what became of its rows, for people."""
         opened = self._open_tokens if is_running_text(self.config, self.task.name) else self._open_examples
-        dataset, note = opened(file)
-        return dataset, f"{note}, {dataset.summary}"
+        dataset, notes = opened(file)
+        return dataset, ", ".join([*notes, dataset.summary])
 
-    def _open_tokens(self, file: TokenFile) -> tuple[MapDataset, str]:
+    def _open_tokens(self, file: TokenFile) -> tuple[SourceDataset, list[str]]:
         assert self.window_tokens
         empty = f" ({file.num_dropped} empty left out)" if file.num_dropped else ""
-        num_documents = file.num_rows - file.num_dropped
-        note = f"{format_count(num_documents, 'document')}{empty}, {format_count(file.num_tokens, 'token')}"
-        return self.windows(file.tokens(), file.digest, self.seed), note
+        documents = format_count(file.num_rows - file.num_dropped, "document")
+        notes = [f"{documents}{empty}", format_count(file.num_tokens, "token")]
+        return self.windows(file.tokens(), file.digest, self.seed), notes
 
-    def _open_examples(self, file: TokenFile) -> tuple[MapDataset, str]:
-        config, examples = self.config, file.examples()
-        cut = self.cut(examples)
-        note = _row_note(config, file, cut)
+    def _open_examples(self, file: TokenFile) -> tuple[SourceDataset, list[str]]:
+        config, examples, longest = self.config, file.examples(), self.config.sequence_length
+        cut, what = self.cut(examples), "document" if config.kind == "text" else "row"
+        notes = [format_count(file.num_rows, what), format_count(file.num_tokens, "token")]
+        if file.num_dropped:
+            notes.append(f"{format_count(file.num_dropped, what)} dropped with nothing to learn")
+        if cut.num_dropped:
+            notes.append(f"{cut.num_dropped} dropped with nothing to learn in the first {longest} tokens")
+        if cut.num_truncated:
+            notes.append(f"{cut.num_truncated} cut to {longest} tokens")
         if not len(cut.kept):
             raise DataError(
-                f"{config.where}.path={config.path}: of {note}, nothing is left to train on. Increase "
+                f"{config.where}.path={config.path}: of {', '.join(notes)}, nothing is left to train on. Increase "
                 f"data.sequence_length."
             )
-        return self.samples(examples, cut, file.classes), note
+        return self.samples(examples, cut, file.classes), notes
 
-    def cut(self, examples: Examples) -> rows.Cut:
-        """Truncate examples to windows of `data.sequence_length`."""
-        config, length = self.config, self.config.sequence_length
+    def cut(self, examples: Examples) -> Cut:
+        """Truncate examples to windows of `data.sequence_length`; keep those with something left to predict."""
+        first, lengths, longest = examples.first, examples.lengths, self.config.sequence_length
         if self.task.name == SEQ2SEQ:
-            return rows.cut_pairs(examples, length, config.target_length or length)
-        if self.task.name == CLASSIFICATION:
-            return rows.cut_texts(examples, length)
-        return rows.cut_causal(examples, length)
+            usable = (first > 0) & (first < lengths)
+            longer = (first > longest) | (lengths - first > self._target_length)
+        elif self.task.name == CLASSIFICATION:
+            usable, longer = lengths > 0, lengths > longest
+        else:  # a window has one token more than inputs, and its first is not predicted
+            usable = (first >= 0) & (np.maximum(first, 1) < np.minimum(lengths, longest + 1))
+            longer = lengths > longest + 1
+        kept = np.flatnonzero(usable)
+        return Cut(kept, int(np.count_nonzero(longer[kept])), len(usable) - len(kept))
 
-    def samples(self, examples: Examples, cut: rows.Cut, classes: Sequence[str | int]) -> MapDataset:
+    def samples(self, examples: Examples, cut: Cut, classes: Sequence[str | int]) -> SourceDataset:
         """Make samples of the examples that `cut` kept; `classes` has the names of their labels."""
-        config, length, task = self.config, self.config.sequence_length, self.task
+        task, given = self.task, (examples, cut.kept, self.config.sequence_length)
         if task.name == SEQ2SEQ:
-            targets = config.target_length or length
-            return rows.Seq2SeqRows(examples, cut.kept, length, "", targets, task.decoder_start, task.padding)
+            return Seq2SeqRows(*given, "", self._target_length, task.decoder_start, task.padding)
         if task.name == CLASSIFICATION:
-            return rows.LabeledRows(examples, cut.kept, length, "", _class_numbers(classes, task), task.padding)
-        unpacked = rows.CausalRows(examples, cut.kept, length)
-        return PackedDataset.pack(unpacked) if config.packing else unpacked
+            return LabeledRows(*given, "", _class_numbers(classes, task), task.padding)
+        return PackedRows.pack(*given) if self.config.packing else CausalRows(*given)
 
-    def windows(self, tokens: Array, name: str, seed: int) -> MapDataset:
+    @property
+    def _target_length(self) -> int:
+        return self.config.target_length or self.config.sequence_length
+
+    def windows(self, tokens: Array, name: str, seed: int) -> SourceDataset:
         """Make windows of `tokens` [num_tokens]; `seed` decides which are masked."""
         length = self.config.sequence_length
         if self.special is None:
@@ -103,13 +130,3 @@ def _class_numbers(classes: Sequence[str | int], task: Task) -> tuple[int, ...]:
                 f"{task.num_labels - 1} ({known}). Set id2label and label2id in its config.json, or data.label_column."
             )
     return tuple(numbers)
-
-
-def _row_note(config: DataConfig, file: TokenFile, cut: rows.Cut) -> str:
-    what = "document" if config.kind == "text" else "row"
-    note = f"{format_count(file.num_rows, what)}, {format_count(file.num_tokens, 'token')}"
-    if file.num_dropped:
-        note += f", {format_count(file.num_dropped, what)} dropped with nothing to learn"
-    if cut.num_dropped:
-        note += f", {cut.num_dropped} dropped with nothing to learn in the first {config.sequence_length} tokens"
-    return note + (f", {cut.num_truncated} cut to {config.sequence_length} tokens" if cut.num_truncated else "")

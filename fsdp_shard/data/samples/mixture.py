@@ -1,118 +1,126 @@
-"""Samples of several sources in one order, by weights; each source is a dataset of its own.
+"""Samples of several sources: in one order by weights to train on, or one source after the other as held-out data.
 
 Each source has its own seeded order, and begins another epoch, in another order, when it is used up, whatever the
 others do. `mixture_schedule` decides which source is next.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
 import xxhash
 
-from fsdp_shard.data.samples import mixture_schedule as schedule
-from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, merge
-from fsdp_shard.data.samples.protocol import MapDataset
+from fsdp_shard.data.samples.batch import Ints, Sample
+from fsdp_shard.data.samples.mixture_schedule import one_round
+from fsdp_shard.data.samples.protocol import Dataset, MapDataset
+from fsdp_shard.errors import CheckpointError
 
 
-@dataclass(frozen=True)
-class Mixture(MapDataset):
-    """The datasets `parts` by name; each has `counts` [num_parts] samples in every round.
+class Mixture(Dataset):
+    """The datasets `parts` by name; each has `counts` of the samples in every round."""
 
-    The indices of one part follow those of another. They include the epoch if those of the part do (`MaskedWindows`).
-    """
+    def __init__(self, parts: Mapping[str, Dataset], counts: Mapping[str, int]) -> None:
+        self.source_names = tuple(sorted(parts))  # so that the order of the settings does not matter
+        self.parts = tuple(parts[name] for name in self.source_names)
+        self.counts = tuple(counts[name] for name in self.source_names)
+        self.sequence_length = max(part.sequence_length for part in self.parts)
+        listed = zip(self.source_names, self.counts, self.parts, strict=True)
+        self.identity = "mixture:" + ",".join(f"{name}={count}*{part.identity}" for name, count, part in listed)
+        lengths = [part.num_samples for part in self.parts if part.num_samples is not None]
+        self.num_samples = sum(lengths) if len(lengths) == len(self.parts) else None
+        self._sources = one_round(self.counts)
+        is_source = (self._sources[:, None] == np.arange(len(self.parts))).astype(np.int64)
+        self._before = np.cumsum(is_source, axis=0) - is_source
 
-    names: tuple[str, ...]
-    parts: tuple[MapDataset, ...]
-    counts: tuple[int, ...]
-    sequence_length: int
+    def sources_of(self, positions: Ints) -> Ints:
+        return self._sources[positions % len(self._sources)]
 
-    @classmethod
-    def of(cls, parts: Mapping[str, MapDataset], counts: Mapping[str, int]) -> Self:
-        """Build a mixture, sorted by name, so that the order of the settings does not matter."""
-        names = tuple(sorted(parts))
-        length = max(part.sequence_length for part in parts.values())
-        return cls(names, tuple(parts[name] for name in names), tuple(counts[name] for name in names), length)
+    def counts_before(self, positions: Ints) -> Ints:
+        """Return how many samples of each source come before each position, [num_positions, num_sources]."""
+        rounds, rest = np.divmod(positions, len(self._sources))
+        return np.asarray(rounds[:, None] * self.counts + self._before[rest], np.int64)
+
+    def samples_until_repeat(self) -> dict[str, int]:
+        """Return after how many samples of the mixture each source is used up that is no stream."""
+        until = {}
+        for number, (name, part) in enumerate(zip(self.source_names, self.parts, strict=True)):
+            if part.num_samples is not None:
+                rounds, rest = divmod(part.num_samples - 1, self.counts[number])
+                last = np.flatnonzero(self._sources == number)[rest]
+                until[name] = rounds * len(self._sources) + int(last) + 1
+        return until
+
+    def prepare(self, first: int, count: int) -> None:
+        starts, stops = self.counts_before(np.asarray([first, first + count])).tolist()
+        for part, start, stop in zip(self.parts, starts, stops, strict=True):
+            part.prepare(start, stop - start)
+
+    def sample(self, position: int) -> Sample:
+        source = int(self._sources[position % len(self._sources)])
+        return self.parts[source].sample(int(self.counts_before(np.asarray([position]))[0, source]))
+
+    def describe(self, positions: Iterable[int]) -> str:
+        given = np.asarray([*positions])
+        sources, inner = self.sources_of(given), self.counts_before(given)
+        of_each = {number: inner[sources == number, number] for number in np.unique(sources)}
+        return ", ".join(f"{self.source_names[n]} {self.parts[n].describe(chosen)}" for n, chosen in of_each.items())
+
+    def figures(self, num_samples: int) -> dict[str, Any]:
+        sources: dict[str, dict[str, Any]] = {}
+        for (name, part, samples), count in zip(self._parts_after(num_samples), self.counts, strict=True):
+            sources[name] = {"share": count / sum(self.counts), "samples": samples}
+            if part.num_samples is None:
+                stream = part.figures(samples)["stream"]
+                sources[name] |= {"epochs": stream.pop("epochs"), "stream": stream}
+            else:
+                sources[name]["epochs"] = round(samples / part.num_samples, 4)
+        return {"sources": sources}
+
+    def state_dict(self, num_samples: int) -> dict[str, Any] | None:
+        states = {name: part.state_dict(samples) for name, part, samples in self._parts_after(num_samples)}
+        return {"sources": states} if any(state is not None for state in states.values()) else None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        given = state.get("sources") if isinstance(state, dict) else None
+        if state is not None and (not isinstance(given, dict) or set(given) != set(self.source_names)):
+            raise CheckpointError(
+                f"trainer.json has no valid position in streamed data of {', '.join(self.source_names)}, so the run "
+                f"cannot be resumed."
+            )
+        for name, part in zip(self.source_names, self.parts, strict=True):
+            part.load_state_dict((given or {}).get(name))
+
+    def _parts_after(self, num_samples: int) -> Iterator[tuple[str, Dataset, int]]:
+        """Return each name and part, and how many of the first `num_samples` samples are of it."""
+        return zip(
+            self.source_names, self.parts, self.counts_before(np.asarray([num_samples]))[0].tolist(), strict=True
+        )
+
+
+class Concatenation(MapDataset):
+    """The samples of `parts`, by name, one part after the other."""
+
+    def __init__(self, parts: Mapping[str, MapDataset]) -> None:
+        self.parts = dict(sorted(parts.items()))
+        self.sequence_length = max(part.sequence_length for part in parts.values())
 
     def __len__(self) -> int:
-        return sum(map(len, self.parts))
+        return sum(map(len, self.parts.values()))
 
-    @property
-    def identity(self) -> str:
-        return schedule.mixture_identity(self.names, self.counts, (part.identity for part in self.parts))
-
-    @property
-    def summary(self) -> str:
-        lengths = enumerate(zip(self.names, map(len, self.parts), strict=True))
-        until = {name: schedule.samples_until(self.counts, number, length) for number, (name, length) in lengths}
-        listed = ", ".join(f"{name} {num:,}" for name, num in until.items())
-        return f"samples of the mixture until a source repeats: {listed}"
-
-    @property
-    def num_predictions(self) -> int:
-        return sum(part.num_predictions for part in self.parts)
-
-    @property
-    def source_names(self) -> tuple[str, ...]:
-        return self.names
-
-    def order(self, seed: int, first: int, count: int) -> Ints:
-        sources = schedule.scheduled_sources(self.counts, first, count)
-        before = schedule.counts_before(self.counts, first)
-        samples = np.empty(count, np.int64)
-        for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True)):
-            positions = np.flatnonzero(sources == number)
-            inner = part.order(seed_of(seed, name), int(before[number]), len(positions))
-            epochs, indices = np.divmod(inner, len(part))
-            samples[positions] = epochs * len(self) + self._offsets[number] + indices
-        return samples
-
-    def batch(self, indices: Indices) -> Batch:
-        given = np.asarray(indices, np.int64)
-        epochs, within = np.divmod(given, len(self))
-        sources = self.sources_of(given)
-        sources[given == NO_WINDOW] = 0
-        pieces = []
-        for number, part in enumerate(self.parts):
-            rows = np.flatnonzero(sources == number)
-            if len(rows):
-                inner = epochs[rows] * len(part) + within[rows] - self._offsets[number]
-                pieces.append((rows, part.batch(np.where(given[rows] == NO_WINDOW, NO_WINDOW, inner))))
-        return merge(pieces)
-
-    def sources_of(self, indices: Ints) -> Ints:
-        return np.searchsorted(self._offsets, indices % len(self), side="right") - 1
+    def sample(self, index: int, epoch: int = 0) -> Sample:
+        for part in self.parts.values():
+            if index < len(part):
+                return part.sample(index, epoch)
+            index -= len(part)
+        raise IndexError(f"sample {index + len(self)} of {len(self)}")
 
     def head(self, num_samples: int | None) -> Self:
         """Return the first samples of each part, in proportion to its size."""
         if num_samples is None or num_samples >= len(self):
             return self
-        ends = np.cumsum([len(part) for part in self.parts]) * num_samples // len(self)
-        sizes = np.diff(ends, prepend=0).tolist()
-        return self._of([part.head(size) if size else None for part, size in zip(self.parts, sizes, strict=True)])
-
-    def slice(self, first: int, last: int) -> Self:
-        pieces: list[MapDataset | None] = []
-        for part, offset in zip(self.parts, self._offsets.tolist(), strict=True):
-            start, stop = max(first - offset, 0), min(last - offset, len(part))
-            pieces.append(part.slice(start, stop) if start < stop else None)
-        return self._of(pieces)
-
-    def figures(self, num_samples: int) -> dict[str, Any]:
-        seen = schedule.proportions(self.names, self.counts, num_samples)
-        for name, part in zip(self.names, self.parts, strict=True):
-            seen[name]["epochs"] = round(seen[name]["samples"] / len(part), 4)
-        return {"sources": seen}
-
-    @property
-    def _offsets(self) -> Ints:
-        """The index of each part's first sample."""
-        return np.cumsum([0, *(len(part) for part in self.parts[:-1])])
-
-    def _of(self, parts: Sequence[MapDataset | None]) -> Self:
-        kept = {name: part for name, part in zip(self.names, parts, strict=True) if part is not None}
-        return self.of(kept, dict(zip(self.names, self.counts, strict=True)))
+        ends = np.cumsum([len(part) for part in self.parts.values()]) * num_samples // len(self)
+        sizes = zip(self.parts.items(), np.diff(ends, prepend=0).tolist(), strict=True)
+        return type(self)({name: part.head(size) for (name, part), size in sizes if size})
 
 
 def seed_of(seed: int, name: str) -> int:

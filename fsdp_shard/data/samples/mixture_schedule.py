@@ -6,11 +6,9 @@ possible (Baruah et al., Proportionate progress, 1996). So among the first n sam
 to within less than one sample, for every n, and the source of sample n follows without a loop over those before it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import lru_cache
 from math import lcm
-from typing import Any
 
 import numpy as np
 
@@ -40,9 +38,8 @@ def counts_per_round(weights: Mapping[str, float]) -> dict[str, int]:
     return {name: max(1, count) for name, count in counts.items()}
 
 
-@lru_cache(maxsize=4)
-def one_round(counts: tuple[int, ...]) -> Ints:
-    """Return the source [sum(counts)] of each sample of a round; read-only."""
+def one_round(counts: Sequence[int]) -> Ints:
+    """Return the source of each sample of a round [sum(counts)]."""
     size = sum(counts)
     scheduled = [0] * len(counts)
     sources = np.empty(size, np.int64)
@@ -52,37 +49,4 @@ def one_round(counts: tuple[int, ...]) -> Ints:
         scheduled[chosen] += 1
         sources[position] = chosen
     assert scheduled == list(counts)
-    sources.setflags(write=False)
     return sources
-
-
-def scheduled_sources(counts: Sequence[int], first: int, count: int) -> Ints:
-    """Return the source [count] of each of the samples `first` to `first + count - 1`."""
-    sources = one_round(tuple(counts))
-    return sources[np.arange(first, first + count) % len(sources)]
-
-
-def counts_before(counts: Sequence[int], position: int) -> Ints:
-    """Return how many of the samples before `position` are of each source [num_sources]."""
-    sources = one_round(tuple(counts))
-    rounds, rest = divmod(position, len(sources))
-    return rounds * np.asarray(counts, np.int64) + np.bincount(sources[:rest], minlength=len(counts))
-
-
-def samples_until(counts: Sequence[int], source: int, count: int) -> int:
-    """Return the number of samples of the mixture after which `count` (at least one) of them are of `source`."""
-    sources = one_round(tuple(counts))
-    rounds, rest = divmod(count - 1, counts[source])
-    return rounds * len(sources) + int(np.flatnonzero(sources == source)[rest]) + 1
-
-
-def mixture_identity(names: Sequence[str], counts: Sequence[int], identities: Iterable[str]) -> str:
-    """Return the identity of a mixture, from those of its sources."""
-    parts = zip(names, counts, identities, strict=True)
-    return "mixture:" + ",".join(f"{name}={count}*{identity}" for name, count, identity in parts)
-
-
-def proportions(names: Sequence[str], counts: Sequence[int], num_samples: int) -> dict[str, dict[str, Any]]:
-    """Return for each source its `share` of the samples, and its number among the first `num_samples`."""
-    seen = zip(names, counts, counts_before(counts, num_samples).tolist(), strict=True)
-    return {name: {"share": count / sum(counts), "samples": samples} for name, count, samples in seen}

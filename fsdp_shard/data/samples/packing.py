@@ -6,15 +6,17 @@ given. `models.check_packing` tells which models support this.
 """
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Self
 
 import numpy as np
 
-from fsdp_shard.data.sample_order import epoch_order
-from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, empty_batch
-from fsdp_shard.data.samples.protocol import MapDataset
-from fsdp_shard.data.samples.rows import CausalRows, next_tokens
+from fsdp_shard.data.sample_order import permutation
+from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, padded
+from fsdp_shard.data.samples.rows import RowDataset, next_tokens
+from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.utils import format_count
 
 _ORDER = 1  # changes if the same index becomes another window
@@ -34,85 +36,70 @@ def best_fit(lengths: Ints, capacity: int) -> list[list[int]]:
     """
     assert not len(lengths) or 0 < int(lengths.min()) <= int(lengths.max()) <= capacity
     windows: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}  # free space -> windows with that much, the newest last
-    spaces: list[int] = []  # the keys of `by_space`, sorted
+    by_space = defaultdict[int, list[int]](list)  # free space -> windows with that much, the newest last
+    spaces = [capacity]  # the keys of `by_space` that have windows, sorted, and the space of a new window
     for item in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[item])
-        found = bisect_left(spaces, length)
-        if found == len(spaces):
-            number, space = len(windows), capacity
+        space = spaces[bisect_left(spaces, lengths[item])]
+        if space == capacity:
+            by_space[space].append(len(windows))
             windows.append([])
-        else:
-            space = spaces[found]
-            number = by_space[space].pop()
-            if not by_space[space]:
-                del by_space[space], spaces[found]
+        number = by_space[space].pop()
         windows[number].append(item)
-        if left := space - length:
-            if left not in by_space:
-                insort(spaces, left)
-            by_space.setdefault(left, []).append(number)
+        if not by_space[space] and space < capacity:
+            spaces.remove(space)
+        left = space - int(lengths[item])
+        if not by_space[left]:
+            insort(spaces, left)
+        by_space[left].append(number)
     return windows
 
 
 @dataclass(frozen=True)
-class PackedDataset(MapDataset):
-    """Windows of several rows: window i has the rows `items[starts[i] : starts[i + 1]]` of `rows`."""
+class PackedRows(RowDataset):
+    """Several examples per window: window i has the examples `kept[starts[i] : starts[i + 1]]`."""
 
-    rows: CausalRows
-    items: Ints
-    starts: Ints
-    sequence_length: int
-    part: str = ""
+    starts: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
 
     @classmethod
-    def pack(cls, rows: CausalRows) -> Self:
-        """Pack all of `rows` by best fit.
+    def pack(cls, examples: Examples, kept: Ints, sequence_length: int) -> Self:
+        """Pack the examples `kept` by best fit.
 
         The windows are then shuffled with a fixed seed, so that a part of them, such as the held-out windows, is like
-        the rest: best fit starts with the longest rows.
+        the rest: best fit starts with the longest examples.
         """
-        lengths = np.minimum(rows.examples.lengths[rows.kept] - 1, rows.sequence_length)
-        fitted = best_fit(lengths, rows.sequence_length)
-        windows = [fitted[number] for number in epoch_order(_ORDER, len(fitted), 0)]
+        fitted = best_fit(np.minimum(examples.lengths[kept] - 1, sequence_length), sequence_length)
+        windows = [fitted[number] for number in permutation(len(fitted), _ORDER, 0)]
         starts = np.cumsum([0, *(len(window) for window in windows)])
-        items = np.asarray([item for window in windows for item in window], np.int64)
-        return cls(rows, items, starts, rows.sequence_length)
+        return cls(examples, kept[list(chain.from_iterable(windows))], sequence_length, "", starts)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     @property
     def identity(self) -> str:
-        return f"packed-{_ORDER}{self.part}:{len(self)}:{self.rows.identity}"
+        rows = f"CausalRows:{self.examples.name}:{len(self.kept)}/{self.sequence_length}"
+        return f"packed-{_ORDER}{self.part}:{len(self)}:{rows}"
 
     @property
     def summary(self) -> str:
-        full = 1 - self.num_padded / (len(self) * self.sequence_length)
+        lengths = self.examples.lengths[self.kept[self.starts[0] : self.starts[-1]]] - 1
+        full = np.minimum(lengths, self.sequence_length).sum() / (len(self) * self.sequence_length)
         return f"packed into {format_count(len(self), 'window')} of {self.sequence_length} ({full:.1%} full)"
-
-    @property
-    def num_padded(self) -> int:
-        """Positions without a token, over all windows."""
-        used = self.rows.examples.lengths[self.rows.kept[self.items[self.starts[0] : self.starts[-1]]]] - 1
-        return len(self) * self.sequence_length - int(np.minimum(used, self.sequence_length).sum())
 
     def slice(self, first: int, last: int) -> Self:
         return replace(self, starts=self.starts[first : last + 1], part=f"{self.part}+{first}")
 
-    def batch(self, indices: Indices) -> Batch:
-        """Stack windows, with `position_ids`; padding is one more example in which nothing is predicted."""
-        batch = empty_batch(len(indices), self.sequence_length, "position_ids")
-        positions = batch.others["position_ids"]
-        for row, index in enumerate(indices):
-            end = 0
-            for item in [] if index == NO_WINDOW else self._items(int(index)):
-                inputs, labels = next_tokens(self.rows.examples, int(self.rows.kept[item]), self.sequence_length)
-                span = slice(end, end := end + len(inputs))
-                batch.input_ids[row, span], batch.labels[row, span] = inputs, labels
-                positions[row, span] = np.arange(len(inputs))
-            positions[row, end:] = np.arange(self.sequence_length - end)
-        return batch
+    def examples_of(self, index: int) -> Ints:
+        """Return the numbers of the examples in a window."""
+        return self.kept[self.starts[index] : self.starts[index + 1]]
 
-    def _items(self, index: int) -> Ints:
-        return self.items[self.starts[self.checked(index)] : self.starts[index + 1]]
+    def _sample(self, index: int | None, epoch: int) -> Sample:
+        """Join examples, with `position_ids`; padding is one more in which nothing is predicted."""
+        ids, labels = padded([], self.sequence_length), padded([], self.sequence_length, MASKED)
+        positions, end = padded([], self.sequence_length), 0
+        for example in [] if index is None else self.examples_of(index).tolist():
+            inputs, targets = next_tokens(self.examples, example, self.sequence_length)
+            span = slice(end, end := end + len(inputs))
+            ids[span], labels[span], positions[span] = inputs, targets, np.arange(len(inputs))
+        positions[end:] = np.arange(self.sequence_length - end)
+        return Sample({"input_ids": ids, "position_ids": positions}, labels)

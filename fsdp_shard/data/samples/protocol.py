@@ -1,59 +1,112 @@
-"""What a dataset offers: samples by index, their order, their sources, a state to resume from, and figures."""
+"""What a dataset offers: to training samples by position in one endless order, to evaluations samples by index."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, Self
 
-import numpy as np
-
-from fsdp_shard.data.sample_order import sample_indices
-from fsdp_shard.data.samples.batch import MASKED, Batch, Indices, Ints
+from fsdp_shard.data.sample_order import permutation
+from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, Sample, collate
 
 
-class Dataset(ABC):
-    """Samples by index, and the one order in which they are trained: all that training needs to know about data.
-
-    The defaults are those of a dataset with a single source whose position follows from the number of samples.
-
-    Attributes:
-        sequence_length: The maximum number of tokens in a sample.
-    """
+class MapDataset(ABC):
+    """A number of samples by index, of up to `sequence_length` tokens."""
 
     sequence_length: int
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def sample(self, index: int, epoch: int = 0) -> Sample:
+        """Return a sample, as it is in this epoch; of that with the index NO_WINDOW every label is masked.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+
+    @abstractmethod
+    def head(self, num_samples: int | None) -> Self:
+        """Return the first `num_samples` samples, or all of them if None."""
+
+    def batch(self, indices: Indices) -> Batch:
+        """Stack the samples with these indices, as they are in the first epoch."""
+        return collate([self.sample(int(index)) for index in indices])
+
+    @property
+    def num_predictions(self) -> int:
+        """Number of labels that are not masked, over all samples."""
+        return sum(self.batch([index]).num_predictions for index in range(len(self)))
+
+
+class SourceDataset(MapDataset):
+    """The samples of one source, which can be divided."""
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Equal for two datasets exactly if all of their samples are equal; stored in checkpoints."""
+        """Equal for two datasets exactly if all of their samples are equal."""
 
     @property
     @abstractmethod
     def summary(self) -> str:
         """How the samples are laid out, for people."""
 
-    @property
     @abstractmethod
-    def num_samples(self) -> int | None:
-        """Samples in an epoch; None for a stream, whose length is unknown."""
+    def slice(self, first: int, last: int) -> Self:
+        """Return samples [first, last)."""
 
     @abstractmethod
-    def order(self, seed: int, first: int, count: int) -> Ints:
-        """Return the indices [count] of samples `first` to `first + count - 1` of the endless order of training.
+    def _sample(self, index: int | None, epoch: int) -> Sample:
+        """Return a sample; None is one in which every label is masked."""
 
-        Every rank asks for the same samples, one global batch after the other: streams exchange what they tokenized.
+    def sample(self, index: int, epoch: int = 0) -> Sample:
+        if not NO_WINDOW <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._sample(None if index == NO_WINDOW else index, epoch)
+
+    def head(self, num_samples: int | None) -> Self:
+        return self if num_samples is None or num_samples >= len(self) else self.slice(0, num_samples)
+
+
+class Dataset(ABC):
+    """Samples by their position in the one endless order of training: all that training needs to know about data.
+
+    The defaults are those of a dataset with a single source whose state follows from the number of samples.
+
+    Attributes:
+        sequence_length: The maximum number of tokens in a sample.
+        identity: Equal for two datasets exactly if all of their samples are equal; stored in checkpoints.
+        num_samples: Samples in an epoch; None for a stream, whose length is unknown.
+        source_names: The names of the sources of a mixture; empty for other datasets.
+    """
+
+    sequence_length: int
+    identity: str
+    num_samples: int | None
+    source_names: tuple[str, ...] = ()
+
+    @abstractmethod
+    def sample(self, position: int) -> Sample:
+        """Return the sample at this position."""
+
+    def batch(self, positions: Indices) -> Batch:
+        """Stack the samples at these positions."""
+        return collate([self.sample(int(position)) for position in positions])
+
+    def prepare(self, first: int, count: int) -> None:  # noqa: B027  # most datasets are always ready
+        """Make the samples at positions `first` to `first + count - 1` ready.
+
+        A collective: every rank prepares the same samples, one global batch after the other, as streams exchange what
+        they tokenized.
         """
 
-    @abstractmethod
-    def batch(self, indices: Indices) -> Batch:
-        """Stack the samples with these indices; every label of `NO_WINDOW` is masked."""
+    def describe(self, positions: Iterable[int]) -> str:
+        """Say which samples these are, so that people find them in the data."""
+        return str(sorted({int(position) for position in positions}))
 
-    @property
-    def source_names(self) -> tuple[str, ...]:
-        """The names of the sources of a mixture; empty for other datasets."""
-        return ()
-
-    def sources_of(self, indices: Ints) -> Ints:
-        """Return the position in `source_names` of the source of each sample."""
+    def sources_of(self, positions: Ints) -> Ints:
+        """Return the number in `source_names` of the source of each sample."""
         raise NotImplementedError("only mixtures have sources")
 
     def figures(self, num_samples: int) -> dict[str, Any]:
@@ -71,77 +124,27 @@ class Dataset(ABC):
         """Continue from what `state_dict` returned; None is the beginning."""
 
 
-class MapDataset(Dataset):
-    """A dataset of known length, which can be divided."""
+class Shuffled(Dataset):
+    """The samples of `dataset`, epoch after epoch; each epoch is a permutation of all of them.
 
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def slice(self, first: int, last: int) -> Self:
-        """Return samples [first, last)."""
-
-    @property
-    def num_samples(self) -> int:
-        return len(self)
-
-    @property
-    def num_predictions(self) -> int:
-        """Number of labels that are not masked, over all samples."""
-        return sum(self.batch([index]).num_predictions for index in range(len(self)))
-
-    def order(self, seed: int, first: int, count: int) -> Ints:
-        return sample_indices(seed, len(self), first, count)
-
-    def head(self, num_samples: int | None) -> Self:
-        """Return the first `num_samples` samples, or all of them if None."""
-        return self if num_samples is None or num_samples >= len(self) else self.slice(0, num_samples)
-
-    def checked(self, index: int) -> int:
-        """Return `index`; raise IndexError if there is no such sample."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return index
-
-
-def source_predictions(dataset: Dataset, samples: Iterable[Ints], batches: Sequence[Batch]) -> list[int]:
-    """Count the labels of each source of a mixture.
-
-    Args:
-        dataset: The dataset of the samples.
-        samples: Indices of the samples of each batch.
-        batches: The batches.
-
-    Returns:
-        The number of unmasked labels of each of `dataset.source_names`.
+    It is a function of the seed and the epoch alone, and so the same for any number of ranks, micro-batch size and
+    restart: a run resumes from the number of samples that it has consumed.
     """
-    if not dataset.source_names:
-        return []
-    counts = np.zeros(len(dataset.source_names), np.int64)
-    for indices, batch in zip(samples, batches, strict=True):
-        per_sample = (batch.labels != MASKED).reshape(len(batch.labels), -1).sum(axis=1)
-        np.add.at(counts, dataset.sources_of(indices), per_sample)
-    return [int(count) for count in counts]
 
+    def __init__(self, dataset: SourceDataset, seed: int) -> None:
+        if not len(dataset):
+            raise ValueError("there are no samples to order")
+        self.dataset, self.num_samples = dataset, len(dataset)
+        self.sequence_length, self.identity = dataset.sequence_length, dataset.identity
+        self._order = lru_cache(maxsize=2)(lambda epoch: permutation(len(dataset), seed, epoch))
 
-def data_figures(dataset: Dataset, num_samples: int, tokens: Mapping[str, int]) -> dict[str, Any]:
-    """Return the figures of the data for result.json.
+    def index_of(self, position: int) -> int:
+        """Return the index in `dataset` of the sample at this position."""
+        epoch, place = divmod(position, len(self.dataset))
+        return int(self._order(epoch)[place])
 
-    Args:
-        dataset: The training data.
-        num_samples: Number of samples that were trained.
-        tokens: Number of tokens that were trained, by source.
+    def sample(self, position: int) -> Sample:
+        return self.dataset.sample(self.index_of(position), position // len(self.dataset))
 
-    Returns:
-        `sources` of a mixture, `stream` of a stream, or nothing.
-    """
-    figures = dataset.figures(num_samples)
-    for name, source in figures.get("sources", {}).items():
-        source["tokens"] = tokens.get(name, 0)
-    return figures
-
-
-def source_figures(dataset: Dataset, num_samples: int, tokens: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """Return samples, tokens and epochs of each source for metrics; the arguments are those of `data_figures`."""
-    sources = data_figures(dataset, num_samples, tokens).get("sources", {})
-    return {name: {key: source[key] for key in ("samples", "tokens", "epochs")} for name, source in sources.items()}
+    def describe(self, positions: Iterable[int]) -> str:
+        return super().describe(self.index_of(int(position)) for position in positions)

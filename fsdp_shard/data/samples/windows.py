@@ -9,13 +9,13 @@ the mask token, 10% a random token, and 10% stay. Special tokens, such as those 
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, empty_batch
-from fsdp_shard.data.samples.protocol import MapDataset
+from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, attended, padded
+from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.task import SpecialTokens
 from fsdp_shard.data.tokenized.token_file import Array
 from fsdp_shard.utils import format_count
@@ -24,15 +24,38 @@ _TO_MASK, _TO_RANDOM = 0.8, 0.9
 
 
 @dataclass(frozen=True)
-class WindowDataset(MapDataset):
+class TokenWindows(SourceDataset):
     """`tokens` [num_tokens] in windows of `sequence_length`; `name` identifies the stream of tokens."""
 
     tokens: Array
     sequence_length: int
     name: str
 
+    overlap: ClassVar[int] = 0  # tokens of a window that belong to the next one too
+
+    @property
+    def stride(self) -> int:
+        """Tokens between the beginnings of two windows."""
+        return self.sequence_length
+
     def __len__(self) -> int:
-        return -(-self.num_predictions // self.sequence_length)
+        return -(-max(0, len(self.tokens) - self.overlap) // self.stride)
+
+    def slice(self, first: int, last: int) -> Self:
+        start, stop = first * self.stride, last * self.stride + self.overlap
+        return replace(self, tokens=self.tokens[start:stop], name=f"{self.name}+{start}")
+
+    def window(self, index: int | None) -> Ints:
+        """Return the tokens [at most stride + overlap] of a window; none for None."""
+        start = len(self.tokens) if index is None else index * self.stride
+        return np.asarray(self.tokens[start : start + self.stride + self.overlap], np.int64)
+
+
+@dataclass(frozen=True)
+class WindowDataset(TokenWindows):
+    """Windows in which each token is predicted from those before it; neighbors share one, the last of the earlier."""
+
+    overlap: ClassVar[int] = 1
 
     @property
     def num_predictions(self) -> int:
@@ -49,92 +72,52 @@ class WindowDataset(MapDataset):
 
     @property
     def summary(self) -> str:
-        padded = f", the last padded by {self.num_padded}" if self.num_padded else ""
-        return f"{format_count(len(self), 'window')} of {self.sequence_length}{padded}"
+        padding = f", the last padded by {self.num_padded}" if self.num_padded else ""
+        return f"{format_count(len(self), 'window')} of {self.sequence_length}{padding}"
 
-    def batch(self, indices: Indices) -> Batch:
-        batch = empty_batch(len(indices), self.sequence_length)
-        for row, index in enumerate(indices):
-            if index != NO_WINDOW:
-                start = self.checked(int(index)) * self.sequence_length
-                piece = np.asarray(self.tokens[start : start + self.sequence_length + 1])
-                batch.input_ids[row, : len(piece) - 1] = piece[:-1]
-                batch.labels[row, : len(piece) - 1] = piece[1:]
-        return batch
-
-    def slice(self, first: int, last: int) -> Self:
-        """Return windows [first, last). Neighboring slices share one token, which only the earlier one predicts."""
-        start, stop = first * self.sequence_length, last * self.sequence_length + 1
-        return replace(self, tokens=self.tokens[start:stop], name=f"{self.name}+{start}")
+    def _sample(self, index: int | None, epoch: int) -> Sample:
+        tokens = self.window(index)
+        inputs = {"input_ids": padded(tokens[:-1], self.sequence_length)}
+        return Sample(inputs, padded(tokens[1:], self.sequence_length, MASKED))
 
 
 @dataclass(frozen=True)
-class MaskedWindows(MapDataset):
-    """`tokens` [num_tokens] in windows of `sequence_length`, each between the special tokens.
+class MaskedWindows(TokenWindows):
+    """Windows in which some tokens are masked, each between the special tokens."""
 
-    The index of a sample includes the epoch: `epoch * len(self) + window`.
-    """
-
-    tokens: Array
-    sequence_length: int
-    name: str
     special: SpecialTokens
     fraction: float
     seed: int
 
-    def __len__(self) -> int:
-        return -(-len(self.tokens) // self._window_length)
+    @property
+    def stride(self) -> int:
+        return self.sequence_length - len(self.special.begin) - len(self.special.end)
 
     @property
     def identity(self) -> str:
         return f"masked-2:{self.name}:{len(self.tokens)}/{self.sequence_length}:{self.fraction}"
 
     @property
-    def num_predictions(self) -> int:
-        return self.batch(range(len(self))).num_predictions
-
-    @property
     def summary(self) -> str:
         return f"{format_count(len(self), 'window')} of {self.sequence_length}, {self.fraction:.0%} of them to predict"
 
-    def order(self, seed: int, first: int, count: int) -> Ints:
-        epochs = np.arange(first, first + count) // len(self)
-        return super().order(seed, first, count) + epochs * len(self)
+    def _sample(self, index: int | None, epoch: int) -> Sample:
+        labels, first = padded([], self.sequence_length, MASKED), len(self.special.begin)
+        if index is None:
+            return Sample(attended([0], self.sequence_length), labels)  # attention needs at least one token
+        tokens = self.window(index)
+        masked, chosen = self._mask(tokens, epoch, index)
+        ids = np.concatenate([self.special.begin, masked, self.special.end])
+        labels[first : first + len(tokens)] = np.where(chosen, tokens, MASKED)
+        return Sample(attended(ids, self.sequence_length), labels)
 
-    def slice(self, first: int, last: int) -> Self:
-        start, stop = first * self._window_length, last * self._window_length
-        return replace(self, tokens=self.tokens[start:stop], name=f"{self.name}+{start}")
-
-    def batch(self, indices: Indices) -> Batch:
-        batch = empty_batch(len(indices), self.sequence_length, "attention_mask")
-        for row, index in enumerate(indices):
-            batch.others["attention_mask"][row, 0] = 1  # attention needs at least one token
-            if index != NO_WINDOW:
-                self._fill(batch, row, int(index))
-        return batch
-
-    @property
-    def _window_length(self) -> int:
-        return self.sequence_length - len(self.special.begin) - len(self.special.end)
-
-    def _fill(self, batch: Batch, row: int, index: int) -> None:
-        epoch, window = divmod(index, len(self))
-        start = window * self._window_length
-        piece = np.asarray(self.tokens[start : start + self._window_length], np.int64)
-        masked, chosen = self._mask(piece, epoch, window)
-        ids = np.concatenate([self.special.begin, masked, self.special.end]).astype(np.int64)
-        batch.input_ids[row, : len(ids)] = ids
-        batch.others["attention_mask"][row, : len(ids)] = 1
-        positions = np.flatnonzero(chosen)
-        batch.labels[row, positions + len(self.special.begin)] = piece[positions]
-
-    def _mask(self, piece: Ints, epoch: int, window: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Mask tokens of `piece`; return it, and which tokens were chosen: at least one, but no special ones."""
-        seed = np.random.SeedSequence([self.seed, epoch, window, len(piece)])
-        raw = np.random.Philox(seed).random_raw((3, len(piece)))
+    def _mask(self, tokens: Ints, epoch: int, index: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Mask `tokens`; return them, and which tokens were chosen: at least one, but no special ones."""
+        seed = np.random.SeedSequence([self.seed, epoch, index, len(tokens)])
+        raw = np.random.Philox(seed).random_raw((3, len(tokens)))
         chance, fate = (raw[:2] >> np.uint64(11)).astype(np.float64) / 2.0**53
-        chance[np.isin(piece, self.special.all)] = 1.0
+        chance[np.isin(tokens, self.special.all)] = 1.0
         chosen = chance < max(self.fraction, np.nextafter(chance.min(), 1.0))  # none where all of them are special
         another = (raw[2] % np.uint64(self.special.vocabulary)).astype(np.int64)
-        replaced = np.where(fate < _TO_MASK, self.special.mask, np.where(fate < _TO_RANDOM, another, piece))
-        return np.where(chosen, replaced, piece), chosen
+        replaced = np.where(fate < _TO_MASK, self.special.mask, np.where(fate < _TO_RANDOM, another, tokens))
+        return np.where(chosen, replaced, tokens), chosen

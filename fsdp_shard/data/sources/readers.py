@@ -13,12 +13,13 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from glob import escape
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from fsdp_shard.data.sources.data_files import TABLES, DataFile, is_url
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
+from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.errors import DataError
-from fsdp_shard.utils import first_line, format_size, nearest, redact
+from fsdp_shard.utils import first_line, format_size, redact
 
 # Byte offset in the decompressed file, and number of lines before it; in tables and JSON arrays 0 and number of rows.
 Position = tuple[int, int]
@@ -32,22 +33,6 @@ _CHARACTERS_AT_ONCE = 1 << 20
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5": ".zst"}  # how their files begin
-
-
-class Header(NamedTuple):
-    """The columns of a file that names them once, and where it does, for messages."""
-
-    where: str
-    columns: Sequence[str]
-
-
-class Row(NamedTuple):
-    """Values by column, and where the row is, for messages. A document of a plain text file has only `text`."""
-
-    where: str
-    values: dict[str, Any]
-    is_text: bool = False
-    header: Header | None = None
 
 
 Rows = Iterator[tuple[Row, Position]]
@@ -89,33 +74,6 @@ def check_size(file: DataFile, sample_by: str) -> None:
     is_document = sample_by == "document" and _READERS[file.format[0]] is _read_text
     if is_document and (_size(file) or 0) > LARGEST_DOCUMENT:
         raise too_large(str(file))
-
-
-def require_column(row: Row, column: str, setting: str) -> None:
-    """Raise DataError unless `row` has `column`; the header is blamed if the columns are named there."""
-    where, columns = row.header or (row.where, list(row.values))
-    if column not in columns:
-        raise DataError(
-            f"{where} has no column {column!r}; it has {', '.join(columns) or 'none'}{nearest(column, columns)}. "
-            f"Set {setting}."
-        )
-
-
-def text_of(value: object, column: str, where: str, setting: str) -> str:
-    """Return `value` as text, null as the empty text; raise DataError for any other type."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, expected text. Set {setting}.")
-    return value
-
-
-def document_of(row: Row, column: str) -> str:
-    """Return the text of a row: that in `column`, or the document of a plain text file; raise DataError without one."""
-    if row.is_text:
-        return str(row.values["text"])
-    require_column(row, column, "data.text_column")
-    return text_of(row.values[column], column, row.where, "data.text_column")
 
 
 class _Lines:

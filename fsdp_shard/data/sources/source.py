@@ -12,7 +12,8 @@ from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.sources import data_files as files
 from fsdp_shard.data.sources.data_files import DataFile
 from fsdp_shard.data.sources.datasets_private import fingerprint, quiet_datasets
-from fsdp_shard.data.sources.readers import START, Header, Row, check_size, read_rows
+from fsdp_shard.data.sources.readers import START, check_size, read_rows
+from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.utils import first_line, redact
 
@@ -139,9 +140,9 @@ class FileSource(Source):
     def _ordered(self, epoch: int, seed: int | None) -> Sequence[DataFile]:
         if seed is None:
             return self.files
-        from fsdp_shard.data.sample_order import epoch_order  # numpy is slow to import
+        from fsdp_shard.data.sample_order import permutation  # numpy is slow to import
 
-        return [self.files[index] for index in epoch_order(seed, len(self.files), epoch)]
+        return [self.files[index] for index in permutation(len(self.files), seed, epoch)]
 
     def _checked(self, start: Any) -> list[int]:
         numbers = start if isinstance(start, list) else []

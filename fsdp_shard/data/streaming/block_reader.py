@@ -1,47 +1,36 @@
 """The blocks of a stream: every rank reads them, each row is tokenized on one rank, and the ranks exchange the results.
 
-A thread reads and tokenizes ahead while the samples before are trained. It makes no collective: the exchange is where a
-block is asked for, which all ranks do at the same sample.
+A thread, or the processes of a `torch.utils.data.DataLoader`, read and tokenize ahead of need.
+They make no collective: the exchange is where a block is asked for, which all ranks do at the same sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain, islice
 from threading import Thread, main_thread
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
-
-from fsdp_shard.data.kinds.kind import Example
-from fsdp_shard.data.sources.readers import Row
+from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import Source
 from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import DataError
+from fsdp_shard.utils import set_environment
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from fsdp_shard.distributed import Communicator
 
 T = TypeVar("T")
-Rows: TypeAlias = "Sequence[list[EncodedExample]]"  # the examples of each row; none for one with nothing to learn
-Encode: TypeAlias = Callable[[list[Row]], list[list[Example]]]
+Encode: TypeAlias = "Callable[[list[Row]], pyarrow.Table]"
 
 # What is tokenized in one call, and exchanged at once if blocks are smaller: enough for the tokenizer's threads and to
 # be worth a collective, few enough for the memory. A row counts as at least 1/64 of it.
 _CHARACTERS_AT_ONCE = 1 << 20
 _CHARACTERS_OF_A_ROW = _CHARACTERS_AT_ONCE >> 6
-
-
-class EncodedExample(NamedTuple):
-    """An example in few bytes: its token ids, int32; whether each is predicted, uint8, nothing for running text; its
-    class, if it has one.
-    """
-
-    tokens: bytes
-    predicted: bytes
-    label: str | int | None
 
 
 class Block(NamedTuple, Generic[T]):
@@ -80,65 +69,109 @@ def read_blocks(
 
 
 def encode_blocks(
-    name: str, blocks: Iterator[Block[list[Row]]], encode: Encode, ranks: Communicator | None
-) -> Iterator[Block[Rows]]:
-    """Tokenize blocks over the ranks, one exchange ahead of need. To ask for a block is a collective.
+    name: str, blocks: Iterator[Block[list[Row]]], encode: Encode, ranks: Communicator | None, num_workers: int = 1
+) -> Iterator[Block[pyarrow.Table]]:
+    """Tokenize blocks over the ranks, ahead of need. To ask for a block is a collective.
 
     Args:
         name: Setting and value of the source, for messages.
         blocks: The blocks, the same on every rank.
-        encode: Returns the examples of each row; called in a thread.
+        encode: Returns the table of some rows; called in a thread, or in the processes.
         ranks: The ranks that ask for these blocks, with a group on the CPU; None is this process alone.
+        num_workers: Processes of this rank that read and tokenize; 1: a thread, which is one exchange ahead.
 
     Raises:
         DataError: On all ranks: a row cannot be read or used, or ranks read different rows.
     """
-    batches = _batched(blocks, lambda block: sum(map(_size, block.rows), _CHARACTERS_OF_A_ROW), _CHARACTERS_AT_ONCE)
-    rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    work = partial(_encode_part, batches, encode, rank, num_ranks)
-    ahead = _start(work)
+    import pyarrow
+
+    own = _Parts(blocks, encode, *((0, 1) if ranks is None else (ranks.rank, ranks.world_size)))
+    ahead = _in_thread(iter(own)) if num_workers <= 1 else _in_processes(own, num_workers)
     while True:
-        parts = [ahead.result()] if ranks is None else ranks.all_gather_object(run_on_all(ranks, ahead.result))
-        ahead = _start(work)
+        parts = [next(ahead)] if ranks is None else ranks.all_gather_object(run_on_all(ranks, lambda: next(ahead)))
         read = parts[0][0]
         if any(others != read for others, _ in parts):
             raise DataError(f"{name} differs between the machines of this run. Give all of them the same files.")
-        encoded = chain.from_iterable(rows for _, rows in parts)
+        rows = pyarrow.concat_tables([table for _, table in parts])
         for size, after, is_last in read:
-            yield Block(list(islice(encoded, size)), after, is_last)
+            yield Block(rows[:size], after, is_last)
+            rows = rows[size:]
 
 
-def _encode_part(batches: Iterator[list[Block[list[Row]]]], encode: Encode, rank: int, num_ranks: int) -> _Part:
-    """Read the next blocks, and tokenize the part of one rank, which is a range of their rows."""
-    blocks = next(batches)
-    rows = list(chain.from_iterable(block.rows for block in blocks))
-    encoded = list[list[EncodedExample]]()
-    own = rows[len(rows) * rank // num_ranks : len(rows) * (rank + 1) // num_ranks]
-    for some in _batched(own, _size, _CHARACTERS_AT_ONCE):
-        _end_with_main_thread()
-        encoded += [[_pack(example) for example in row] for row in encode(some)]
-    return [Block(len(rows), after, is_last) for rows, after, is_last in blocks], encoded
+_Part: TypeAlias = "tuple[list[Block[int]], pyarrow.Table]"  # the number of rows of each block, and those of one rank
 
 
-def _pack(example: Example) -> EncodedExample:
-    return EncodedExample(np.asarray(example.ids, np.int32).tobytes(), bytes(example.predicted), example.label)
+@dataclass(frozen=True)
+class _Parts:
+    """The part of one rank of each exchange, which is a range of the rows in it.
+
+    Each of several processes reads all blocks, and tokenizes every n-th exchange: a DataLoader takes turns.
+    """
+
+    blocks: Iterator[Block[list[Row]]]
+    encode: Encode
+    rank: int
+    num_ranks: int
+
+    def __iter__(self, first: int = 0, step: int = 1) -> Iterator[_Part]:
+        batches = _batched(self.blocks, lambda block: sum(map(_size, block.rows), _CHARACTERS_OF_A_ROW))
+        return (self._encode(blocks) for blocks in islice(batches, first, None, step))
+
+    def _encode(self, blocks: list[Block[list[Row]]]) -> _Part:
+        import pyarrow
+
+        rows = list(chain.from_iterable(block.rows for block in blocks))
+        own = rows[len(rows) * self.rank // self.num_ranks : len(rows) * (self.rank + 1) // self.num_ranks]
+        tables = [self.encode([])]  # there may be none for this rank
+        for some in _batched(own, _size):
+            _end_with_main_thread()
+            tables.append(self.encode(some))
+        return [Block(len(rows), after, is_last) for rows, after, is_last in blocks], pyarrow.concat_tables(tables)
 
 
-_Part: TypeAlias = tuple[list[Block[int]], Rows]  # the number of rows of each block, and the rows of one rank
+def _in_thread(parts: Iterator[_Part]) -> Iterator[_Part]:
+    """Make each part in a thread while the one before is used.
+
+    The thread is no daemon, as Python before 3.14 aborts when it ends while one is in native code.
+    """
+
+    def start() -> Future[_Part]:
+        future = Future[_Part]()
+
+        def run() -> None:
+            try:
+                future.set_result(next(parts))
+            except Exception as error:
+                future.set_exception(error)
+
+        Thread(target=run, name="tokenize ahead").start()
+        return future
+
+    ahead = start()
+    while True:
+        part = ahead.result()
+        ahead = start()
+        yield part
 
 
-def _start(work: Callable[[], _Part]) -> Future[_Part]:
-    """Work in a thread. It is no daemon, as Python before 3.14 aborts when it ends while one is in native code."""
-    future = Future[_Part]()
+def _in_processes(parts: _Parts, num_workers: int) -> Iterator[_Part]:
+    """Make parts in processes, two ahead in each of them."""
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
+    class Ahead(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[_Part | Exception]:
+            worker: Any = get_worker_info()
+            try:
+                yield from parts.__iter__(worker.id, num_workers)
+            except Exception as error:  # a DataLoader would add its traceback to the message
+                yield error
 
-    Thread(target=run, name="tokenize ahead").start()
-    return future
+    with set_environment({"TOKENIZERS_PARALLELISM": "false"}):  # processes are enough, and they are forked
+        ahead = iter(DataLoader(Ahead(), batch_size=None, num_workers=num_workers))
+    for part in ahead:
+        if isinstance(part, Exception):
+            raise part
+        yield part
 
 
 def _end_with_main_thread() -> None:
@@ -150,14 +183,13 @@ def _size(row: Row) -> int:
     return _CHARACTERS_OF_A_ROW + sum(len(value) for value in row.values.values() if isinstance(value, str))
 
 
-def _batched(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Yield lists of consecutive items; each ends when the sum of their sizes reaches `limit`."""
-    batch: list[T] = []
-    size = 0
+def _batched(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield lists of consecutive items; each ends when the sum of their sizes reaches `_CHARACTERS_AT_ONCE`."""
+    batch, size = list[T](), 0
     for item in items:
         batch.append(item)
         size += size_of(item)
-        if size >= limit:
+        if size >= _CHARACTERS_AT_ONCE:
             yield batch
             batch, size = [], 0
     if batch:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from fsdp_shard.data.kinds.kind import Example
+from fsdp_shard.data.kinds.kind import ends_in_special
+from fsdp_shard.data.tokenized.encoder import NONE, Documents, Encoder
 from fsdp_shard.errors import DataError
+from fsdp_shard.utils import format_count, fsync_path, write_file
 
 if TYPE_CHECKING:
     import pyarrow
 
-_FORMAT_VERSION = 2
-_NONE = -1  # no predicted token, no class
-
+_FORMAT_VERSION = 3
+_ROWS_OF_DIGEST = 256  # whose arrays the digest takes together, as in version 0.1.0
 
 # An array, or a column of Arrow files that are mapped: `np.asarray` of a slice reads that slice.
 Array: TypeAlias = "npt.NDArray[Any] | pyarrow.ChunkedArray"
@@ -45,21 +46,26 @@ class Examples:
     ends: npt.NDArray[Any]
     first: npt.NDArray[Any]
     labels: npt.NDArray[Any]
-    name: str
+    name: str = ""
     keeps_last: bool = False
 
     @classmethod
     def of(
-        cls, examples: Sequence[Example], labels: Sequence[int], keeps_last: bool = False, dtype: str = "<i8"
+        cls, table: pyarrow.Table, classes: Sequence[str | int], name: str = "", keeps_last: bool = False
     ) -> Examples:
-        """Build the arrays of `examples`, whose classes have the indices `labels`; `dtype` is that of the tokens."""
+        """Return the examples in a table of tokens; the labels are indices of `classes`."""
+        import pyarrow
+        from pyarrow import compute
+
+        names = pyarrow.array([json.dumps(name) for name in classes], pyarrow.string())
+        labels = compute.index_in(table["label"], names).fill_null(NONE).to_numpy().astype(np.int64)
         return cls(
-            tokens=np.fromiter(chain.from_iterable(example.ids for example in examples), dtype),
-            predicted=np.fromiter(chain.from_iterable(example.predicted for example in examples), "u1"),
-            ends=np.cumsum([len(example.ids) for example in examples], dtype="<i8"),
-            first=np.asarray([e.predicted.index(True) if True in e.predicted else _NONE for e in examples], "<i8"),
-            labels=np.asarray(labels, "<i8"),
-            name="",
+            tokens=compute.list_flatten(table["tokens"]),
+            predicted=compute.list_flatten(table["predicted"]),
+            ends=np.cumsum(compute.list_flatten(table["lengths"]).to_numpy(), dtype=np.int64),
+            first=compute.list_flatten(table["first"]).to_numpy(),
+            labels=np.repeat(labels, compute.list_value_length(table["lengths"]).to_numpy()),
+            name=name,
             keeps_last=keeps_last,
         )
 
@@ -75,6 +81,11 @@ class Examples:
         """Return token ids and whether each is predicted, both [length], of one example."""
         start, stop = int(self.ends[index - 1]) if index else 0, int(self.ends[index])
         return np.asarray(self.tokens[start:stop]), np.asarray(self.predicted[start:stop])
+
+
+def classes_of(table: pyarrow.Table) -> list[str | int]:
+    """Return the classes in a table of tokens, in the order of their appearance."""
+    return [json.loads(label) for label in table["label"].unique().drop_null().to_pylist()]
 
 
 @dataclass(frozen=True)
@@ -119,7 +130,7 @@ class TokenFile:
     def write_meta(self) -> None:
         """Write meta.json."""
         values = {"format_version": _FORMAT_VERSION, **asdict(self)}
-        (Path(self.directory) / "meta.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+        write_file(Path(self.directory) / "meta.json", json.dumps(values, indent=1))
 
     def tokens(self) -> Array:
         """Map the tokens of a stream, without the separator before the first document."""
@@ -130,20 +141,7 @@ class TokenFile:
 
     def examples(self) -> Examples:
         """Map the examples."""
-        import pyarrow
-        from pyarrow import compute
-
-        table = self._table()
-        names = pyarrow.array([json.dumps(name) for name in self.classes], pyarrow.string())
-        return Examples(
-            tokens=compute.list_flatten(table["tokens"]),
-            predicted=compute.list_flatten(table["predicted"]),
-            ends=np.cumsum(compute.list_value_length(table["tokens"]).to_numpy(), dtype=np.int64),
-            first=table["first"].to_numpy(),
-            labels=compute.index_in(table["label"], names).fill_null(_NONE).to_numpy().astype(np.int64),
-            name=self.digest,
-            keeps_last=self.keeps_last,
-        )
+        return Examples.of(self._table(), self.classes, self.digest, self.keeps_last)
 
     def _table(self) -> pyarrow.Table:
         import pyarrow
@@ -156,3 +154,73 @@ class TokenFile:
                 f"{self.directory} cannot be mapped ({error}); every rank must see the token cache. Set "
                 f"data.cache_dir to a directory that all machines share."
             ) from error
+
+
+def summarize(files: Sequence[Path], encoder: Encoder, name: str) -> TokenFile:
+    """Count and digest the tokens in Arrow files, and flush them to the disk.
+
+    Args:
+        files: The files of one directory, in the order of the rows.
+        encoder: What made them.
+        name: Setting and value of the source, for messages.
+
+    Raises:
+        DataError: There is nothing to train on.
+    """
+    from pyarrow import compute
+
+    dtype = np.dtype(encoder.schema.field("tokens").type.value_type.to_pandas_dtype()).newbyteorder("<").str
+    separator = encoder.kind.separator if isinstance(encoder.kind, Documents) else None
+    num_rows = num_tokens = num_examples = num_used = 0
+    digest, classes = xxhash.xxh3_128(), dict[str | int, int]()
+    for table in _groups(files):
+        for label in classes_of(table):
+            classes.setdefault(label, len(classes))
+        examples = Examples.of(table, list(classes))
+        tokens = np.asarray(examples.tokens)[0 if num_rows else len(separator or ()) :]
+        digest.update(tokens.data)
+        if separator is None:
+            for array in (np.asarray(examples.predicted), num_tokens + examples.ends, examples.labels):
+                digest.update(array.data)
+        num_rows, num_tokens, num_examples = (
+            num_rows + len(table),
+            num_tokens + len(tokens),
+            num_examples + len(examples),
+        )
+        num_used += int(np.count_nonzero(compute.list_value_length(table["lengths"]).to_numpy()))
+    if separator is not None and num_tokens < 2:
+        count, documents = format_count(num_tokens, "token"), format_count(num_rows, "document")
+        raise DataError(f"{name} has {count} in {documents}; at least two are needed.")
+    if not num_examples:
+        rows = format_count(num_rows, "row")
+        raise DataError(f"{name} has nothing to train on: no token to predict in {rows}.")
+    digest.update((json.dumps([dtype, list(classes)]) if separator is None else dtype).encode())
+    return TokenFile(
+        directory=str(files[0].parent),
+        sizes={file.name: file.stat().st_size for file in files},
+        num_rows=num_rows,
+        num_dropped=num_rows - num_used,
+        num_tokens=num_tokens,
+        digest=digest.hexdigest(),
+        num_examples=num_examples,
+        classes=sorted(classes, key=lambda name: (isinstance(name, str), name)),
+        keeps_last=ends_in_special(encoder.tokenizer),
+    )
+
+
+def _groups(files: Sequence[Path]) -> Iterator[pyarrow.Table]:
+    """Read the rows in Arrow files, those of one digest at a time, and flush the files to the disk."""
+    import pyarrow
+
+    held = list[pyarrow.RecordBatch]()
+    for file in files:
+        fsync_path(file)
+        with pyarrow.OSFile(str(file)) as stream:  # mapped pages would count as memory
+            for batch in pyarrow.ipc.open_stream(stream):
+                held.append(batch)
+                while sum(map(len, held)) >= _ROWS_OF_DIGEST:
+                    table = pyarrow.Table.from_batches(held)
+                    yield table[:_ROWS_OF_DIGEST]
+                    held = table[_ROWS_OF_DIGEST:].to_batches()
+    if held:
+        yield pyarrow.Table.from_batches(held)

@@ -1,0 +1,125 @@
+"""Rows to tables of tokens, the one form of tokenized rows: in files of the cache, and between the ranks of a stream.
+
+A table has a row for each row of the data: the tokens of all of its examples, whether each is predicted, the length of
+each example, the position in it of its first predicted token, and the class, as JSON. They are empty for a row with
+nothing to learn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, beginning, plain_ids
+from fsdp_shard.data.sources.row import Row
+from fsdp_shard.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+NONE = -1  # no predicted token, no class
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes tables of tokens; plain data, as it is sent to other processes."""
+
+    kind: Kind
+    tokenizer: Tokenizer
+
+    @property
+    def schema(self) -> pyarrow.Schema:
+        """The types of the columns: of tokens, the smallest that has all ids of the tokenizer."""
+        import pyarrow
+
+        tokens = pyarrow.uint16() if len(self.tokenizer) <= 1 << 16 else pyarrow.uint32()
+        lists = {"tokens": pyarrow.large_list(tokens), "predicted": pyarrow.large_list(pyarrow.uint8())}
+        lists |= dict.fromkeys(("lengths", "first"), pyarrow.large_list(pyarrow.int64()))
+        return pyarrow.schema(lists | {"label": pyarrow.string()})
+
+    def __call__(self, rows: Sequence[Row]) -> pyarrow.Table:
+        """Tokenize `rows`; raise DataError if one cannot be used."""
+        import pyarrow
+
+        examples = self.kind.encode(rows, self.tokenizer)
+        columns = {
+            "tokens": [np.fromiter(chain.from_iterable(one.ids for one in row), np.uint32) for row in examples],
+            "predicted": [np.fromiter(chain.from_iterable(one.predicted for one in row), np.uint8) for row in examples],
+            "lengths": [[len(one.ids) for one in row] for row in examples],
+            "first": [[_first(one.predicted) for one in row] for row in examples],
+            "label": [json.dumps(row[0].label) if row and row[0].label is not None else None for row in examples],
+        }
+        return pyarrow.table(columns, self.schema)
+
+    def fingerprint(self) -> list[Any]:
+        """Return, as JSON, everything that decides about the tokens except for the rows."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        return [tokenizer_state(self.tokenizer), template, self.kind.fingerprint()]
+
+
+def _first(predicted: list[bool]) -> int:
+    return predicted.index(True) if True in predicted else NONE
+
+
+@dataclass(frozen=True)
+class Documents(Kind):
+    """Documents of one stream of tokens, each after a separator, which is cut off the first one, and its beginning."""
+
+    kind: Kind
+    separator: tuple[int, ...]
+    begin: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kind: Kind, tokenizer: Tokenizer, begins: bool = True) -> Documents:
+        """Return documents of which `kind` has the text.
+
+        They are separated by the end-of-text token. If the tokenizer adds the beginning-of-text token to a text and
+        `begins` is true, each of them begins with it.
+        """
+        end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id  # [SEP], as in BERT
+        return cls(kind, () if end is None else (int(end),), tuple(beginning(tokenizer)) if begins else ())
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.kind.columns
+
+    def read(self, row: Row) -> Any:
+        return self.kind.read(row)
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Every tokenizer is suitable for a single document."""
+
+    def examples(self, read: list[str], tokenizer: Tokenizer) -> list[list[Example]]:
+        return [[Example([*self.separator, *self.begin, *ids], [])] for ids in plain_ids(read, tokenizer)]
+
+    def fingerprint(self) -> Any:
+        return ["stream", self.columns, self.separator, self.begin]
+
+    def require_separator(self, name: str) -> None:
+        """Raise DataError unless there is a separator for the documents of `name`."""
+        if not self.separator:
+            raise DataError(
+                f"{name} has several documents, but the model's tokenizer has no end-of-text token to put between "
+                f"them. Set eos_token in its tokenizer_config.json, or join the text into one document."
+            )
+
+
+def tokenizer_state(tokenizer: Tokenizer) -> list[Any]:
+    """Return, as JSON, everything about the tokenizer that decides about the tokens of a text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        state: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    else:
+        backend.no_truncation()  # state of the last call, without effect on the next
+        backend.no_padding()
+        state = xxhash.xxh3_128_hexdigest(backend.to_str().encode())
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}  # chat templates name them
+    around = tokenizer("a")["input_ids"], tokenizer(text_target="a")["input_ids"]  # languages, of targets too
+    ends = [beginning(tokenizer), tokenizer.eos_token_id, tokenizer.sep_token_id]
+    return [state, *ends, special, getattr(tokenizer, "split_special_tokens", False), *around]
