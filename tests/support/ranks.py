@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -93,6 +95,7 @@ def _rank_main(
 ) -> None:
     replicas, layers, experts = mesh
     gc.freeze()  # what the parent left is never collected here: a process group of its would wait for threads of its
+    faulthandler.dump_traceback_later(50, file=sys.__stderr__)  # what keeps it from meeting the others
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
@@ -104,6 +107,7 @@ def _rank_main(
             tensor_parallel=layers,
             expert_parallel=experts,
         ) as context:
+            faulthandler.cancel_dump_traceback_later()
             value = function(context, *args)
             context.barrier()
         answer = (value, None)
