@@ -19,7 +19,7 @@ def main(config: DoctorConfig) -> None:
     samples = cache(lambda: doctor.prepare_samples(config))
     report.add("software", doctor.check_software())
     report.add("machine", doctor.check_hardware(config.launch, config.shard))
-    report.add("run_dir", doctor.check_run_directory(config.run_dir, config.resume, config.train))
+    report.add("run_dir", doctor.check_run_directory(config))
     report.add("disk", doctor.check_disk(config.run_dir))
     report.add("remote", doctor.check_remote(config.checkpoint.remote))
     report.add("settings", doctor.check_settings(config, finetune.check))

@@ -26,13 +26,14 @@ from fsdp_shard.training import (
     open_log,
     open_saver,
     restore_state,
+    run_files,
     start_run,
     train,
 )
 from fsdp_shard.utils import keep_freed_memory
 
 
-@recipe(FinetuneConfig, check=check_finetune)
+@recipe(FinetuneConfig, check=check_finetune, writes_config=True)
 def main(config: FinetuneConfig) -> None:
     """Fine-tune `model` on `data`. Every rank runs this; `check_finetune` runs once before."""
     with start_run(config) as (context, stop):
@@ -40,7 +41,7 @@ def main(config: FinetuneConfig) -> None:
             keep_freed_memory()  # a tenth of a step's time
         start = find_start(config, context)
         if start is None:
-            return  # the run is already finished
+            return  # the run is already finished, as it says
 
         source, task, trust = start.source, data_task(config.model, start.source), config.model.trust_remote_code
         open_tokenizer = partial(load_tokenizer, source.tokenizer, trust)
@@ -49,6 +50,7 @@ def main(config: FinetuneConfig) -> None:
         optimizer = build_optimizer(config.optim, loaded.model, context)
         state = restore_state(start, config.seed, data.train, loaded, optimizer, context)
         files = run_on_main(context, lambda: collect_model_files(source, config.model, config.data, loaded.adapter))
+        files |= run_files(config, loaded)
 
         run = TrainingRun(loaded.model, optimizer, data.train, config.train, context, state, stop)
         run.sync_every_micro_batch = config.shard.sync_every_micro_batch

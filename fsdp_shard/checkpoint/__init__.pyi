@@ -1,3 +1,10 @@
+from .base_model import (
+    ADAPTER_BASE as ADAPTER_BASE,
+    BASE_MODEL as BASE_MODEL,
+    BaseModel as BaseModel,
+    fingerprint as fingerprint,
+    read_base_model as read_base_model,
+)
 from .config import (
     DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE,
     CheckpointConfig as CheckpointConfig,
@@ -53,7 +60,9 @@ from .steps.manifest import MANIFEST as MANIFEST, read_manifest as read_manifest
 from .steps.step_integrity import check_content as check_content, check_files as check_files, drop_cache as drop_cache
 from .steps.step_store import (
     CHECKPOINTS as CHECKPOINTS,
+    CONFIG_FILE as CONFIG_FILE,
     OPTIMIZER as OPTIMIZER,
+    RUN_CONFIG as RUN_CONFIG,
     TRAINER as TRAINER,
     Store as Store,
     has_optimizer as has_optimizer,

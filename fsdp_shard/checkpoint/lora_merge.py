@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_shard.checkpoint.base_model import fingerprint, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, has_file, itemsize, member, read_json, to_torch
@@ -51,7 +52,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> TensorIndex:
-    """Merge a LoRA adapter into its base model; nothing is read yet.
+    """Merge a LoRA adapter into its base model; of the weights, only what tells the base from other models is read.
 
     Args:
         adapter: The adapter's own tensors.
@@ -70,6 +71,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         )
     config = peft.read_adapter_config(adapter.root)
     _refuse_other_kinds(adapter.root, config)
+    _refuse_other_base(adapter.root, base)
     merge = _Merge(adapter, base, side, config)
     factors: dict[str, dict[str, str]] = {}
     tensors = dict(base.tensors)
@@ -117,6 +119,16 @@ def _refuse_other_kinds(root: Path, config: Mapping[str, Any]) -> None:
         problem = f"init_lora_weights={start!r} changes the base model, so it cannot be merged here; merge it with peft"
     if problem is not None:
         raise CheckpointError(f"{root / peft.ADAPTER_CONFIG}: {problem}.")
+
+
+def _refuse_other_base(root: Path, base: TensorIndex) -> None:
+    """Refuse other weights of the same shapes, where the adapter records those it was trained on."""
+    recorded = read_base_model(root)
+    if recorded is not None and fingerprint(base) != recorded.fingerprint:
+        raise CheckpointError(
+            f"{root} is an adapter that was trained on {recorded.path}, but the weights in {base.path} are others; "
+            f"give that model as base, with the names and dtypes that it had."
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What makes a function a recipe: a program with a config, run the same by `fsdp-shard`, `python` and `torchrun`.
 
-The config is composed and checked once, before any rank starts; then RUN_DIR/config.yaml is written and the function is
-called on every rank.
+The config is composed and checked once, before any rank starts; then RUN_DIR/config.yaml is written, unless the recipe
+does that, and the function is called on every rank.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from fsdp_shard import checkpoint, config as configs
 from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
-from fsdp_shard.utils import walk, warnings_of
+from fsdp_shard.utils import RESULT, walk, warnings_of
 
 C = TypeVar("C", bound=configs.RunConfig)
 
 _SECONDS_TO_REPORT = 20.0
 
 
-def recipe(schema: type[C], *, check: Callable[[C], None] | None = None) -> Callable[[Callable[[C], None]], Recipe[C]]:
+def recipe(
+    schema: type[C], *, check: Callable[[C], None] | None = None, writes_config: bool = False
+) -> Callable[[Callable[[C], None]], Recipe[C]]:
     """Make a function of a config into a recipe.
 
     Example:
@@ -38,12 +40,13 @@ def recipe(schema: type[C], *, check: Callable[[C], None] | None = None) -> Call
         schema: A config dataclass of `fsdp_shard.config`, or a dataclass that extends one.
         check: Called with the config once before any rank starts; raises an InputError if a file that the config names
             is not what it must be.
+        writes_config: The function itself writes RUN_DIR/config.yaml, when it is known to be that of the directory.
 
     Returns:
         The decorator.
     """
     configs.command_of(schema)
-    return lambda work: Recipe(schema, work, check)
+    return lambda work: Recipe(schema, work, check, writes_config=writes_config)
 
 
 class Recipe(Generic[C]):
@@ -53,10 +56,18 @@ class Recipe(Generic[C]):
         schema: Config dataclass of the function.
         work: The function.
         check: What checks the config before any rank starts.
+        writes_config: See `recipe`.
     """
 
-    def __init__(self, schema: type[C], work: Callable[[C], None], check: Callable[[C], None] | None = None) -> None:
-        self.schema, self.work, self._check = schema, work, check
+    def __init__(
+        self,
+        schema: type[C],
+        work: Callable[[C], None],
+        check: Callable[[C], None] | None = None,
+        *,
+        writes_config: bool = False,
+    ) -> None:
+        self.schema, self.work, self._check, self.writes_config = schema, work, check, writes_config
         self.file = Path(work.__code__.co_filename).resolve()
         self.__doc__ = work.__doc__
 
@@ -167,7 +178,18 @@ def _check(recipe: Recipe[C], config: C) -> None:
         check_machine(config.launch)
     _refuse_unused(config)
     checkpoint.refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
+    if config.writes and not config.takes_training_run:
+        _refuse_training_run(config)
     recipe.check(config)
+
+
+def _refuse_training_run(config: configs.RunConfig) -> None:
+    latest = checkpoint.Store(Path(config.run_dir) / checkpoint.CHECKPOINTS).latest()
+    if latest is not None:
+        raise ConfigError(
+            f"run_dir={config.run_dir} is the directory of a training run, with checkpoints up to step {latest}, and "
+            f"{config.command} would replace its {checkpoint.CONFIG_FILE} and {RESULT}; give another run_dir."
+        )
 
 
 def _refuse_unused(config: configs.RunConfig) -> None:
@@ -181,11 +203,18 @@ def _refuse_unused(config: configs.RunConfig) -> None:
 
 def _run(recipe: Recipe[C], config: C) -> None:
     if config.ranks_are == "started":
-        launch(recipe.perform, config, begin=configs.write_config)
+        launch(recipe.perform, config, begin=_make_run_dir if recipe.writes_config else configs.write_config)
     else:
-        if config.writes:
+        if config.writes and not recipe.writes_config:
             configs.write_config(config)
         recipe.perform(config)
+
+
+def _make_run_dir(config: configs.RunConfig) -> None:
+    try:
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise configs.not_writable(config.run_dir, error) from error
 
 
 _loaded: dict[Path, Recipe[Any]] = {}

@@ -11,5 +11,10 @@ from .command_configs import (
     command_of as command_of,
     is_used as is_used,
 )
-from .compose import Job as Job, compose_jobs as compose_jobs, write_config as write_config
+from .compose import (
+    Job as Job,
+    compose_jobs as compose_jobs,
+    not_writable as not_writable,
+    write_config as write_config,
+)
 from .reference import help_text as help_text

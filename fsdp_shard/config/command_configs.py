@@ -1,8 +1,10 @@
 """The whole config of each command: the settings that all have, its own, and those of the rooms that it uses."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+from omegaconf import OmegaConf
 
 from fsdp_shard.checkpoint import DEFAULT_SHARD_SIZE, CheckpointConfig, ConvertSettings, Location, locate
 from fsdp_shard.data import DataConfig
@@ -14,7 +16,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import PlannedDispatchConfig, PlanSettings
 from fsdp_shard.sharding import WRAPPERS, ShardConfig
 from fsdp_shard.training import OPTIMIZERS, AdapterConfig, LoraConfig, OptimConfig, TrainConfig
-from fsdp_shard.utils import setting
+from fsdp_shard.utils import redact, redact_setting, setting, walk
 
 Ranks = Literal["started", "planned", "one"]
 
@@ -36,17 +38,38 @@ class RunConfig:
             single process.
         unused: Settings and sections that the command does not use: `--help` omits them, and setting one is an error.
         writes: Whether the command writes a run_dir, with its config.yaml.
+        takes_training_run: Whether run_dir may be that of a training run, whose files another command would replace.
     """
 
     command: ClassVar[str] = ""
     ranks_are: ClassVar[Ranks] = "one"
     unused: ClassVar[tuple[str, ...]] = ("launch",)
     writes: ClassVar[bool] = True
+    takes_training_run: ClassVar[bool] = False
 
     run_dir: str = default_run_dir("run")
     seed: int = setting(0, "Seed of all random number generators.", minimum=0)
     debug: bool = setting(False, "Show tracebacks of errors and the messages of torch's launcher.")
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def to_yaml(self) -> str:
+        """All settings, without secrets, and a defaults list with the dataclass of each group."""
+        command = command_of(type(self))
+        chosen: list[Any] = [
+            {member.name: option}
+            for member in fields(self)
+            for option, node in OPTIONS.get(member.name, {}).items()
+            if type(getattr(self, member.name)) is node
+        ]
+        comment = (
+            f"# To repeat this run: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
+        )
+        defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *chosen, "_self_"]})
+        settings = OmegaConf.structured(self)
+        for name, _, value in walk(self):
+            if isinstance(value, str):
+                OmegaConf.update(settings, name, redact_setting(name, value))
+        return redact(f"{comment}\n{defaults}{OmegaConf.to_yaml(settings)}")
 
 
 @dataclass
@@ -57,6 +80,7 @@ class FinetuneConfig(RunConfig):
     command: ClassVar[str] = "finetune"
     ranks_are: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
+    takes_training_run: ClassVar[bool] = True
 
     run_dir: str = default_run_dir("finetune")
     resume: str = setting(
@@ -148,6 +172,7 @@ class PlanConfig(RunConfig, PlanSettings):
 
     command: ClassVar[str] = "plan"
     ranks_are: ClassVar[Ranks] = "planned"
+    takes_training_run: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("seed", "model.kernels")  # the activations of fused kernels cannot be measured
 
     run_dir: str = default_run_dir("plan")

@@ -22,11 +22,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fsdp_shard.checkpoint import CONFIG_FILE
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
 from fsdp_shard.config.config_errors import composition_error, unknown_setting
 from fsdp_shard.config.reference import settings_of
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import check, redact, redact_setting, set_environment, shipped, walk, write_atomically
+from fsdp_shard.utils import check, set_environment, shipped, write_atomically
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -226,30 +227,17 @@ def write_config(config: RunConfig) -> None:
     Raises:
         ConfigError: `run_dir` cannot be written.
     """
-    file, text = Path(config.run_dir) / "config.yaml", redact(_as_yaml(config))
+    file, text = Path(config.run_dir) / CONFIG_FILE, config.to_yaml()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not (file.is_file() and file.read_bytes() == text.encode()):
             write_atomically(file, text)
     except OSError as error:
-        raise ConfigError(
-            f"run_dir={config.run_dir} cannot be written: {error.strerror or error}. Set it to a writable directory."
-        ) from error
+        raise not_writable(config.run_dir, error) from error
 
 
-def _as_yaml(config: RunConfig) -> str:
-    """All settings, and a defaults list with the dataclass of each group."""
-    command = command_of(type(config))
-    chosen: list[Any] = [
-        {field.name: option}
-        for field in dataclasses.fields(config)
-        for option, node in OPTIONS.get(field.name, {}).items()
-        if type(getattr(config, field.name)) is node
-    ]
-    comment = f"# To repeat this run: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
-    defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *chosen, "_self_"]})
-    settings = OmegaConf.structured(config)
-    for name, _, value in walk(config):
-        if isinstance(value, str):
-            OmegaConf.update(settings, name, redact_setting(name, value))
-    return f"{comment}\n{defaults}{OmegaConf.to_yaml(settings)}"
+def not_writable(run_dir: str, error: OSError) -> ConfigError:
+    """The error of a run_dir that cannot be written."""
+    return ConfigError(
+        f"run_dir={run_dir} cannot be written: {error.strerror or error}. Set it to a writable directory."
+    )

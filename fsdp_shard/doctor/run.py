@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from fsdp_shard import inference, models, sharding, training
-from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore
+from fsdp_shard.checkpoint import CheckpointConfig, Location, RemoteStore
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import Samples, open_samples, tokenize_all
 from fsdp_shard.distributed import uses_gpus, world_sizes
@@ -42,15 +42,19 @@ def scratch_directory(directory: Path) -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix=".fsdp-shard-doctor-", dir=directory)
 
 
-def check_run_directory(run_dir: str, resume: str, train: training.TrainConfig) -> Iterator[Finding]:
+def check_run_directory(config: FinetuneConfig) -> Iterator[Finding]:
     """Check that the run may use its directory, and find where it starts. Fetches nothing from a remote store."""
+    run_dir, train = config.run_dir, config.train
     if (other := training.holder(Path(run_dir))) is not None:
         yield problem(f"run_dir={run_dir} is in use by another run ({other}); wait for it, or give another run_dir.")
-    step = training.find_step(resume, run_dir)
+    step = _resumed_step(config)
     if step is None:
         yield ok(f"run_dir={run_dir}: a new run starts")
-    elif training.is_finished(step, run_dir, train):
-        yield warning(f"run_dir={run_dir}: the run is finished, so finetune would do nothing; give another run_dir.")
+        return
+    if config.model.path and (note := training.check_base_model(config, step)) is not None:
+        yield warning(note)
+    if training.is_finished(step, run_dir, train):
+        yield warning(training.describe_finished(config, step))
     else:
         training.check_optimizer(step)
         current = training.read_trainer(step).step
@@ -113,7 +117,7 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
     length, num_ranks = config.data.sequence_length, min(world_sizes(config.launch))
     saving = config.checkpoint.asynchronous
     run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)
-    return plan_memory(models.load_config(config.source.directory, config.model.trust_remote_code), run)
+    return plan_memory(models.load_config(_source(config).directory, config.model.trust_remote_code), run)
 
 
 def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
@@ -187,8 +191,9 @@ def prepare_samples(config: FinetuneConfig) -> Samples | None:
     """Tokenize and open the data; None if the settings have no model or no data."""
     if _missing(config):
         return None
-    tokenizer = models.load_tokenizer(config.source.tokenizer, config.model.trust_remote_code)
-    task = training.data_task(config.model, config.source)
+    source = _source(config)
+    tokenizer = models.load_tokenizer(source.tokenizer, config.model.trust_remote_code)
+    task = training.data_task(config.model, source)
     tokenized = tokenize_all(config.data, tokenizer, task=task.name)
     return open_samples(config.data, tokenized, task, config.seed, lambda: tokenizer)
 
@@ -208,6 +213,16 @@ def check_data(config: FinetuneConfig, prepare_samples: SamplesFunction) -> Iter
         yield ok(f"{text} the stream")
     else:
         yield ok(f"{text} {num_samples:,}: {needed / num_samples:.3g} epochs")
+
+
+def _resumed_step(config: FinetuneConfig) -> Path | None:
+    """The step that the run would resume from, as far as it is on this machine."""
+    return training.find_step(config.resume, config.run_dir)
+
+
+def _source(config: FinetuneConfig) -> Location:
+    """Where the run would take its model from."""
+    return training.model_source(config, _resumed_step(config))
 
 
 def _missing(config: FinetuneConfig) -> str:

@@ -5,6 +5,7 @@ from .checkpoints.resume import (
     is_finished as is_finished,
     read_trainer as read_trainer,
 )
+from .checkpoints.resume_report import describe_finished as describe_finished
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder
 from .checkpoints.saver import BackgroundSave as BackgroundSave, Saver as Saver, open_saver as open_saver
 from .config import TrainConfig as TrainConfig
@@ -27,9 +28,11 @@ from .loss.linear_cross_entropy import (
     linear_cross_entropy as linear_cross_entropy,
     use_loss_head as use_loss_head,
 )
+from .model_identity import check_base_model as check_base_model
 from .model_origin import (
     collect_model_files as collect_model_files,
     data_task as data_task,
+    model_source as model_source,
 )
 from .optim.adamw8bit import AdamW8bitConfig as AdamW8bitConfig
 from .optim.build import build_optimizer as build_optimizer
@@ -38,12 +41,13 @@ from .optim.muon import MuonConfig as MuonConfig
 from .optim.registry import OPTIMIZERS as OPTIMIZERS
 from .optim.torch_optim import AdamWConfig as AdamWConfig, SgdConfig as SgdConfig
 from .peft.config import AdapterConfig as AdapterConfig, LoraConfig as LoraConfig
-from .peft.lora import inject_lora as inject_lora
+from .peft.lora import check_continues as check_continues, inject_lora as inject_lora
 from .peft.qlora import quantize_base as quantize_base
 from .run_setup import (
     find_start as find_start,
     open_log as open_log,
     restore_state as restore_state,
+    run_files as run_files,
     start_run as start_run,
 )
 from .stop_signal import StopSignal as StopSignal

@@ -166,14 +166,23 @@ class TrainConfig:
         return known
 
 
-class FinetuneSettings(Protocol):
+class ModelSettings(Protocol):
+    """The model of a config."""
+
+    model: ModelConfig
+
+    @property
+    def source(self) -> Location:
+        """What `model.path` leads to."""
+
+
+class FinetuneSettings(ModelSettings, Protocol):
     """The config of a training run, as far as training uses it."""
 
     run_dir: str
     resume: str
     seed: int
     launch: LaunchConfig
-    model: ModelConfig
     data: DataConfig
     shard: ShardConfig
     adapter: AdapterConfig
@@ -181,9 +190,8 @@ class FinetuneSettings(Protocol):
     train: TrainConfig
     checkpoint: CheckpointConfig
 
-    @property
-    def source(self) -> Location:
-        """What `model.path` leads to."""
+    def to_yaml(self) -> str:
+        """All settings, without secrets."""
 
 
 def num_decay_steps(config: TrainConfig) -> int:

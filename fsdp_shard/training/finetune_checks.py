@@ -14,6 +14,7 @@ from fsdp_shard.training.load_model import check_adapter, chunk_loss
 from fsdp_shard.training.logging.loss_plot import check_plots
 from fsdp_shard.training.logging.trackers import check_trackers
 from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
+from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import decoder_start, empty_model, model_source, pad_token
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import LoraConfig
@@ -38,6 +39,7 @@ def check_finetune(config: FinetuneSettings) -> None:
     if not resume.is_finished(resumed, config.run_dir, config.train):
         resume.check_optimizer(resumed)
     lora.check_continues(config.adapter, resumed)
+    check_base_model(config, resumed)
     check_model(config, model_source(config, resumed))
     check_trackers(config.train.trackers)
     if config.train.plot:

@@ -13,6 +13,7 @@ from fsdp_shard.models import ModelConfig, no_split_blocks, rebuild_buffers, tie
 from fsdp_shard.sharding import ShardConfig, ShardedModel, unit_tree
 from fsdp_shard.training.loss.fused_kernels import use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
+from fsdp_shard.training.model_identity import model_name
 from fsdp_shard.training.model_origin import empty_model
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
@@ -51,6 +52,7 @@ class LoadedModel:
         adapter: The adapter that is trained, if any.
         num_fused: Number of modules with fused kernels.
         config: The config of the model.
+        base: The model that the run began from; None if the step to resume from does not record it.
     """
 
     model: ShardedModel
@@ -62,6 +64,7 @@ class LoadedModel:
     adapter: lora.Adapter | None = None
     num_fused: int = 0
     config: PretrainedConfig | None = None
+    base: checkpoint.BaseModel | None = None
 
 
 def load_sharded(
@@ -82,7 +85,7 @@ def load_sharded(
         context: The ranks to shard over.
         adapter: The adapter to add.
         seed: Seed of a new adapter's weights.
-        resumed: Step directory with the adapter's weights; None makes a new one.
+        resumed: Step directory to resume from, with the adapter's weights; None makes a new adapter.
 
     Raises:
         ModelError, ConfigError, CheckpointError: On all ranks: model, weights and adapter do not match.
@@ -90,18 +93,20 @@ def load_sharded(
     check_adapter(adapter, shard)
     model = run_on_all(context, lambda: empty_model(config, source))
     num_fused = run_on_all(context, lambda: use_kernels(model, config.kernels))
-    added, quantized = None, None
+    added, quantized, base = None, None, None
     with run_on_all(context, lambda: source.model_index) as index:
         run_on_all(context, lambda: checkpoint.refuse_unmerged_adapter(index))
         run_on_all(context, lambda: checkpoint.untie(model, index))
         blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
         names = run_on_all(context, lambda: checkpoint.match_names(model, index))
         if isinstance(adapter, LoraConfig):
-            digest = run_on_main(context, lambda: lora.fingerprint(index))
-            base = lora.Base(lora.base_path(config, source), digest, adapter.quantize)
+            digest = run_on_main(context, lambda: checkpoint.fingerprint(index))
+            base = checkpoint.BaseModel(lora.base_path(config, source), digest, adapter.quantize)
             added, names = lora.inject_lora(model, adapter, base.path, names, config.task)
             quantized, names = quantize_base(model, adapter.quantize, shard, names)
             added = replace(added, base=base, frozen=quantized.describe() if quantized else None)
+        else:
+            base = run_on_main(context, lambda: _base_model(config, index, resumed))
         run_on_all(context, lambda: chunk_loss(model, config, shard))  # the adapter may add an output head
         tree = unit_tree(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
@@ -119,7 +124,16 @@ def load_sharded(
         lora.fill_new(shards, names if quantized is None else {**names, **quantized.names}, seed)
     figures = _figures(shards, largest, context)
     num_params = sum(block.num_params for block in blocks)
-    return LoadedModel(sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused, model.config)
+    return LoadedModel(sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused, model.config, base)
+
+
+def _base_model(
+    config: ModelConfig, index: checkpoint.TensorIndex, resumed: Path | None
+) -> checkpoint.BaseModel | None:
+    """The model that the run began from: that of the step to resume from, or the one that is loaded."""
+    if resumed is not None:
+        return checkpoint.read_base_model(resumed)
+    return checkpoint.BaseModel(model_name(config), checkpoint.fingerprint(index))
 
 
 def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:

@@ -10,12 +10,12 @@ from fsdp_shard.checkpoint import Location, copy_model_files, locate, set_chat_t
 from fsdp_shard.data import SEQ2SEQ, DataConfig, Task, with_chat_template
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta, load_config, load_tokenizer
-from fsdp_shard.training.config import FinetuneSettings
+from fsdp_shard.training.config import ModelSettings
 from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
 from fsdp_shard.utils import first_line
 
 
-def model_source(config: FinetuneSettings, step_directory: Path | None) -> Location:
+def model_source(config: ModelSettings, step_directory: Path | None) -> Location:
     """Return the source of config, tokenizer and weights: the step to resume from, unless it holds only an adapter, or
     `model.path`.
     """

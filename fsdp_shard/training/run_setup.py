@@ -1,5 +1,6 @@
 """Starting a training run: its process group, its run directory, and the step that it resumes from."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,10 +8,11 @@ from pathlib import Path
 
 from torch.optim import Optimizer
 
-from fsdp_shard.checkpoint import Location
+from fsdp_shard.checkpoint import BASE_MODEL, RUN_CONFIG, Location
 from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import DistributedContext, init_distributed, is_restarted, run_on_main
 from fsdp_shard.training.checkpoints import resume
+from fsdp_shard.training.checkpoints.resume_report import describe_finished, describe_resume
 from fsdp_shard.training.checkpoints.run_lock import run_lock
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel
@@ -18,6 +20,7 @@ from fsdp_shard.training.logging.mfu import utilization
 from fsdp_shard.training.logging.run_log import RunLog
 from fsdp_shard.training.logging.trackers import public_settings
 from fsdp_shard.training.loop import TrainingRun
+from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import model_source
 from fsdp_shard.training.seeding import deterministic_algorithms
 from fsdp_shard.training.stop_signal import StopSignal
@@ -26,10 +29,14 @@ from fsdp_shard.training.trainer_state import TrainerState
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run starts: the `source` of its model, and the directory of the `step` to resume from, if any."""
+    """Where a run starts: the `source` of its model, and the directory of the `step` to resume from, if any.
+
+    `note` says if the model that the run began from could not be compared with `model.path`.
+    """
 
     source: Location
     step: Path | None
+    note: str | None = None
 
 
 @contextmanager
@@ -59,7 +66,7 @@ def find_start(config: FinetuneSettings, context: DistributedContext) -> RunStar
     """Find the step to resume from and verify it; a collective.
 
     Returns:
-        Where the run starts, or None if it is already finished.
+        Where the run starts, or None if it is already finished, which rank 0 says.
 
     Raises:
         ConfigError, CheckpointError: On all ranks: the run cannot be resumed.
@@ -68,10 +75,12 @@ def find_start(config: FinetuneSettings, context: DistributedContext) -> RunStar
     step = run_on_main(
         context, lambda: resume.find_step(config.resume, config.run_dir, remote, is_again=is_restarted())
     )
-    if run_on_main(context, lambda: resume.is_finished(step, config.run_dir, config.train)):
+    note = run_on_main(context, lambda: check_base_model(config, step))
+    if step is not None and run_on_main(context, lambda: resume.is_finished(step, config.run_dir, config.train)):
+        run_on_main(context, lambda: print(describe_finished(config, step), file=sys.stderr, flush=True))
         return None
     resume.verify_resumed(step, config.checkpoint, context)
-    return RunStart(model_source(config, step), step)
+    return RunStart(model_source(config, step), step, note)
 
 
 def restore_state(
@@ -97,7 +106,31 @@ def restore_state(
 
 
 def open_log(config: FinetuneSettings, run: TrainingRun, start: RunStart, loaded: LoadedModel) -> RunLog:
-    """Create the log of a run, with its settings for the trackers; open it as a context."""
+    """Create the log of a run, with its settings for the trackers; open it as a context.
+
+    A collective.
+
+    Raises:
+        CheckpointError: On all ranks: the step to resume from has no valid settings or position in the data.
+    """
+    opening = run_on_main(run.context, lambda: _opening(config, run, start))
     settings = public_settings(config) | {"train.steps": run.config.num_steps}
     mfu = utilization(loaded, config.shard.param_dtype, config.data.sequence_length, run.context)
-    return RunLog(config.run_dir, run, start.step, settings, mfu)
+    return RunLog(config.run_dir, run, start.step, settings, mfu, opening)
+
+
+def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> list[str]:
+    """What a resume says first."""
+    lines = [] if start.step is None else [describe_resume(config, start.step, run)]
+    return lines if start.note is None else [*lines, start.note]
+
+
+def run_files(config: FinetuneSettings, loaded: LoadedModel) -> dict[str, bytes]:
+    """Return what each step records of its run: the settings, and the model that the run began from.
+
+    Returns:
+        File name -> content.
+    """
+    files = {RUN_CONFIG: config.to_yaml().encode()}
+    # An adapter has its base among its own files.
+    return files if loaded.base is None or loaded.adapter is not None else files | {BASE_MODEL: loaded.base.to_json()}

@@ -29,7 +29,9 @@ from .step_integrity import check_content as check_content, check_files as check
 from .step_store import (
     BEST as BEST,
     CHECKPOINTS as CHECKPOINTS,
+    CONFIG_FILE as CONFIG_FILE,
     OPTIMIZER as OPTIMIZER,
+    RUN_CONFIG as RUN_CONFIG,
     TRAINER as TRAINER,
     Store as Store,
     has_optimizer as has_optimizer,

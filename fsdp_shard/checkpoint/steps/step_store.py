@@ -19,7 +19,8 @@ from fsdp_shard.utils import fsync_path, write_atomically
 
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
-OPTIMIZER, TRAINER = "optimizer", "trainer.json"  # under a step directory
+CONFIG_FILE = "config.yaml"  # under a run directory: the settings that made its newest step
+OPTIMIZER, TRAINER, RUN_CONFIG = "optimizer", "trainer.json", "run_config.yaml"  # under a step directory
 _NO_OPTIMIZER = f".{OPTIMIZER}.deleted"
 
 
@@ -141,18 +142,29 @@ class Store:
         return target
 
     def set_latest(self, step: int) -> None:
-        """Make `latest` point to a step."""
+        """Make `latest` point to a step, and config.yaml of the run directory have the settings that made it."""
         self._set_pointer(LATEST, step)
+        if has_file(self.path(step), RUN_CONFIG):
+            self.set_config(member(self.path(step), RUN_CONFIG).read_bytes())
+
+    def set_config(self, content: bytes) -> None:
+        """Write config.yaml of the run directory, unless it has this content."""
+        file = self.root.parent / CONFIG_FILE
+        if not (file.is_file() and file.read_bytes() == content):
+            self._write(file, content)
 
     def set_best(self, step: int) -> None:
         """Make `best` point to a step."""
         self._set_pointer(BEST, step)
 
     def _set_pointer(self, name: str, step: int) -> None:
+        self._write(self.root / name, (step_name(step) + "\n").encode())
+
+    def _write(self, file: Path, content: bytes) -> None:
         try:
-            write_atomically(self.root / name, step_name(step) + "\n", sync=True)
+            write_atomically(file, content, sync=True)
         except OSError as error:
-            raise StorageError(f"{self.root / name} could not be written: {describe(error)}.") from error
+            raise StorageError(f"{file} could not be written: {describe(error)}.") from error
 
     def complete_steps(self) -> list[int]:
         """The steps that have each of their files in full size, ascending: what retention counts."""

@@ -80,15 +80,27 @@ class Mixture(Dataset):
         states = {name: part.state_dict(samples) for name, part, samples in self._parts_after(num_samples)}
         return {"sources": states} if any(state is not None for state in states.values()) else None
 
+    def describe_progress(self, num_samples: int, state: dict[str, Any] | None) -> str:
+        given = self._states(state)
+        return ", ".join(
+            f"{name} {samples:,} samples ({part.describe_progress(samples, given.get(name))})"
+            for name, part, samples in self._parts_after(num_samples)
+        )
+
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        given = self._states(state)
+        for name, part in zip(self.source_names, self.parts, strict=True):
+            part.load_state_dict(given.get(name))
+
+    def _states(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the state of each source; raise CheckpointError if they are those of other sources."""
         given = state.get("sources") if isinstance(state, dict) else None
         if state is not None and (not isinstance(given, dict) or set(given) != set(self.source_names)):
             raise CheckpointError(
                 f"trainer.json has no valid position in streamed data of {', '.join(self.source_names)}, so the run "
                 f"cannot be resumed."
             )
-        for name, part in zip(self.source_names, self.parts, strict=True):
-            part.load_state_dict((given or {}).get(name))
+        return given or {}
 
     def _parts_after(self, num_samples: int) -> Iterator[tuple[str, Dataset, int]]:
         """Return each name and part, and how many of the first `num_samples` samples are of it."""

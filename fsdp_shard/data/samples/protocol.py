@@ -113,6 +113,14 @@ class Dataset(ABC):
         """Return what result.json has about the first `num_samples` samples: `sources` or `stream`, or nothing."""
         return {}
 
+    def describe_progress(self, num_samples: int, state: dict[str, Any] | None) -> str:
+        """Say where in the data a run is after `num_samples` samples, in the state that `state_dict` returned.
+
+        Raises:
+            CheckpointError: It is no such state.
+        """
+        return f"epoch {num_samples / self.num_samples:.3g}" if self.num_samples else ""
+
     def state_dict(self, num_samples: int) -> dict[str, Any] | None:
         """Return the state to resume from after `num_samples` samples, as JSON and equal on all ranks.
 

@@ -120,6 +120,10 @@ class StreamDataset(Dataset):
         order = f"each {self._buffer} rows shuffled" if self._buffer > 1 else "its rows in order"
         return f"{self.source.name} is streamed, {order}"
 
+    def describe_progress(self, num_samples: int, state: dict[str, Any] | None) -> str:
+        now = StreamState() if state is None else StreamState.parse(state)
+        return f"stream at epoch {now.epoch}, block {now.block}, row {now.counts.rows:,}"
+
     def state_dict(self, num_samples: int) -> dict[str, Any]:
         return asdict(self._at(num_samples)[0])
 

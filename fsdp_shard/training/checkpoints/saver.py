@@ -203,7 +203,7 @@ def open_saver(
 ) -> Saver:
     """Create the saver of a run, after deleting what an interrupted save left and uploading a step that was not.
 
-    A collective.
+    A collective. If there is no step yet, config.yaml of the run directory gets the settings of this run.
 
     Args:
         run_dir: The run directory.
@@ -211,7 +211,7 @@ def open_saver(
         context: The ranks.
         loaded: The model.
         optimizer: Its optimizer.
-        model_files: Config and tokenizer, by file name; needed on rank 0 only.
+        model_files: Config, tokenizer and settings of the run, by file name; needed on rank 0 only.
         log: What reports saves.
 
     Returns:
@@ -221,9 +221,18 @@ def open_saver(
         RemoteError: A step could not be uploaded.
     """
     store = checkpoint.Store(Path(run_dir) / checkpoint.CHECKPOINTS)
-    run_on_main(context, store.clean_leftovers)
+    run_on_main(context, lambda: _begin(store, model_files))
     committer = StepCommitter(context, store, config, is_adapter=loaded.adapter is not None)
     step = committer.upload_missing()
     if committer.remote is not None and step is not None:
         log.note(f"uploaded {committer.remote.address(step)}, which was in the run directory only")
     return Saver(context, config, loaded, optimizer, model_files, committer, log)
+
+
+def _begin(store: checkpoint.Store, model_files: Mapping[str, bytes]) -> None:
+    """Delete what an interrupted save left. config.yaml gets the settings of the newest step, or of this run."""
+    store.clean_leftovers()
+    if (latest := store.latest()) is not None:
+        store.set_latest(latest)
+    elif (settings := model_files.get(checkpoint.RUN_CONFIG)) is not None:
+        store.set_config(settings)

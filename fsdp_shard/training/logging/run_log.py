@@ -47,6 +47,7 @@ class RunLog:
         checkpoint: The checkpoint of that step, if any.
         public_settings: The settings of the run, for the trackers.
         utilization: Computes the model FLOPs utilization from the tokens per second, if it is known.
+        opening: Lines to show first.
     """
 
     def __init__(
@@ -56,9 +57,11 @@ class RunLog:
         checkpoint: Path | None = None,
         public_settings: Mapping[str, Any] | None = None,
         utilization: Callable[[float], float] | None = None,
+        opening: Iterable[str] = (),
     ) -> None:
         self._run_dir, self._run, self._config, self._is_main = Path(run_dir), run, run.config, run.context.is_main
         self._checkpoint, self._settings, self._utilization = checkpoint, public_settings or {}, utilization
+        self._opening = opening
         self._exit = ExitStack()
         self._seconds, self._tokens = 0.0, 0
         self._memory: int | None = None
@@ -68,6 +71,7 @@ class RunLog:
         config, state = self._config, self._run.state
         self._progress = Progress(config.num_steps, state.step, config.log_every, enabled=self._is_main)
         self._exit.callback(self._progress.close)
+        self.note(self._opening)
         if config.epochs is not None:
             self.note(
                 f"train.epochs={config.epochs:g} of {state.samples_per_epoch:,} samples: {config.num_steps:,} steps"

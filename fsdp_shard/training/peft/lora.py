@@ -8,12 +8,11 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import xxhash
 from transformers import PreTrainedModel
 
 from fsdp_shard import checkpoint
@@ -21,26 +20,16 @@ from fsdp_shard.data import CAUSAL, CLASSIFICATION, SEQ2SEQ
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.models import ModelConfig, tied_names
+from fsdp_shard.training.model_identity import refuse_other_model
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.seeding import derived_seed
 from fsdp_shard.utils import first_line
 
-BASE = "adapter_base.json"
-_FINGERPRINT_ELEMENTS = 1024
 _PREFIX = "base_model.model."
 _PEFT_TASKS = {CAUSAL: "CAUSAL_LM", SEQ2SEQ: "SEQ_2_SEQ_LM"}  # peft has none for masked language models
 _NAME = "default"  # peft's default name of an adapter
 # Entries of adapter_config.json that define the adapter; the others only describe where it comes from.
 _DEFINING = ("r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save", "use_rslora", "fan_in_fan_out")
-
-
-@dataclass(frozen=True)
-class Base:
-    """The model that an adapter was trained on: its path, a digest of its weights, and their quantization."""
-
-    path: str
-    fingerprint: str
-    quantize: str = "none"
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class Adapter:
 
     names: Mapping[str, str]
     config: Mapping[str, Any]
-    base: Base | None = None
+    base: checkpoint.BaseModel | None = None
     frozen: str | None = None
 
     def describe(self, shards: Mapping[str, LocalShard]) -> str:
@@ -73,10 +62,9 @@ class Adapter:
 
     def files(self) -> dict[str, bytes]:
         """Return the content of adapter_config.json and of the file about the base model."""
-        documents = {checkpoint.ADAPTER_CONFIG: self.config, BASE: asdict(self.base) if self.base else {}}
-        return {
-            name: (json.dumps(content, indent=2, sort_keys=True) + "\n").encode() for name, content in documents.items()
-        }
+        config = (json.dumps(self.config, indent=2, sort_keys=True) + "\n").encode()
+        base = b"{}\n" if self.base is None else self.base.to_json()
+        return {checkpoint.ADAPTER_CONFIG: config, checkpoint.ADAPTER_BASE: base}
 
 
 def inject_lora(
@@ -144,18 +132,6 @@ def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
     return str(source.weights.resolve()) if Path(config.path).expanduser().exists() else config.path
 
 
-def fingerprint(index: checkpoint.TensorIndex) -> str:
-    """Return a digest of the names, dtypes, shapes and first elements of all tensors."""
-    digest = xxhash.xxh3_128()
-    for name in sorted(index.names):
-        entry = index.entry(name)
-        count = min(entry.num_elements, _FINGERPRINT_ELEMENTS)
-        start = bytearray(count * checkpoint.itemsize(entry.dtype))
-        index.read_into(name, 0, start)
-        digest.update(f"{name} {entry.dtype} {entry.shape} ".encode() + start)
-    return digest.hexdigest()
-
-
 def fill_new(shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: int) -> None:
     """Initialize a new adapter: A with Kaiming's distribution, B with zeros.
 
@@ -184,18 +160,13 @@ def fill_new(shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: i
 def restore(adapter: Adapter, shards: Mapping[str, LocalShard], step_directory: Path) -> None:
     """Load the trained ones of `shards` from a step; raises CheckpointError if it holds another adapter."""
     assert adapter.base is not None
-    saved = checkpoint.read_json(checkpoint.member(step_directory, BASE))
-    saved = saved if isinstance(saved, dict) else {}
-    if saved.get("fingerprint") != adapter.base.fingerprint:
-        raise CheckpointError(
-            f"{step_directory} holds an adapter that was trained on {saved.get('path')}, but the weights in "
-            f"{adapter.base.path} are others; set model.path to that model."
-        )
-    if (quantize := saved.get("quantize", "none")) != adapter.base.quantize:
-        raise CheckpointError(
-            f"{step_directory} holds an adapter that was trained with adapter.quantize={quantize}, and with "
-            f"adapter.quantize={adapter.base.quantize} its base is another model. Set the same."
-        )
+    if (saved := checkpoint.read_base_model(step_directory)) is not None:
+        refuse_other_model(step_directory, saved, adapter.base.path, adapter.base.fingerprint)
+        if saved.quantize != adapter.base.quantize:
+            raise CheckpointError(
+                f"{step_directory} holds an adapter that was trained with adapter.quantize={saved.quantize}, and with "
+                f"adapter.quantize={adapter.base.quantize} its base is another model. Set the same."
+            )
     stored = adapter.stored(shards)
     with checkpoint.open_checkpoint(step_directory) as index:
         expected = {name: shard.shape for name, shard in stored.items()}

@@ -1,0 +1,71 @@
+"""The model that a run began from, as its steps record it: enough to tell it from any other without its weights.
+
+It is a file of its own in a step: earlier versions refuse unknown entries in manifest.json and trainer.json, but no file
+that the manifest lists.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
+from fsdp_shard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from fsdp_shard.checkpoint.index import TensorIndex
+
+BASE_MODEL, ADAPTER_BASE = "base_model.json", "adapter_base.json"  # of a whole model, of an adapter
+_ELEMENTS = 1024
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that a run began from: its path, its fingerprint, and how an adapter's run quantized it."""
+
+    path: str
+    fingerprint: str
+    quantize: str = "none"
+
+    def to_json(self) -> bytes:
+        """The content of the file."""
+        return (json.dumps(asdict(self), indent=2, sort_keys=True) + "\n").encode()
+
+
+def fingerprint(index: TensorIndex) -> str:
+    """Return a digest of the names, dtypes, shapes and first elements of all tensors."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(index.names):
+        entry = index.entry(name)
+        count = min(entry.num_elements, _ELEMENTS)
+        start = bytearray(count * itemsize(entry.dtype))
+        index.read_into(name, 0, start)
+        digest.update(f"{name} {entry.dtype} {entry.shape} ".encode() + start)
+    return digest.hexdigest()
+
+
+def read_base_model(directory: Path) -> BaseModel | None:
+    """Read what a step, or an adapter copied out of one, records of its base model.
+
+    Returns:
+        The model; None if nothing is recorded, as by earlier versions and other programs.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    name = next((name for name in (ADAPTER_BASE, BASE_MODEL) if has_file(directory, name)), None)
+    if name is None:
+        return None
+    path = member(directory, name)
+    document = read_json(path)
+    if document == {}:  # an adapter that was made without loading a model
+        return None
+    values = document if isinstance(document, dict) else {}
+    texts: list[Any] = [values.get("path"), values.get("fingerprint"), values.get("quantize", "none")]
+    if not all(isinstance(text, str) for text in texts):
+        raise CheckpointError(f"{path} is damaged: it must have the path and the fingerprint of a model, as text.")
+    return BaseModel(*texts)

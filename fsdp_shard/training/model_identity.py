@@ -1,0 +1,66 @@
+"""Whether `model.path` is the model that the run to resume began from, by what its step records of that."""
+
+import os
+from pathlib import Path
+
+from fsdp_shard import checkpoint
+from fsdp_shard.errors import CheckpointError, InputError
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.training.config import ModelSettings
+
+
+def model_name(config: ModelConfig) -> str:
+    """The model as steps record it: its absolute path, or its hub id or address, with the GGUF file in it."""
+    path = os.path.expanduser(config.path)
+    name = os.path.abspath(path) if os.path.exists(path) else config.path
+    return name if config.gguf_file is None else os.path.join(name, config.gguf_file)
+
+
+def check_base_model(config: ModelSettings, step_directory: Path | None) -> str | None:
+    """Compare `model.path` with the model that the run to resume began from. Reads the first elements of its tensors.
+
+    Args:
+        config: The settings of the run.
+        step_directory: The step to resume from, if any.
+
+    Returns:
+        A line for people if they could not be compared, and the run resumes all the same.
+
+    Raises:
+        CheckpointError: It is another model, or there is none.
+    """
+    if step_directory is None:
+        return None
+    recorded = checkpoint.read_base_model(step_directory)
+    if recorded is None:
+        return (
+            f"{step_directory} does not record the model that its run began from, as an earlier version saved it: "
+            f"model.path={config.model.path} was not compared with it"
+        )
+    # What is gone was called by the same name, but is no path now. What is on the hub is not downloaded to be compared.
+    names = {model_name(config.model), os.path.abspath(os.path.expanduser(model_name(config.model)))}
+    is_unchanged = recorded.path in names
+    given = config.model
+    try:
+        source = checkpoint.locate(given.path, given.gguf_file, fetch_weights=False) if is_unchanged else config.source
+        with source.model_index as index:
+            found = checkpoint.fingerprint(index)
+    except InputError as error:
+        if is_unchanged:
+            return f"model.path={given.path} was not compared with the model that the run began from, as it is gone: {error}"
+        raise CheckpointError(
+            f"{step_directory} was trained on {recorded.path}, and model.path={given.path} cannot be compared with "
+            f"that: {error} Set model.path={recorded.path}, or start a new run in another run_dir."
+        ) from error
+    refuse_other_model(step_directory, recorded, given.path, found)
+    return None
+
+
+def refuse_other_model(step_directory: Path, recorded: checkpoint.BaseModel, path: str, fingerprint: str) -> None:
+    """Raise CheckpointError if the model at `path`, with this fingerprint, is not the one that a step records."""
+    if fingerprint != recorded.fingerprint:
+        raise CheckpointError(
+            f"{step_directory} was trained on {recorded.path}, but model.path={path} holds other weights (names, "
+            f"dtypes, shapes or values differ). Give the model that it was trained on, or start a new run in another "
+            f"run_dir."
+        )
