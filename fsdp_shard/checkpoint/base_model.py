@@ -1,7 +1,7 @@
 """The model that a run began from, as its steps record it: enough to tell it from any other without its weights.
 
-It is a file of its own in a step: earlier versions refuse unknown entries in manifest.json and trainer.json, but no file
-that the manifest lists.
+It is a file of its own in a step: earlier versions refuse unknown entries of manifest.json and trainer.json, but no
+file that the manifest lists.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from omegaconf import OmegaConf
-
 from fsdp_shard.checkpoint import DEFAULT_SHARD_SIZE, CheckpointConfig, ConvertSettings, Location, locate
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import LaunchConfig
@@ -54,6 +52,8 @@ class RunConfig:
 
     def to_yaml(self) -> str:
         """All settings, without secrets, and a defaults list with the dataclass of each group."""
+        from omegaconf import OmegaConf
+
         command = command_of(type(self))
         chosen: list[Any] = [
             {member.name: option}

@@ -47,7 +47,7 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
             found = checkpoint.fingerprint(index)
     except InputError as error:
         if is_unchanged:
-            return f"model.path={given.path} was not compared with the model that the run began from, as it is gone: {error}"
+            return f"model.path={given.path} was not compared with the start of the run, as it is gone: {error}"
         raise CheckpointError(
             f"{step_directory} was trained on {recorded.path}, and model.path={given.path} cannot be compared with "
             f"that: {error} Set model.path={recorded.path}, or start a new run in another run_dir."

@@ -119,6 +119,9 @@ def test_its_order_is_that_of_a_plain_loop_over_the_sources(config: DataConfig, 
             assert len(set(seen[start : start + size])) == min(size, len(seen) - start), "each once an epoch"
     assert epochs["books"][:5] != epochs["books"][5:10], "another order each time"
     assert mixed.figures(60)["sources"]["books"] == {"share": 0.5, "samples": 30, "epochs": 6.0}
+    assert mixed.describe_progress(60, None) == (
+        "asked 15 samples (epoch 3.75), books 30 samples (epoch 6), web 15 samples (epoch 1.07)"
+    )
     assert samples.notes[0].startswith("train, web (1 of 4 samples): 1 document, 112 tokens, 14 windows")
     assert samples.notes[3] == ("samples of the mixture until a source repeats: asked 14, books 9, web 56")
 

@@ -76,6 +76,10 @@ def test_it_goes_on_from_any_place(tmp_path: Path, tokenizer: Any, more: dict[st
         expected.append(sample(whole, index))
         places.append(json.loads(json.dumps(whole.state_dict(index + 1))))
     assert whole.figures(120)["stream"]["epochs"] >= 2
+    assert whole.describe_progress(0, None) == "stream at epoch 0, block 0, row 0"
+    last = places[-1]
+    told = f"stream at epoch {last['epoch']}, block {last['block']}, row {last['counts']['rows']}"
+    assert whole.describe_progress(120, last) == told
     for index in range(0, 119, 3):
         again = stream_of(config, tokenizer)
         again.load_state_dict(places[index])

@@ -75,6 +75,9 @@ def test_it_is_its_sources_by_their_weights_from_any_place(tmp_path: Path, token
     assert figures["asked"]["epochs"] >= 1
     assert [figures[name]["tokens"] for name in NAMES] == [0, 0, 7]
     assert all(found["stream"]["rows"] > 0 for found in figures.values())
+    told = whole.describe_progress(num, places[-1])
+    assert told.startswith("asked 24 samples (stream at epoch ")
+    assert "), books 48 samples (stream at epoch " in told
     # From any place, read back from JSON.
     for index in range(0, num - 1, 7):
         again = mixture_of(config, tokenizer)
@@ -134,6 +137,8 @@ def test_what_is_no_place_in_it(tmp_path: Path, tokenizer: Any) -> None:
     for sources in ({}, {"web": good["sources"]["web"]}, [], None, good["sources"] | {"more": {}}):
         with pytest.raises(CheckpointError, match=r"no valid position in streamed data of asked, books, web"):
             mixed.load_state_dict({"sources": sources})
+        with pytest.raises(CheckpointError, match=r"no valid position in streamed data of asked, books, web"):
+            mixed.describe_progress(1, {"sources": sources})
     with pytest.raises(CheckpointError, match="no valid position in streamed data"):
         mixed.load_state_dict({"sources": good["sources"] | {"web": {"epoch": -1}}})
     with pytest.raises(CheckpointError, match="no valid position in streamed data"):

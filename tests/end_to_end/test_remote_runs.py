@@ -59,6 +59,10 @@ def test_a_run_goes_on_from_the_remote_store_alone(
     assert (refused.status, len(refused.err.splitlines())) == (2, 1)
     assert "checkpoint.remote" in refused.err
     assert "already holds checkpoints up to step 2" in refused.err
+    refused = run_recipe("finetune", run_dir, *settings, "seed=5")
+    assert (refused.status, "seed=5" in refused.err) == (2, True), refused.err
+    settings_of_step = (run_dir / "checkpoints" / "step-00000002" / "run_config.yaml").read_bytes()
+    assert (run_dir / "config.yaml").read_bytes() == settings_of_step, "of the step that was downloaded"
     again = run_recipe("finetune", run_dir, *settings)
     assert again.status == 0, again.err
     assert again.losses == losses[2:], "bit-equal, and only what was left to do"

@@ -24,7 +24,7 @@ from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.peft.lora import fill_new
 from tests.support.digests import tensor_digests
 from tests.support.runs import Ended, run_recipe
-from tests.support.tiny import token_batch
+from tests.support.tiny import save_model, token_batch
 
 # peft 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -136,6 +136,7 @@ def test_peft_loads_what_the_ranks_saved(
         "adapter_config.json",
         "adapter_model.safetensors",
         "manifest.json",
+        "run_config.yaml",
         "trainer.json",
     ]
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), step).eval()
@@ -303,6 +304,21 @@ def test_adapters_that_cannot_be_merged_say_why(runs: dict[str, Ended], tiny_mod
     convert(moved, tmp_path / "merged", base=tiny_model)
     with open_checkpoint(tmp_path / "merged") as one, locate(step).model_index as two:
         assert tensor_digests(one) == tensor_digests(two)
+
+
+def test_an_adapter_is_not_merged_into_other_weights(runs: dict[str, Ended], tiny_model: Path, tmp_path: Path) -> None:
+    step, other = runs["fsdp2"].checkpoint, save_model(tmp_path / "other", seed=1)
+    with pytest.raises(CheckpointError, match=f"trained on {tiny_model}, but the weights in {other} are others"):
+        convert(step, tmp_path / "merged", base=other)
+    moved = shutil.copytree(tiny_model, tmp_path / "moved")
+    convert(step, tmp_path / "merged", base=moved)
+    shutil.copytree(step, tmp_path / "plain")
+    (tmp_path / "plain" / "adapter_base.json").unlink()  # as peft's own adapters, which record no weights
+    (tmp_path / "plain" / "manifest.json").unlink()
+    convert(tmp_path / "plain", tmp_path / "unknown", base=other)
+    (tmp_path / "plain" / "adapter_base.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"adapter_base.json is damaged"):
+        convert(tmp_path / "plain", tmp_path / "damaged", base=other)
 
 
 def test_an_adapter_is_read_where_the_hub_cache_keeps_it(runs: dict[str, Ended], tmp_path: Path) -> None:

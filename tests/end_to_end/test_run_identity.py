@@ -1,0 +1,214 @@
+"""A run says truly what it is: the model it began from, the settings that made it, where it resumes, its end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp_shard.checkpoint import BASE_MODEL, MANIFEST, RUN_CONFIG, read_manifest, verify
+from tests.support.commands import ROOT, run
+from tests.support.runs import Ended, run_recipe
+from tests.support.tiny import save_model
+
+STEPS = 2
+_FILES = ("config.yaml", "result.json", "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    cache = tmp_path_factory.mktemp("tokens")
+    return [
+        f"model.path={tiny_model}", f"data.path={texts}/train.txt", f"data.cache_dir={cache}",
+        "data.sequence_length=64", "shard=float32", "launch.device=cpu", f"train.steps={STEPS}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    ended = run_recipe("finetune", tmp_path_factory.mktemp("runs") / "run", *settings)
+    assert ended.status == 0, ended.err
+    return ended.run_dir
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other values of the same names, dtypes and shapes."""
+    return save_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+def _contents(run_dir: Path) -> list[bytes]:
+    return [(run_dir / name).read_bytes() for name in _FILES]
+
+
+def _step(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def _without_records(step: Path) -> None:
+    """Make a step as version 0.1.0 left it."""
+    manifest = read_manifest(step)
+    assert manifest is not None
+    kept = {name: record for name, record in manifest.files.items() if name not in (BASE_MODEL, RUN_CONFIG)}
+    assert len(kept) == len(manifest.files) - 2, "both are listed"
+    for name in (BASE_MODEL, RUN_CONFIG):
+        (step / name).unlink()
+    (step / MANIFEST).write_text(replace(manifest, files=kept).to_json())
+
+
+@pytest.mark.parametrize("steps", [STEPS, STEPS + 1])
+def test_another_model_is_refused(
+    settings: list[str], run_dir: Path, tiny_model: Path, other_model: Path, steps: int
+) -> None:
+    before = _contents(run_dir)
+    for model in (other_model, run_dir / "nowhere"):
+        given = [*settings, f"train.steps={steps}", f"model.path={model}"]
+        ended = run_recipe("finetune", run_dir, *given)
+        assert (ended.status, ended.err.count("error: ")) == (2, 1), ended.err
+        assert f"was trained on {tiny_model}" in ended.err
+        assert f"model.path={model}" in ended.err
+        doctor = run_recipe("doctor", run_dir, *given)
+        assert doctor.status == 1
+        assert f"was trained on {tiny_model}" in doctor.out
+        plan = run_recipe("plan", run_dir, f"model.path={model}")
+        assert (plan.status, f"was trained on {tiny_model}" in plan.err) == (2, True), plan.err
+    assert _contents(run_dir) == before
+
+
+def test_a_model_that_was_moved_is_the_same(
+    settings: list[str], run_dir: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    moved = shutil.copytree(tiny_model, tmp_path / "moved")
+    ended = run_recipe("finetune", run_dir, *settings, f"model.path={moved}", "train.steps=3")
+    assert ended.status == 0, ended.err
+    assert f"model.path {tiny_model} -> {moved}" in ended.err
+
+
+def test_a_model_that_is_gone_and_what_later_steps_keep(settings: list[str], tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    given = [*settings, f"model.path={model}"]
+    first = run_recipe("finetune", tmp_path / "run", *given)
+    recorded = (first.checkpoint / BASE_MODEL).read_bytes()
+    assert json.loads(recorded)["path"] == str(model)
+    shutil.rmtree(model)
+    longer = run_recipe("finetune", tmp_path / "run", *given, "train.steps=3")
+    assert longer.status == 0, longer.err
+    assert f"model.path={model} was not compared" in longer.err
+    doctor = run_recipe("doctor", tmp_path / "run", *given, "train.steps=4")
+    assert (doctor.status, "LlamaForCausalLM" in doctor.out) == (0, True), doctor.out
+    plan = run_recipe("plan", tmp_path / "run", f"model.path={model}")
+    assert (plan.status, "would resume from" in plan.out) == (0, True), plan.err
+    third = run_recipe("finetune", tmp_path / "third", *given, f"resume={tmp_path / 'run'}", "train.steps=4")
+    assert third.status == 0, third.err
+    assert (third.checkpoint / BASE_MODEL).read_bytes() == recorded, "of the model that the run began from"
+
+
+def test_a_step_that_records_nothing_is_resumed(settings: list[str], run_dir: Path) -> None:
+    _without_records(_step(run_dir, STEPS))
+    ended = run_recipe("finetune", run_dir, *settings, "train.steps=3")
+    assert ended.status == 0, ended.err
+    assert ended.err.count("does not record the model") == 1
+    assert f"has no {RUN_CONFIG}" in ended.err
+    assert not (ended.checkpoint / BASE_MODEL).exists(), "what the run began from is still not known"
+    assert (ended.checkpoint / RUN_CONFIG).read_bytes() == (run_dir / "config.yaml").read_bytes()
+
+
+def test_the_settings_are_those_of_the_newest_step(settings: list[str], run_dir: Path) -> None:
+    before = _contents(run_dir)
+    first = (_step(run_dir, STEPS) / RUN_CONFIG).read_bytes()
+    assert first == before[0]
+    for refused in (["seed=5"], ["data.sequence_length=32"], ["optim=sgd"]):  # found once the ranks have started
+        ended = run_recipe("finetune", run_dir, *settings, "train.steps=3", *refused)
+        assert ended.status == 2, ended.err
+        assert _contents(run_dir) == before
+    secret = "train.tracker_project=hf_AbsolutelySecret"
+    ended = run_recipe("finetune", run_dir, *settings, "train.steps=3", "optim.lr=0.01", secret)
+    assert ended.status == 0, ended.err
+    newest = (ended.checkpoint / RUN_CONFIG).read_text()
+    assert newest == (run_dir / "config.yaml").read_text()
+    assert "lr: 0.01" in newest
+    assert "hf_***" in newest
+    assert "AbsolutelySecret" not in newest
+    assert (_step(run_dir, STEPS) / RUN_CONFIG).read_bytes() == first
+    assert verify(ended.checkpoint).is_sound
+    (ended.checkpoint / RUN_CONFIG).write_text(newest.replace("lr: 0.01", "lr: 0.02"))
+    assert not verify(ended.checkpoint).is_sound, "it has a digest"
+
+
+def test_a_run_that_is_refused_before_its_first_step_changes_nothing(settings: list[str], run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    before = _contents(run_dir)
+    ended = run_recipe("finetune", run_dir, *settings, "adapter=lora", "adapter.rank=3", "resume=never", "optim.lr=0.5",
+                       "train.epochs=0.001", "train.steps=null", "train.warmup_steps=90")  # fmt: skip
+    assert (ended.status, "train.warmup_steps=90 is more than" in ended.err) == (2, True), ended.err
+    assert _contents(run_dir) == before
+
+
+def test_a_finished_run_says_so(settings: list[str], run_dir: Path) -> None:
+    before, step = _contents(run_dir), _step(run_dir, STEPS)
+    ended = run_recipe("finetune", run_dir, *settings, "launch.ranks=2")
+    (line,) = ended.err.splitlines()
+    assert ended.status == 0
+    assert f"is finished after step {STEPS}, which is in {step}" in line
+    assert "no effect: launch.ranks 1 -> 2." in line
+    assert f"set train.steps to more than {STEPS}" in line
+    ended = run_recipe("finetune", run_dir, *settings, "train.steps=1", "optim.lr=0.5")
+    assert "no effect: optim.lr 2e-05 -> 0.5, train.steps 2 -> 1." in ended.err
+    _without_records(step)
+    ended = run_recipe("finetune", run_dir, *settings, "train.steps=1")
+    assert "more than train.steps=1 already" in ended.err
+    assert _contents(run_dir) == before
+    doctor = run_recipe("doctor", run_dir, *settings)
+    assert f"is finished after step {STEPS}" in doctor.out
+
+
+def test_a_resume_says_what_changed(settings: list[str], run_dir: Path) -> None:
+    same = run_recipe("finetune", run_dir, *settings, "train.steps=3")
+    assert _resumed(same) == (
+        f"resumed from {_step(run_dir, 2)}, step 2 of 3, 16 samples, epoch 0.017; changed: train.steps 2 -> 3"
+    )
+    overrides = ["shard=ddp", "shard.find_unused_parameters=true", "optim.lr=0.001", "train.global_batch_size=4"]
+    ended = run_recipe("finetune", run_dir, *settings, "train.steps=4", "launch.ranks=2", *overrides)
+    assert ended.status == 0, ended.err
+    changes = (
+        "shard fsdp2 -> ddp", "launch.ranks 1 -> 2", "shard.find_unused_parameters not set -> true",
+        "optim.lr 2e-05 -> 0.001", "train.global_batch_size 8 -> 4", "train.steps 3 -> 4",
+    )  # fmt: skip
+    assert all(change in _resumed(ended) for change in changes), _resumed(ended)
+    assert "shard.reshard_after_forward" not in _resumed(ended), "DDP has no such setting"
+
+
+def test_the_ranks_of_torchrun_are_counted(settings: list[str], run_dir: Path) -> None:
+    command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", ROOT / "recipes" / "finetune.py")
+    done = run([*command, *settings, "train.steps=3", f"run_dir={run_dir}"], run_dir, OMP_NUM_THREADS="1")
+    assert done.status == 0, done.err
+    assert "ranks 1 -> 2" in done.err
+
+
+def _resumed(ended: Ended) -> str:
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("resumed from ")]
+    return line
+
+
+def test_other_commands_leave_a_training_run_alone(run_dir: Path, tiny_model: Path, texts: Path) -> None:
+    before = _contents(run_dir)
+    held_out = f"data.path={texts}/held_out.txt"
+    for command, given in (
+        ("evaluate", [f"checkpoint={run_dir}", held_out]),
+        ("convert", [f"source={run_dir}", f"target={run_dir}/model"]),
+        ("generate", [f"checkpoint={run_dir}", "prompt=x"]),
+    ):
+        ended = run_recipe(command, run_dir, *given)
+        assert (ended.status, "is the directory of a training run" in ended.err) == (2, True), ended.err
+    plan = run_recipe("plan", run_dir, f"model.path={tiny_model}")
+    assert (plan.status, "nothing was written" in plan.out) == (0, True), plan.err
+    assert _contents(run_dir) == before
