@@ -89,7 +89,9 @@ def test_a_run_goes_on_with_more_epochs(settings: list[str], tmp_path: Path) -> 
     assert (result["steps"], result["epoch"]) == (3, 1.2)
     for fewer in ("train.epochs=1", "train.epochs=0.5 train.warmup_steps=1", "train.steps=3"):
         again = train(tmp_path, *settings, *fewer.split())
-        assert (again.result, again.err) == (result, ""), "it is finished"
+        assert again.result == result
+        assert "is finished after step 3" in again.err
+        assert ("train.epochs to more than 1.2;" in again.err) == ("epochs" in fewer)
     longer = train(tmp_path, *settings, "train.epochs=2")
     assert (longer.result["steps"], longer.result["max_steps"], longer.result["epoch"]) == (5, 5, 2.0)
     assert longer.metrics[:3] == metrics
