@@ -54,7 +54,7 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
 
     Args:
         config: The model's config; `architectures` names its class.
-        attention: `sdpa`, `eager` or `flash_attention_2`.
+        attention: The setting `model.attention`.
 
     Raises:
         ModelError: One document changes the logits of the other, or no tiny model can be run.
