@@ -166,3 +166,6 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
             for name, buffer in buffers.items():
                 setattr(module, name, torch.empty_like(buffer, device=device))
             initialize_buffers(owner, module)
+        for model_around in inner:  # some compute the buffers of modules inside of them (Falcon-H1)
+            if all(param.is_meta for param in model_around.parameters()):
+                initialize_buffers(model_around, model_around)
