@@ -13,7 +13,8 @@ from fsdp_shard.errors import ModelError
 from fsdp_shard.models.transformers_private import no_split_modules
 from fsdp_shard.utils import nearest
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_LISTS, nn.Sequential)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
                 )
         return list(_outermost(model, set(names)))
     layers = _own(model) or list(_structural(model, _classes(model, _is_layer)))
+    if not layers:  # one that all layers share (ALBERT), or the only one
+        layers = list(_structural(model, _classes(model, _is_listed)))
     if not layers:
         raise ModelError(
             f"No blocks were found in {type(model).__name__}: no module repeats, and it lists none itself. "
@@ -179,6 +182,11 @@ def _is_repeated(child: nn.Module, parent: nn.Module) -> bool:
     return _has_params(child) and [type(part) for part in parent.children()].count(type(child)) > 1
 
 
+def _is_listed(child: nn.Module, parent: nn.Module) -> bool:
+    """Return whether the module is in a list that is not called itself."""
+    return isinstance(parent, nn.ModuleList) and any(child.children()) and _has_params(child)
+
+
 def _is_stage(module: nn.Module) -> bool:
     """Return whether all parameters of the module are in lists of modules that repeat."""
     with_params = [child for child in module.children() if _has_params(child)]
@@ -188,8 +196,11 @@ def _is_stage(module: nn.Module) -> bool:
 
 
 def _cover(module: nn.Module, fqn: str, layers: set[nn.Module]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the layers and the largest modules without a layer, as (FQN, module, only direct parameters)."""
-    if module in layers or not any(inner in layers for inner in module.modules()):
+    """Yield the layers and the largest modules without a layer, as (FQN, module, only direct parameters).
+
+    A list has no forward pass, before which its parameters could be fetched, so its modules are blocks each.
+    """
+    if module in layers or not (isinstance(module, _LISTS) or any(inner in layers for inner in module.modules())):
         if _has_params(module):
             yield fqn, module, False
         return

@@ -30,7 +30,10 @@ class ModelConfig:
         choices=("causal_lm", "seq2seq", "masked_lm", "sequence_classification"),
     )
     attention: str = setting(
-        "sdpa", "Attention implementation, as named by transformers.", choices=("sdpa", "eager", "flash_attention_2")
+        "auto",
+        "Attention implementation, as named by transformers. auto: sdpa, or eager where the model has no other; "
+        "flash_attention_2 needs a package and a GPU, so it is used only when it is asked for.",
+        choices=("auto", "sdpa", "eager", "flash_attention_2"),
     )
     chunked_loss: bool | str = setting(
         "auto",

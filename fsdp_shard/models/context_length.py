@@ -54,7 +54,7 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
 
     Args:
         config: The model's config; `architectures` names its class.
-        attention: `sdpa`, `eager` or `flash_attention_2`.
+        attention: The setting `model.attention`.
 
     Raises:
         ModelError: One document changes the logits of the other, or no tiny model can be run.
@@ -128,6 +128,7 @@ def _tiny_model(config: PretrainedConfig, attention: str | None, num_heads: int 
     model = build_on_meta(small, "float32", attention=attention)
     if sum(param.numel() for param in model.parameters()) > _MOST_PARAMETERS:
         raise ValueError("it would have too many parameters")
+    rebuild_buffers(model, "cpu")
     generator = torch.Generator().manual_seed(0)
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -141,7 +142,6 @@ def _tiny_model(config: PretrainedConfig, attention: str | None, num_heads: int 
             setattr(module, name, filled[param])
     for owner, name, _, buffer in persistent_buffers(model):
         setattr(owner, name, torch.ones_like(buffer, device="cpu"))
-    rebuild_buffers(model, "cpu")
     return model
 
 

@@ -113,7 +113,7 @@ def build_on_meta(
         config: The config of the model. The class is the first of its `architectures`, or the causal LM of its type.
         dtype: Dtype of the parameters; None uses that of the config.
         trust_remote_code: Whether code that comes with the model may run.
-        attention: Attention implementation, as named by transformers.
+        attention: Attention implementation, as named by transformers; None or `auto` is its choice: sdpa, or eager.
 
     Returns:
         The model; its parameters and buffers take no memory.
@@ -122,7 +122,7 @@ def build_on_meta(
         ModelError: transformers cannot build the model.
     """
     kwargs: dict[str, Any] = {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype or config.dtype}
-    if attention is not None:
+    if attention not in (None, "auto"):
         kwargs["attn_implementation"] = attention
     name, cls = named_class(config)
     try:
@@ -166,3 +166,6 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
             for name, buffer in buffers.items():
                 setattr(module, name, torch.empty_like(buffer, device=device))
             initialize_buffers(owner, module)
+        for model_around in inner:  # some compute the buffers of modules inside of them (Falcon-H1)
+            if all(param.is_meta for param in model_around.parameters()):
+                initialize_buffers(model_around, model_around)

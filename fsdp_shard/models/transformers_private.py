@@ -67,9 +67,9 @@ def is_stateful(model: Any) -> bool:
     return bool(getattr(model, "_is_stateful", False))
 
 
-def attention_implementation(model: PreTrainedModel) -> str:
-    """The attention that `model` was built with, such as `sdpa`; `set_attn_implementation` has no public getter."""
-    return str(model.config._attn_implementation)
+def attention_implementation(config: PretrainedConfig) -> str:
+    """The attention that the model of `config` was built with, such as `sdpa`: there is no public getter."""
+    return str(config._attn_implementation)
 
 
 def is_plain_fast_tokenizer(tokenizer: Any) -> bool:

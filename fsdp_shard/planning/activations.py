@@ -150,7 +150,7 @@ def _storages(value: Any) -> Iterator[UntypedStorage]:
 @contextmanager
 def _causal_without_mask(model: PreTrainedModel) -> Iterator[None]:
     """Have a model with sdpa attention use its causal flag instead of a mask."""
-    if attention_implementation(model) != "sdpa":
+    if attention_implementation(model.config) != "sdpa":
         yield
         return
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)

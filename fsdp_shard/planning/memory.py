@@ -173,7 +173,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
 
 def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedModel:
     # The kernels of flash-attn need not be installed to plan; they keep what sdpa's flash kernel keeps.
-    attention = "eager" if run.model.attention == "eager" else "sdpa"
+    attention = "sdpa" if run.model.attention == "flash_attention_2" else run.model.attention
     trust = run.model.trust_remote_code
     model = models.build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
     if isinstance(run.adapter, LoraConfig):

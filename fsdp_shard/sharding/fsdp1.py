@@ -13,6 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_shard import utils
 from fsdp_shard.distributed import DistributedContext, LocalShard
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.activation_checkpointing import clean_fqn
 from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit, itemsize
 from fsdp_shard.sharding.prepare_model import buffer_shards, empty_parameters, prepare_model
@@ -47,7 +48,12 @@ class Fsdp1Model:
 
 
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:
-    """FullyShardedDataParallel takes every model."""
+    """Raise ConfigError for a model with a scalar parameter, which FullyShardedDataParallel refuses."""
+    for name in (name for name, param in model.named_parameters() if not param.ndim):
+        raise ConfigError(
+            f"shard=fsdp1 cannot shard the scalar parameter {name} of {type(model).__name__}, which torch refuses; use "
+            f"shard=fsdp2."
+        )
 
 
 def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:

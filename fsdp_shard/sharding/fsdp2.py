@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -28,18 +29,21 @@ class Fsdp2Model:
 
     module: nn.Module
     context: DistributedContext
+    scalars: "_Scalars"
     shard_mesh_dim = "shard"
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self.module.set_requires_gradient_sync(False)  # type: ignore[operator]  # added by fully_shard
+        self.scalars.is_synced = False
         try:
             yield
         finally:
             self.module.set_requires_gradient_sync(True)  # type: ignore[operator]  # added by fully_shard
+            self.scalars.is_synced = True
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        if self.context.divides_modules:
+        if self.context.divides_modules or self.scalars.trained:
             return tensor_parallel.clip_grads(self.module.parameters(), max_norm)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -53,22 +57,48 @@ class Fsdp2Model:
         box = cache(local_shape_and_offset)  # slow, and blocks have the same parameters
         params = {}
         for name, param in self.module.named_parameters():
-            assert isinstance(param, DTensor)
-            writes = is_first_replica and (is_first_divided or tensor_parallel.is_divided(param))
+            writes = self.context.is_main
+            if isinstance(param, DTensor):
+                writes = is_first_replica and (is_first_divided or tensor_parallel.is_divided(param))
             params[clean_fqn(name)] = tensor_parallel.local_shard(param, writes=writes, box=box)
         return params | buffer_shards(self.module, self.context)
 
 
+class _Scalars:
+    """Scalar parameters, which `fully_shard` refuses: each rank has them whole, and their gradients are averaged.
+
+    Attributes:
+        trained: Those that are not frozen.
+        is_synced: Whether the next backward pass averages their gradients over the ranks.
+    """
+
+    def __init__(self, model: nn.Module, reduce_dtype: torch.dtype) -> None:
+        self.trained = [param for param in model.parameters() if param.requires_grad and not param.ndim]
+        self.is_synced = True
+        self._dtype = reduce_dtype
+        for param in self.trained:
+            param.register_post_accumulate_grad_hook(self._average)
+
+    def _average(self, param: torch.Tensor) -> None:
+        if self.is_synced and param.grad is not None:
+            # Of the micro-batches before it has this rank's part, or the mean, which is the mean of itself.
+            total = param.grad.to(self._dtype)
+            dist.all_reduce(total)
+            param.grad.copy_(total / dist.get_world_size())
+
+
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:
-    """Raise ConfigError when layers or experts of `model` cannot be divided as asked, or a parameter is a scalar."""
+    """Raise ConfigError when layers or experts of `model` cannot be divided as the settings ask."""
     if settings.tensor_parallel > 1:
         tensor_parallel.check_tensor_parallel(model, settings.tensor_parallel)
     if settings.expert_parallel > 1:
         expert_parallel.check_experts(model, settings.expert_parallel)
-    for name, param in model.named_parameters():
-        if param.ndim == 0:
+    scalars = [name for name, param in model.named_parameters() if not param.ndim]
+    for divided in ("tensor_parallel", "expert_parallel"):
+        if scalars and (ranks := getattr(settings, divided)) > 1:
             raise ConfigError(
-                f"shard=fsdp2 cannot shard the scalar parameter {name}, which torch refuses; use shard=fsdp1."
+                f"shard.{divided}={ranks} cannot be used with {type(model).__name__}: the gradient of its scalar "
+                f"parameter {scalars[0]} may differ between the ranks that divide it; use shard.{divided}=1."
             )
 
 
@@ -78,8 +108,8 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
 
 
 def _rows(shape: Shape, num_shards: int, index: int) -> Shape:
-    if not shape:
-        return (1,) if index == 0 else (0,)
+    if not shape:  # replicated
+        return ()
     per_shard = -(-shape[0] // num_shards)
     return (len(range(shape[0])[index * per_shard : (index + 1) * per_shard]), *shape[1:])
 
@@ -92,6 +122,7 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
         "mesh": _mesh(settings, context.mesh),
         "reshard_after_forward": settings.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy(pin_memory) if settings.cpu_offload else OffloadPolicy(),
+        "ignored_params": {param for param in model.parameters() if not param.ndim},
     }
     experts = _divide(model, settings, context, options)
     for unit in (unit for unit in inner if unit.fqn not in experts):
@@ -100,12 +131,17 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
     # would only gather them twice.
     fully_shard(model, mp_policy=_precision(root.dtype, settings), **(options | {"reshard_after_forward": False}))
     _prefetch(_fsdp_modules(model)[1:], settings)  # all but the root
-    device = torch.device("cpu") if settings.cpu_offload else context.device
-    replace_tensors(model, lambda t: torch.empty_like(t, device=device) if t.is_meta else t, buffers=False)
+
+    def materialize(tensor: torch.Tensor) -> torch.Tensor:
+        is_offloaded = settings.cpu_offload and tensor.ndim
+        device = torch.device("cpu") if is_offloaded else context.device
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    replace_tensors(model, materialize, buffers=False)
     # Converts nothing, but lets FSDP2 pad its uneven shards now: in the first forward pass it would replace their
     # memory, and `LocalShard`s from before would keep the old one.
     model.to()
-    return Fsdp2Model(model, context)
+    return Fsdp2Model(model, context, _Scalars(model, getattr(torch, settings.reduce_dtype)))
 
 
 def _divide(

@@ -116,13 +116,14 @@ def is_divided(param: DTensor) -> bool:
 
 
 def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """`clip_grad_norm_` over parameters that lie on several meshes, which torch's own does not take."""
+    """`clip_grad_norm_` over parameters that lie on several meshes, or on none, which torch's own does not take."""
     grads = [param.grad for param in parameters if param.grad is not None]
-    total = torch.stack([_squared_norm(members) for members in by_mesh(grads).values()]).sum().sqrt()
+    squares = [_squared_norm(members) for members in by_mesh(grads).values()]
+    total = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grad in grads:
         local = grad.to_local() if isinstance(grad, DTensor) else grad
-        local.mul_(scale)
+        local.mul_(scale.to(local.device))  # offloaded ones are in CPU memory
     return total
 
 

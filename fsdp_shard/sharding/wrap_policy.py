@@ -3,20 +3,20 @@
 The parameters of a unit are gathered together. What is in no unit belongs to the root. The wrappers apply the plan.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 
 from torch import nn
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import Block, no_split_blocks, quantized_weights, tied_names, weights_per_parameter
 from fsdp_shard.sharding.config import ShardConfig, Unit, itemsize
+from fsdp_shard.sharding.forward_trace import trace_forward
 
 # A block outside of the layers (an embedding, a head) is a unit from this size on; a final norm with its few kilobytes
 # is not worth a collective and stays in the root.
 _OWN_UNIT_BYTES = 4 * 2**20
 
-# Modules that are used without being called: their hooks would never gather anything.
-_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _USES_ITS_CHILDREN = (nn.MultiheadAttention,)
 
 
@@ -24,7 +24,9 @@ def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
     """The units of `model`: its blocks, or every module that is large enough, besides norms and quantized weights.
 
     Parameters that are tied across units must be gathered at one time, so such modules are not units, whichever they
-    are: the input embedding of a model with a tied head is in the root, which is gathered when the head runs.
+    are: the input embedding of a model with a tied head is in the root, which is gathered when the head runs. Nor are
+    modules that a run of the model on meta does not call, or whose parameters it uses from elsewhere: those are
+    gathered with what is around them.
 
     Args:
         model: The model, which may be on meta.
@@ -38,10 +40,14 @@ def plan_units(model: nn.Module, settings: ShardConfig) -> tuple[Unit, ...]:
         ModelError: No blocks are found in the model.
         ConfigError: Norms are asked for and the model has none.
     """
+    blocks: list[Block] = []
+    with suppress(ModelError) if settings.min_params is not None else nullcontext():  # units by size need no blocks
+        blocks = no_split_blocks(model, settings.blocks)
+    gathered = _gathered_when_called(model, blocks) if settings.is_sharded else lambda fqn: True
     if settings.min_params is None:
-        chosen = {block.fqn for block in no_split_blocks(model, settings.blocks) if _stands_alone(block)}
+        chosen = {block.fqn for block in blocks if _stands_alone(block) and gathered(block.fqn)}
     else:
-        chosen = set(_large_enough(model, settings.min_params))
+        chosen = set(_large_enough(model, settings.min_params, gathered))
     norms = set(_norms(model)) if settings.norms_in_float32 else set()
     if settings.norms_in_float32 and not norms:
         raise ConfigError(f"shard.norms_in_float32=true: {type(model).__name__} has no norm layer with parameters.")
@@ -77,7 +83,24 @@ def _stands_alone(block: Block) -> bool:
     return not block.direct and bool(block.fqn) and (block.repeated or block.num_bytes >= _OWN_UNIT_BYTES)
 
 
-def _large_enough(model: nn.Module, min_params: int) -> Iterator[str]:
+def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable[[str], bool]:
+    """Whether the module with an FQN can gather its parameters when it is called.
+
+    What was not called, as the images of a model that ran on text, is taken for separable if it is a layer. So is what
+    no run has shown, except lists that may be called or iterated over.
+    """
+    trace, layers = trace_forward(model), {block.fqn for block in blocks if block.repeated}
+
+    def can_gather(fqn: str) -> bool:
+        module = model.get_submodule(fqn)
+        if type(module).forward is nn.Module.forward or fqn in trace.outside:  # a list has no forward pass
+            return False
+        return fqn in trace.called or fqn in layers or not (trace.is_complete or isinstance(module, nn.Sequential))
+
+    return can_gather
+
+
+def _large_enough(model: nn.Module, min_params: int, gathered: Callable[[str], bool]) -> Iterator[str]:
     """FQNs of the modules that hold at least `min_params` parameters besides those in such modules inside them."""
     counted: set[int] = set()
     found = []
@@ -91,7 +114,7 @@ def _large_enough(model: nn.Module, min_params: int) -> Iterator[str]:
         counted.update(map(id, params))
         children = [] if isinstance(module, _USES_ITS_CHILDREN) else list(module.named_children())
         own += sum(count(child, f"{fqn}.{name}" if fqn else name) for name, child in children)
-        if not fqn or own < min_params or isinstance(module, _NEVER_CALLED):
+        if not fqn or own < min_params or not gathered(fqn):
             return own
         found.append(fqn)
         return 0

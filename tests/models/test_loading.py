@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconH1Config
 
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import build_on_meta, load_config, load_tokenizer, rebuild_buffers
@@ -29,6 +29,18 @@ def test_rebuilt_buffers_are_bit_equal_to_from_pretrained(tmp_path: Path) -> Non
     for name, value in wanted.named_buffers():
         assert torch.equal(buffers[name], value), name
     assert all(p.is_meta for p in model.parameters()), "parameters are not this function's business"
+
+
+def test_buffers_that_the_model_around_a_module_computes() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99, "mamba_d_ssm": 64}
+    config = FalconH1Config(**sizes, mamba_n_heads=4, mamba_d_head=16, intermediate_size=48, ssm_multipliers=[2.0] * 5)
+    config.architectures = ["FalconH1ForCausalLM"]
+    model = build_on_meta(config, "float32")
+    rebuild_buffers(model, "cpu")
+    wanted = dict(AutoModelForCausalLM.from_config(config).named_buffers())
+    assert any("mup_vector" in name for name in wanted)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, wanted[name]), name
 
 
 def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path) -> None:

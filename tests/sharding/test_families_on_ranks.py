@@ -48,6 +48,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptj": ("GPTJForCausalLM", "gptj", GPT),
     "gpt_neox": ("GPTNeoXForCausalLM", "gpt_neox", SMALL),
     "opt": ("OPTForCausalLM", "opt", SMALL | {"ffn_dim": 45, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2", GQA | {"sliding_window": 5}),
+    "gpt_oss": ("GptOssForCausalLM", "gpt_oss", GQA | {"num_local_experts": 4, "sliding_window": 5}),
+    "mamba": ("MambaForCausalLM", "mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 131}),
+    "rwkv": ("RwkvForCausalLM", "rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 131}),
     "bloom": ("BloomForCausalLM", "bloom", SMALL | {"n_layer": 2, "n_head": 4}),
     "mixtral": ("MixtralForCausalLM", "mixtral", GQA | {"num_local_experts": 4}),
     "t5": ("T5ForConditionalGeneration", "t5", T5),
@@ -74,15 +78,11 @@ def samples_of(name: str) -> MapDataset:
     return WindowDataset(tokens, 12, "random")
 
 
-def attention(name: str) -> str:
-    return "eager" if name in ("gptj", "bloom") else "sdpa"  # the two have no other
-
-
 def fresh(name: str) -> Any:
     cls, kind, values = FAMILIES[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **values)
-    model = getattr(transformers, cls)._from_config(config, attn_implementation=attention(name))
+    model = getattr(transformers, cls)._from_config(config)
     with torch.no_grad():
         if values.get("tie_word_embeddings") is False:  # which the class does not obey
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.1)
@@ -122,7 +122,7 @@ def _sharded_losses(context: DistributedContext, root: Path) -> dict[tuple[str, 
 
 def _one(context: DistributedContext, root: Path, name: str, wrapper: str, config: TrainConfig) -> Any:
     try:
-        settings = ModelConfig(path=str(root / name), attention=attention(name))
+        settings = ModelConfig(path=str(root / name))
         loaded = load_sharded(settings, WRAPPERS[wrapper](param_dtype="float32"), locate(settings.path), context)
         data = data_of(name)
         optimizer = torch.optim.SGD(loaded.model.module.parameters(), lr=LR)

@@ -156,7 +156,7 @@ def test_targets_begin_as_the_model_says(tmp_path: Path) -> None:
     }
     starts = {}
     for name, config in made.items():
-        model = replace(save(tmp_path / name, config, AutoModelForSeq2SeqLM), task="seq2seq", attention="eager")
+        model = replace(save(tmp_path / name, config, AutoModelForSeq2SeqLM), task="seq2seq")
         starts[name] = data_task(model, locate(model.path)).decoder_start
     assert starts == {"bart": 7, "mbart": 9, "t5gemma": 5}
     part.bos_token_id = None
@@ -166,7 +166,7 @@ def test_targets_begin_as_the_model_says(tmp_path: Path) -> None:
     ):
         model = save(tmp_path / name, config, AutoModelForSeq2SeqLM)
         with pytest.raises(ModelError, match=words):
-            look(replace(model, task="seq2seq", attention="eager"))
+            look(replace(model, task="seq2seq"))
 
 
 def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:

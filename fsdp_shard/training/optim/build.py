@@ -37,6 +37,5 @@ def build_optimizer(config: OptimConfig, model: ShardedModel, context: Distribut
         group = context.mesh[model.shard_mesh_dim].get_group()
         return FullParamOptimizer(shards, group, lambda params: config.build(params, shapes))
     optimizer = config.build({name: cast("nn.Parameter", shard.tensor) for name, shard in shards.items()}, shapes)
-    if context.divides_modules:
-        split_groups_by_mesh(optimizer)
+    split_groups_by_mesh(optimizer)
     return optimizer

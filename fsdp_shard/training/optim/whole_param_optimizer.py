@@ -29,6 +29,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         sizes = {name: torch.Size(shard.shape).numel() for name, shard in self._shards.items()}
         self._owned = balanced_partition(sorted(sizes), dist.get_world_size(group), sizes.__getitem__)
         self._lengths = _lengths(self._shards, group)
+        self._sent = {name: _without_copies(lengths, sizes[name]) for name, lengths in self._lengths.items()}
         # The parameters of the inner optimizer: they take memory only while they are updated.
         self._full = {name: nn.Parameter(_without_memory(shard)) for name, shard in self._shards.items()}
         self._inner = build(self._full)
@@ -74,17 +75,21 @@ class FullParamOptimizer(torch.optim.Optimizer):
         """Update `names[rank]` on each rank; None for a rank that has no more to update."""
         owned = names[self._rank]
         shards = [self._shards[name] for name in names if name is not None]
-        local = [0 if name is None else len(self._shards[name].data) for name in names]
-        full = [0] * len(names) if owned is None else self._lengths[owned]
-        values = self._exchange([shard.data for shard in shards], full, local)
-        gradients = self._exchange([_gradient(shard) for shard in shards], full, local)
+        none = [0] * len(names)
+        sent = [0 if name is None else self._sent[name][self._rank] for name in names]
+        received = none if owned is None else self._sent[owned]
+        parts = list(zip(shards, (sent[rank] for rank, name in enumerate(names) if name is not None), strict=True))
+        values = self._exchange([shard.data[:count] for shard, count in parts], received, sent)
+        gradients = self._exchange([_gradient(shard)[:count] for shard, count in parts], received, sent)
         if owned is not None:
             param, shape = self._full[owned], self._shards[owned].shape
             param.data, param.grad = values.view(shape), gradients.view(shape)
             self._inner.step()
             values, param.grad = param.data.view(-1), None
             param.data = _without_memory(self._shards[owned])
-        updated = self._exchange([values], local, full)
+            values = values.repeat(sum(self._lengths[owned]) // len(values))  # for each rank that has a copy
+        held = [0 if name is None else len(self._shards[name].data) for name in names]
+        updated = self._exchange([values], held, none if owned is None else self._lengths[owned])
         for shard, elements in zip(shards, updated.split([len(shard.data) for shard in shards]), strict=True):
             shard.data.copy_(elements)
 
@@ -97,16 +102,21 @@ class FullParamOptimizer(torch.optim.Optimizer):
 
 
 def _lengths(shards: Mapping[str, LocalShard], group: dist.ProcessGroup) -> dict[str, list[int]]:
-    """Number of elements of each parameter on each rank, whose ranges are consecutive; a collective."""
+    """Number of elements of each parameter on each rank: consecutive ranges, or all of a scalar; a collective."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, {name: (shard.start, len(shard.data)) for name, shard in shards.items()}, group)
     for name, shard in shards.items():
         end = 0
         for start, length in (ranges[name] for ranges in everyone):
-            assert not length or start == end, f"the shards of {name} are not consecutive"
-            end += length
+            assert not length or start == end or not shard.shape, f"the shards of {name} are not consecutive"
+            end = start + length if length else end
         assert end == torch.Size(shard.shape).numel(), f"the ranks do not hold all of {name}"
     return {name: [ranges[name][1] for ranges in everyone] for name in shards}
+
+
+def _without_copies(lengths: list[int], size: int) -> list[int]:
+    """How many of its `lengths` elements each rank sends, of a parameter of `size` elements: a copy only the first."""
+    return lengths if sum(lengths) == size else [size, *([0] * (len(lengths) - 1))]
 
 
 def _without_memory(shard: LocalShard) -> torch.Tensor:

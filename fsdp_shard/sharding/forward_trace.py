@@ -1,0 +1,144 @@
+"""Where the parameters of a model are used: inside of the forward pass of their module, or from elsewhere.
+
+The parameters of a unit are gathered when its module is called. Some models call a module's `forward` themselves, or
+read its weights in another module's forward pass, or compute again in a backward pass of their own: they would meet
+parameters that are not gathered. This is found by running a copy of the model on the meta device.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import UntypedStorage, nn
+
+from fsdp_shard.utils import TorchDispatchMode
+
+_NUM_TOKENS = 16
+_DTYPE = torch.bfloat16  # the only one that grouped products of experts take
+_TEXT, _IMAGES = "input_ids", "pixel_values"
+
+
+@dataclass
+class ForwardTrace:
+    """What a run of the model showed.
+
+    Attributes:
+        called: FQNs of the modules that were called.
+        outside: FQNs of the modules of which a parameter was used while they would not be gathered.
+        is_complete: Whether a run came to its end; else it says nothing about modules that were not called.
+    """
+
+    called: set[str] = field(default_factory=set)
+    outside: set[str] = field(default_factory=set)
+    is_complete: bool = False
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[object, ForwardTrace]] = WeakKeyDictionary()
+
+
+def trace_forward(model: nn.Module) -> ForwardTrace:
+    """Run a copy of `model` on text, images, or both, whichever it takes, without computing anything.
+
+    Args:
+        model: The model, on any device; it is not changed.
+
+    Returns:
+        What the runs showed, of as far as they came: shapes that depend on values end a run.
+    """
+    names = tuple((name, id(param)) for name, param in model.named_parameters())
+    if model not in _KNOWN or _KNOWN[model][0] != names:
+        trace = ForwardTrace()
+        for kinds in ((_TEXT,), (_IMAGES,), (_TEXT, _IMAGES)):
+            # In eval mode, RWKV changes weights; when training, Reformer takes only one length.
+            if not _runs(model, kinds, trace, is_training=True):
+                _runs(model, kinds, trace, is_training=False)
+        _KNOWN[model] = names, trace
+    return _KNOWN[model][1]
+
+
+def _runs(model: nn.Module, kinds: Iterable[str], trace: ForwardTrace, *, is_training: bool) -> bool:
+    """Run a copy of `model` on meta; whether it came to its end."""
+    # Any error: models were not written for this, and what an incomplete run did not show stays unknown.
+    with suppress(Exception), torch.device("meta"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        inputs = dict(_inputs(model, kinds))
+        replaced = {id(tensor): _without_values(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        copied = copy.deepcopy(model, replaced).train(is_training)
+        uses = _Uses(copied, trace)
+        for module in copied.modules():
+            module.register_forward_pre_hook(uses.enter)
+            module.register_forward_hook(uses.leave)
+        with uses:
+            copied(**inputs)
+        trace.is_complete = True
+        return True
+    return False
+
+
+class _Uses(TorchDispatchMode):
+    """Watches operators for parameters, and records the modules around a parameter that would not be gathered."""
+
+    def __init__(self, model: nn.Module, trace: ForwardTrace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.trace = trace
+        self.running: list[nn.Module] = []
+        self.fqns = {module: fqn for fqn, module in model.named_modules()}
+        self.holders: dict[UntypedStorage, list[nn.Module]] = {}
+        for module in self.fqns:
+            for param in module.parameters():
+                self.holders.setdefault(param.untyped_storage(), []).append(module)
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self.running.append(module)
+        if not torch.is_grad_enabled():  # its gradients come from a backward pass that computes it again (Reformer)
+            self.trace.outside.add(self.fqns[module])
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.running.remove(module)
+        self.trace.called.add(self.fqns[module])
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors((*args, *(kwargs or {}).values())):
+            held = self.holders.get(tensor.untyped_storage(), ())
+            self.trace.outside.update(self.fqns[module] for module in held if module not in self.running)
+        if function.name() == "aten::_local_scalar_dense":  # a value that control flow depends on
+            return 1.0 if args[0].is_floating_point() else 1
+        return function(*args, **(kwargs or {}))
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operator, and in lists among them."""
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    values = torch.empty(tensor.shape, dtype=_DTYPE if tensor.is_floating_point() else tensor.dtype)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(values, requires_grad=tensor.is_floating_point()) if is_parameter else values
+
+
+def _inputs(model: nn.Module, kinds: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    config: Any = model.config
+    accepted: Mapping[str, Any] = inspect.signature(model.forward).parameters
+    for kind in kinds:
+        if kind not in accepted:
+            raise ValueError(f"{type(model).__name__} takes no {kind}")
+    if _TEXT in kinds:
+        yield _TEXT, torch.ones((1, _NUM_TOKENS), dtype=torch.long)
+    if _IMAGES in kinds:
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        yield _IMAGES, torch.ones((1, getattr(vision, "num_channels", 3), height, width), dtype=_DTYPE)
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+        yield "decoder_input_ids", torch.ones((1, _NUM_TOKENS), dtype=torch.long)
+    if "use_cache" in accepted:
+        yield "use_cache", False

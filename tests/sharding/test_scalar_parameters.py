@@ -1,0 +1,230 @@
+"""Scalar parameters, as CLIP has one: each rank has them whole, and training and checkpoints equal one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CLIPConfig, CLIPModel
+
+from fsdp_shard.checkpoint import (
+    CheckpointConfig,
+    Store,
+    create_state,
+    load_shards,
+    open_checkpoint,
+    optimizer_shards,
+    verify,
+)
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import build_on_meta, rebuild_buffers
+from fsdp_shard.sharding import (
+    WRAPPERS,
+    Fsdp1Config,
+    Fsdp2Config,
+    ShardedModel,
+    check_shardable,
+    plan_units,
+)
+from fsdp_shard.training import (
+    OPTIMIZERS,
+    LoadedModel,
+    LoadFigures,
+    OptimConfig,
+    TrainerState,
+    build_optimizer,
+    open_saver,
+)
+from tests.support.ranks import on_ranks
+from tests.support.sharded import assembled
+
+STEPS, NUM_PARTS = 3, 4
+TOWER = {"hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 3}
+TEXT = TOWER | {
+    "vocab_size": 101,
+    "bos_token_id": 99,
+    "eos_token_id": 100,
+    "pad_token_id": 1,
+    "max_position_embeddings": 16,
+}
+IMAGES = TOWER | {"image_size": 16, "patch_size": 8}
+
+
+def config() -> CLIPConfig:
+    sizes = {"text_config": dict(TEXT), "vision_config": dict(IMAGES), "projection_dim": 12}
+    return CLIPConfig(**sizes, architectures=["CLIPModel"], dtype="float32")
+
+
+def plain_model() -> CLIPModel:
+    torch.manual_seed(0)
+    return CLIPModel(config()).train()
+
+
+def losses(model: nn.Module, step: int, parts: range) -> Iterator[torch.Tensor]:
+    """The contrastive loss of each of some of the `NUM_PARTS` parts of a step."""
+    for part in parts:
+        generator = torch.Generator().manual_seed(NUM_PARTS * step + part)
+        tokens = torch.randint(0, 100, (3, 8), generator=generator)
+        pixels = torch.randn(3, 3, 16, 16, generator=generator)
+        yield model(input_ids=tokens, pixel_values=pixels, return_loss=True).loss
+
+
+def optim_of(name: str) -> OptimConfig:
+    return OPTIMIZERS[name](lr=3e-2 if name == "sgd" else 1e-2)
+
+
+def train_plain(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = plain_model()
+    params = dict(model.named_parameters())
+    optimizer = optim_of(name).build(params, {fqn: tuple(param.shape) for fqn, param in params.items()})
+    norms = []
+    for step in range(STEPS):
+        (sum(losses(model, step, range(NUM_PARTS))) / NUM_PARTS).backward()  # type: ignore[union-attr]
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, {fqn: param.detach() for fqn, param in params.items()}
+
+
+def fill(model: ShardedModel) -> None:
+    source = plain_model().state_dict()
+    for fqn, shard in model.local_shards().items():
+        shard.data.copy_(source[fqn].reshape(-1)[shard.start : shard.start + len(shard.data)])
+
+
+def sharded_model(context: DistributedContext, wrapper: str = "fsdp2") -> ShardedModel:
+    model = build_on_meta(config(), "float32")
+    rebuild_buffers(model, context.device)
+    sharded = WRAPPERS[wrapper](param_dtype="float32").shard(model, context)
+    fill(sharded)
+    sharded.module.train()
+    return sharded
+
+
+def train_sharded(context: DistributedContext, wrapper: str, name: str, *, is_synced: bool = True) -> dict[str, Any]:
+    sharded = sharded_model(context, wrapper)
+    optimizer = build_optimizer(optim_of(name), sharded, context)
+    per_rank = NUM_PARTS // context.world_size
+    norms = []
+    for step in range(STEPS):
+        parts = range(per_rank * context.rank, per_rank * (context.rank + 1))
+        for number, part in enumerate(parts):
+            (loss,) = losses(sharded.module, step, range(part, part + 1))
+            if is_synced or number == len(parts) - 1:
+                (loss / per_rank).backward()
+            else:
+                with sharded.no_sync():
+                    (loss / per_rank).backward()
+        norms.append(float(sharded.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    shards = sharded.local_shards()
+    return {
+        "norms": norms,
+        "shards": {fqn: (shard.start, shard.data.clone(), shard.writes) for fqn, shard in shards.items()},
+        "scale": float(shards["logit_scale"].data),
+    }
+
+
+CASES = [("fsdp2", "sgd", True), ("fsdp2", "sgd", False), ("fsdp2", "adamw", True), ("fsdp2", "muon", True)]
+CASES += [("ddp", "sgd", True)]
+
+
+def run_cases(context: DistributedContext) -> list[dict[str, Any]]:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    return [train_sharded(context, wrapper, name, is_synced=synced) for wrapper, name, synced in CASES]
+
+
+@pytest.fixture(scope="module")
+def results() -> list[list[dict[str, Any]]]:
+    return on_ranks(2, run_cases)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{w} {o} {s}" for w, o, s in CASES])
+def test_training_equals_one_process(results: list[Any], number: int) -> None:
+    ranks = [result[number] for result in results]
+    norms, weights = train_plain(CASES[number][1])
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(norms, rel=1e-3)
+    whole = assembled(ranks, {fqn: weight.shape for fqn, weight in weights.items()})
+    assert abs(float(whole["logit_scale"]) - float(plain_model().logit_scale.detach())) > 1e-3, "it was trained"
+    # AdamW and Muon turn gradients that are zero but for rounding (those of the keys' biases) into whole steps.
+    exact = weights if CASES[number][1] == "sgd" else {"logit_scale": weights["logit_scale"]}
+    for fqn, weight in exact.items():
+        torch.testing.assert_close(whole[fqn], weight, rtol=1e-4, atol=1e-5)
+    assert ranks[0]["scale"] == ranks[1]["scale"], "each rank has it"
+
+
+class Quiet:
+    """A log of saves that says nothing."""
+
+    def note(self, lines: str) -> None: ...
+
+    def saved(self, checkpoint: Path) -> None: ...
+
+
+def save(context: DistributedContext, run_dir: Path, layout: str) -> dict[str, float]:
+    """A step of AdamW, saved; the values of the scalar and of its state."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    model = sharded_model(context)
+    optimizer = build_optimizer(optim_of("adamw"), model, context)
+    next(losses(model.module, 0, range(context.rank, context.rank + 1))).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    loaded = LoadedModel(model, 0, 0, {}, LoadFigures(0, 0, 0, 0))
+    settings = CheckpointConfig(layout=layout, asynchronous=False)
+    with open_saver(str(run_dir), settings, context, loaded, optimizer, {"config.json": b"{}"}, Quiet()) as saver:
+        state = TrainerState(0, "none")
+        state.advance(1, 1)
+        saver.save(state)
+    return held(model, optimizer)
+
+
+def held(model: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    shards = model.local_shards()
+    found = {**shards, **optimizer_shards(optimizer, shards)}
+    return {name: float(shard.data) for name, shard in found.items() if name.startswith("logit_scale")}
+
+
+def load(context: DistributedContext, run_dir: Path) -> dict[str, float]:
+    model = sharded_model(context)
+    optimizer = build_optimizer(optim_of("adamw"), model, context)
+    create_state(optimizer)
+    step = Store(run_dir / "checkpoints").path(1)
+    shards = model.local_shards()
+    with open_checkpoint(step) as weights, open_checkpoint(step / "optimizer") as states:
+        load_shards(weights, shards)
+        load_shards(states, optimizer_shards(optimizer, shards))
+    return held(model, optimizer)
+
+
+@pytest.mark.parametrize("layout", ["gathered", "sharded"])
+def test_saved_and_resumed_on_other_ranks(layout: str, tmp_path: Path) -> None:
+    saved = on_ranks(2, save, tmp_path, layout)
+    assert saved[0] == saved[1]
+    assert {name.partition(".")[2] for name in saved[0]} == {"", "exp_avg", "exp_avg_sq", "step"}
+    assert verify(tmp_path).is_sound
+    assert [*on_ranks(1, load, tmp_path), *on_ranks(3, load, tmp_path)] == [saved[0]] * 4
+
+
+def local_sizes(context: DistributedContext) -> dict[str, int]:
+    return {name: shard.data.numel() for name, shard in sharded_model(context).local_shards().items()}
+
+
+def test_planned_as_it_is_sharded() -> None:
+    model = build_on_meta(config(), "float32")
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    planned = Fsdp2Config().local_shapes(shapes, plan_units(model, Fsdp2Config()), 2)
+    assert [{name: prod(shape) for name, shape in local.items()} for local in planned] == on_ranks(2, local_sizes)
+
+
+def test_fsdp1_refuses_them() -> None:
+    model = build_on_meta(config(), "float32")
+    with pytest.raises(ConfigError, match="shard=fsdp1 cannot shard the scalar parameter logit_scale of CLIPModel"):
+        check_shardable(model, Fsdp1Config())
