@@ -33,7 +33,12 @@ from .io.files import (
 )
 from .io.safetensors_format import CASTABLE as CASTABLE, itemsize as itemsize, to_torch as to_torch
 from .keys.matching import match_names as match_names, untie as untie
-from .location import Location as Location, locate as locate, open_checkpoint as open_checkpoint
+from .location import (
+    Location as Location,
+    local_path as local_path,
+    locate as locate,
+    open_checkpoint as open_checkpoint,
+)
 from .lora_merge import refuse_unmerged_adapter as refuse_unmerged_adapter
 from .model_files import copy_model_files as copy_model_files, set_chat_template as set_chat_template
 from .piece_reader import tensor_bytes as tensor_bytes

@@ -101,7 +101,9 @@ class CheckpointConfig:
 class ConvertSettings:
     """The source of a conversion, its target, and the format to write."""
 
-    source: str = setting(REQUIRED, "A checkpoint of any format, a run directory (its latest step), or a hub id.")
+    source: str = setting(
+        REQUIRED, "A checkpoint of any format, a run (its latest step), a step of it (RUN@best), or a hub id."
+    )
     base: str | None = setting(
         None,
         "For an adapter (LoRA), which is merged into its base model: the path of that, if it is not the one in "

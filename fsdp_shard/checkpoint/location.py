@@ -19,6 +19,7 @@ from fsdp_shard.checkpoint.lora_merge import merge_adapter
 from fsdp_shard.checkpoint.model_files import CONFIG, has_tokenizer, list_model_files, replace_tokenizer
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.remote.store import is_remote
+from fsdp_shard.checkpoint.steps import CHECKPOINTS, Store, choose_step, split_reference
 from fsdp_shard.errors import CheckpointError, InputError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
 
@@ -139,8 +140,8 @@ def locate(
     """Locate what a path names. Opens no weights; downloads what is on a remote store or the hub.
 
     Args:
-        path: A run (its latest step), a checkpoint of any format, a model directory, a weight file, the address of a
-            run or a step on a remote store, or a hub id.
+        path: A run (its latest step), a step of one (RUN@best, RUN@latest, RUN@step-400), a checkpoint of any format, a
+            model directory, a weight file, the address of a run or a step on a remote store, or a hub id.
         gguf_file: Name of the GGUF file in a directory or hub repository.
         base: Base model of an adapter, if it is not the one that adapter_config.json names.
         fetch_weights: Whether to download the weights of a hub id; config and tokenizer are always downloaded.
@@ -203,9 +204,20 @@ def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """`path` itself, or the step directory that a remote address is downloaded to."""
-    if not is_remote(path):
-        return Path(path).expanduser()
-    from fsdp_shard.checkpoint.remote.download import local_copy
+    """Where `path` leads on this machine: to a step if it names one, else to itself, which need not exist.
 
-    return local_copy(str(path))
+    A step is named by RUN@latest, RUN@best, RUN@step-N, the pointer RUN/checkpoints/best, or a remote address, from
+    which it is downloaded. CheckpointError if there is no such step.
+    """
+    run, wanted = split_reference(os.fspath(path))
+    if is_remote(run):
+        from fsdp_shard.checkpoint.remote.download import local_copy
+
+        return local_copy(run, wanted)
+    root = Path(run).expanduser()
+    if wanted is None:
+        return root
+    if not root.is_dir():
+        raise CheckpointError(f"{path} names a step of the run {root}, but there is no such directory.")
+    store = Store(root / CHECKPOINTS if (root / CHECKPOINTS).is_dir() else root)
+    return store.path(choose_step(wanted, store.steps(), store.best(), run))

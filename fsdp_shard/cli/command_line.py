@@ -41,7 +41,7 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
   fsdp-shard generate checkpoint=outputs/finetune/... prompt="Once upon a time"
 """
 
-_PATH_HELP = "checkpoint of any format, or a run directory (its latest step)"
+_PATH_HELP = "checkpoint of any format, a run directory (its latest step), RUN@best, or RUN@step-400"
 
 
 def main() -> None:
@@ -235,7 +235,7 @@ def cp(arguments: Sequence[str]) -> None:
 
 
 def _existing(path: str) -> str:
-    if not checkpoint.is_remote(path) and not Path(path).exists():
+    if not checkpoint.is_remote(path) and not checkpoint.local_path(path).exists():
         raise CheckpointError(f"{path}: there is no such file or directory.")
     return path
 

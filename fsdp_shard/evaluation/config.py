@@ -58,7 +58,9 @@ class EvaluateSettings:
     # Required settings that are not needed with another setting.
     instead: ClassVar[dict[str, str]] = {"data.path": f"task={LM_EVAL}"}
 
-    checkpoint: str = setting(REQUIRED, "A run, a checkpoint of any format, a .gguf file, or a hub id.")
+    checkpoint: str = setting(
+        REQUIRED, "A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
+    )
     task: str = setting(
         PERPLEXITY,
         "perplexity: how well the model predicts each token of data.path. lm_eval: how well it answers the questions "

@@ -171,7 +171,9 @@ class GenerationSettings:
 class GenerateSettings:
     """The settings of `generate`: which model, which prompts, where the completions go."""
 
-    checkpoint: str = setting(REQUIRED, "A run, a checkpoint of any format, a .gguf file, or a hub id.")
+    checkpoint: str = setting(
+        REQUIRED, "A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
+    )
     prompt: str | None = setting(None, "Text to continue; - reads it from standard input.")
     prompts: str | None = setting(
         None,

@@ -8,7 +8,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ def load_dispatched(
     `model.hf_device_map` has the device of each block. Inputs may be on the CPU or on the first device.
 
     Args:
-        path: A run, a checkpoint of any format, a .gguf file, or a hub id.
+        path: A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id.
         device_map: auto, balanced, balanced_low_0, sequential, cpu, disk, or {module: GPU number, cpu or disk}.
         max_memory: Sizes such as {0: "20GB", "cpu": "64GB"}; by default the memory that is free now.
         dtype: The dtype to load in; None or "keep" for that of the stored weights.
@@ -79,7 +78,8 @@ def load_dispatched(
     )
     check(settings)
     # Blocks on disk are read as long as the model lives, whatever the working directory is then.
-    source = locate(Path(path).expanduser().absolute() if Path(path).expanduser().exists() else path)
+    local = checkpoint.local_path(path)
+    source = locate(local.absolute() if local.exists() else path)
     return dispatch_model(source, load_config(source.directory, trust_remote_code), settings)
 
 

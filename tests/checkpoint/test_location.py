@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp_shard.checkpoint import convert, location
+from fsdp_shard.checkpoint import Store, convert, location, summarize_checkpoint, verify
 from fsdp_shard.checkpoint.io import safetensors_format
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.cli import run_command
 from fsdp_shard.errors import CheckpointError, ModelError
-from tests.support.tiny import llama_config
+from fsdp_shard.inference import load_dispatched
+from tests.support.tiny import llama_config, save_model
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,92 @@ def test_other_processes_get_the_location_and_open_the_files_themselves(tiny_mod
     assert received == found
     assert "index" not in vars(received)
     assert received.index.names == found.index.names
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the steps 2, 4 and 400, of which 4 is the best; the weights of step 4 are those of `tiny_model`."""
+    directory = tmp_path_factory.mktemp("reference") / "run"
+    store = Store(directory / "checkpoints")
+    store.root.mkdir(parents=True)
+    other = save_model(directory.parent / "other", seed=1)
+    for step, model in ((2, other), (4, tiny_model), (400, other)):
+        convert(model, store.path(step))
+    store.set_latest(4)  # as a crash leaves it
+    store.set_best(4)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("run", 400),
+        ("run@latest", 400),
+        ("run@best", 4),
+        ("run@step-2", 2),
+        ("run@step-00000400", 400),
+        ("run@400", 400),
+        ("run/checkpoints@best", 4),
+        ("run/checkpoints/best", 4),
+        ("run/checkpoints/latest", 400),
+    ],
+)
+def test_the_names_of_a_step(name: str, step: int, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    found = locate(name)
+    assert (str(found), found.weights.name) == (name, f"step-{step:08d}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("run@step-3", r"run has no step 3: its steps are 2, 4, 400, the best is 4\. Give one of them, such as "),
+        ("run@5", "run has no step 5: its steps are 2, 4, 400"),
+        ("run@bets", "run has no bets step: its steps are 2, 4, 400"),
+        ("run/checkpoints/step-00000003@best", "no such directory"),
+        ("org/name@best", "names a step of the run org/name, but there is no such directory"),
+        ("other@best", "other has no finished checkpoint: no step directory in it"),
+        ("@best", "@best does not exist"),
+    ],
+)
+def test_a_step_that_is_not_there(name: str, message: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    for use in (locate, verify, partial(convert, target="new"), load_dispatched, summarize_checkpoint):
+        with pytest.raises(CheckpointError, match=message):
+            use(name)
+
+
+def test_an_at_in_the_name_of_a_directory(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run@best").symlink_to(tiny_model)
+    assert locate(tmp_path / "run@best").weights == tmp_path / "run@best"
+
+
+def test_what_is_called_best_and_is_no_pointer(tmp_path: Path) -> None:
+    for name, make in (("best", lambda path: path.write_text("../elsewhere")), ("latest", os.mkfifo)):
+        make(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"{name} is no checkpoint that fsdp-shard reads"):
+            open_checkpoint(tmp_path / name)
+
+
+def test_every_command_takes_the_name_of_a_step(
+    run: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    run_command(["inspect", "run@best"])
+    run_command(["verify", "run/checkpoints/best", "--against", str(tiny_model)])
+    run_command(["diff", "run@step-4", str(tiny_model)])
+    assert "step-00000004" in capsys.readouterr().out
+    run_command(["convert", "source=run@best", f"target={tmp_path / 'model'}", f"run_dir={tmp_path / 'convert'}"])
+    assert verify(tmp_path / "model", tiny_model).is_sound
+    generation = ["prompt=abc", "generation.max_new_tokens=4"]
+    run_command(["generate", "checkpoint=run@best", *generation, f"run_dir={tmp_path / 'one'}"])
+    run_command(["generate", f"checkpoint={tiny_model}", *generation, f"run_dir={tmp_path / 'two'}"])
+    completions = [(tmp_path / name / "completions.jsonl").read_text() for name in ("one", "two")]
+    assert completions[0] == completions[1]
+    run_command(["plan", "model.path=run@best", f"run_dir={tmp_path / 'plan'}"])
+    assert load_dispatched("run@best").num_parameters() == locate("run@best").index.num_bytes // 4
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
 OPTIMIZER, TRAINER = "optimizer", "trainer.json"  # under a step directory
 _NO_OPTIMIZER = f".{OPTIMIZER}.deleted"
+_POINTER_BYTES = 64  # longer than the name of any step
 
 
 def step_name(step: int) -> str:
@@ -62,9 +63,12 @@ class Store:
 
     def pointer(self, name: str) -> int | None:
         """The step that the file `name` (`latest` or `best`) names; None if there is no such file."""
+        if not has_file(self.root, name):  # a FIFO would wait for ever
+            return None
         try:
-            return parse_step((self.root / name).read_text(encoding="utf-8").strip())
-        except (OSError, UnicodeDecodeError):
+            with (self.root / name).open("rb") as file:
+                return parse_step(file.read(_POINTER_BYTES).decode("ascii", "replace").strip())
+        except OSError:
             return None
 
     def begin(self, step: int, num_bytes: int = 0) -> Path:
