@@ -14,7 +14,7 @@ def check(config: PlanConfig) -> None:
     """What can be found wrong before torch is loaded."""
     config.adapter.check_installed()
     config.optim.check_installed()
-    check_model_config(config.source.model_directory)
+    check_model_config(config.source.directory)
 
 
 @recipe(PlanConfig, check=check)

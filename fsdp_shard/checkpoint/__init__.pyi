@@ -2,6 +2,7 @@ from .config import (
     DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE,
     CheckpointConfig as CheckpointConfig,
     ConvertSettings as ConvertSettings,
+    SourceSettings as SourceSettings,
 )
 from .conversion import convert as convert, run_conversion as run_conversion
 from .digests import digest_tensor as digest_tensor

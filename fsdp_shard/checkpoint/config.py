@@ -98,7 +98,19 @@ class CheckpointConfig:
 
 
 @dataclass
-class ConvertSettings:
+class SourceSettings:
+    """Where to find what a checkpoint lacks."""
+
+    config: str | None = setting(
+        None,
+        "For weights without config.json (torch DCP, rank files, a single file): the directory or hub id of their "
+        "model, whose config is used, and whose tokenizer if they have none.",
+    )
+    tokenizer: str | None = setting(None, "The directory or hub id of the tokenizer, if it is not where the config is.")
+
+
+@dataclass
+class ConvertSettings(SourceSettings):
     """The source of a conversion, its target, and the format to write."""
 
     source: str = setting(

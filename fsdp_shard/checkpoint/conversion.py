@@ -72,6 +72,8 @@ def convert(
     nest: str | None = None,
     sync: bool = True,
     base: str | Path | None = None,
+    config: str | Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> ConvertReport:
     """Write the checkpoint at `source` in another format, file size or dtype to the directory `target`.
 
@@ -87,6 +89,8 @@ def convert(
         nest: Key to put the tensors of the format `dcp` under.
         sync: Wait until everything is on the disk.
         base: Base model of an adapter, if it is not where adapter_config.json says.
+        config: Model directory or hub id whose config to write, for weights that have none.
+        tokenizer: The same for the tokenizer.
 
     Returns:
         What was written. When an error is raised, the target is what it was before.
@@ -111,6 +115,8 @@ def convert(
         overwrite=overwrite,
         sync=sync,
         base=None if base is None else str(base),
+        config=None if config is None else str(config),
+        tokenizer=None if tokenizer is None else str(tokenizer),
     )
     check(settings)
     return run_conversion(settings)
@@ -120,7 +126,7 @@ def run_conversion(settings: ConvertSettings) -> ConvertReport:
     """Convert as checked settings say; see `convert`."""
     start = time.perf_counter()
     target = Path(settings.target).expanduser().absolute()
-    source = locate(settings.source, base=settings.base)
+    source = locate(settings.source, base=settings.base, config=settings.config, tokenizer=settings.tokenizer)
     with source.model_index as stored, _to_write(stored, settings.format) as index:
         _refuse_part(index)
         _check_target(target, index, source.model_files if settings.overwrite else None)

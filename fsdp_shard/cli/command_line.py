@@ -173,9 +173,14 @@ def diff(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--logits", metavar="PROMPT", help="load both models and compare their predictions after each token of PROMPT"
     )
+    parser.add_argument("--config", metavar="MODEL", help="with --logits: the model of weights without config.json")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="with --logits: the tokenizer for PROMPT")
     parser.add_json()
     options = parser.parse_args(arguments)
-    a, b = checkpoint.locate(_existing(options.a)), checkpoint.locate(_existing(options.b))
+    a, b = (
+        checkpoint.locate(_existing(path)).completed(options.config, options.tokenizer)
+        for path in (options.a, options.b)
+    )
     report = checkpoint.diff(a, b)
     if not options.json:
         print(report.to_text(options.all), flush=True)

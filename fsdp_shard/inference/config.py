@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint import Location, locate
+from fsdp_shard.checkpoint import Location, SourceSettings, locate
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import REMOTE_CODE
@@ -168,7 +168,7 @@ class GenerationSettings:
 
 
 @dataclass
-class GenerateSettings:
+class GenerateSettings(SourceSettings):
     """The settings of `generate`: which model, which prompts, where the completions go."""
 
     checkpoint: str = setting(
@@ -229,7 +229,7 @@ class GenerateSettings:
     @cached_property
     def source(self) -> Location:
         """What `checkpoint` leads to, located once."""
-        return locate(self.checkpoint)
+        return locate(self.checkpoint, config=self.config, tokenizer=self.tokenizer)
 
     @property
     def is_conversation(self) -> bool:

@@ -95,7 +95,8 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
     except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
         raise ModelError(
             f"There is no usable tokenizer in {directory}: {first_line(error)} "
-            f"Copy the tokenizer files of the original model into that directory."
+            f"Copy the tokenizer files of the original model into that directory, or name them with tokenizer=PATH "
+            f"(generate, evaluate, convert; --tokenizer in diff)."
         ) from error
     return tokenizer
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
 
 from fsdp_shard.checkpoint import Store, convert, location, summarize_checkpoint, verify
 from fsdp_shard.checkpoint.io import safetensors_format
@@ -19,7 +21,7 @@ from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.cli import run_command
 from fsdp_shard.errors import CheckpointError, ModelError
 from fsdp_shard.inference import load_dispatched
-from tests.support.tiny import llama_config, save_model
+from tests.support.tiny import byte_tokenizer, llama, llama_config, save_model
 
 
 @pytest.mark.parametrize(
@@ -208,3 +210,80 @@ def test_other_commands_do_so_too(command: str, ranks: Path, counts: Counter[str
 def test_a_logit_comparison_opens_each_checkpoint_once(ranks: Path, tiny_model: Path, counts: Counter[str]) -> None:
     run_command(["diff", str(ranks), str(tiny_model), "--logits", "abc"])
     assert counts == ONCE | {f"resolved {tiny_model.name}": 1, "model.safetensors": 1}
+
+
+def write_alone(kind: str, directory: Path) -> Path:
+    """The weights of the tiny model, as a training stack leaves them without config and tokenizer."""
+    states, directory = llama().state_dict(), directory / kind
+    directory.mkdir()
+    if kind in ("weights.pt", "pytorch_model.bin"):
+        torch.save(states, directory / kind)
+        return directory / kind
+    target = directory / "pytorch_model_fsdp_0" if kind == "accelerate" else directory
+    nested = {"model": states} if kind == "accelerate" else states
+    dcp.save(nested, storage_writer=dcp.FileSystemWriter(target), no_dist=True)
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["weights.pt", "pytorch_model.bin", "dcp", "accelerate"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_weights_that_lie_alone(
+    kind: str,
+    tiny_model: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    alone = write_alone(kind, tmp_path)
+    with pytest.raises(ModelError, match="holds weights, but there is no config"):
+        run_command(["diff", str(alone), str(tiny_model), "--logits", "abc"])
+    with pytest.raises(ModelError, match=rf"{kind}.* holds weights, but there is no config\.json .*config=PATH and"):
+        run_command(["generate", f"checkpoint={alone}", "prompt=abc", f"run_dir={tmp_path / 'none'}"])
+    for name, source in (("alone", alone), ("whole", tiny_model)):
+        config = [f"config={tiny_model}"] if source == alone else []
+        settings = [f"checkpoint={source}", "prompt=abc", "generation.max_new_tokens=4"]
+        run_command(["generate", *settings, *config, f"run_dir={tmp_path / name}"])
+    completions = [(tmp_path / name / "completions.jsonl").read_text() for name in ("alone", "whole")]
+    assert completions[0] == completions[1]
+    evaluated = ["data.path=" + str(texts / "held_out.txt"), "data.sequence_length=64", f"run_dir={tmp_path / 'loss'}"]
+    run_command(["evaluate", f"checkpoint={alone}", f"config={tiny_model}", *evaluated])
+    assert json.loads((tmp_path / "loss" / "result.json").read_text())["num_tokens"] > 1000
+    run_command(["diff", str(alone), str(tiny_model), "--logits", "abc", "--config", str(tiny_model)])
+    assert "the largest difference is 0" in capsys.readouterr().out
+    convert(alone, tmp_path / "converted", config=tiny_model)
+    assert set(locate(tmp_path / "converted").model_files) == set(locate(tiny_model).model_files)
+    assert verify(tmp_path / "converted", tiny_model).is_sound
+    assert load_dispatched(alone, config=tiny_model).num_parameters() == llama().num_parameters()
+
+
+def test_a_tokenizer_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    alone, config, tokenizer = write_alone("weights.pt", tmp_path), tmp_path / "config", tmp_path / "tokenizer"
+    llama_config().save_pretrained(config)
+    byte_tokenizer().save_pretrained(tokenizer)
+    found = locate(alone, config=config / "config.json", tokenizer=tokenizer)
+    assert (found.directory, found.tokenizer) == (config, tokenizer)
+    assert {*found.model_files} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    states = found.file_states()
+    (tokenizer / "tokenizer_config.json").write_text("{}")
+    assert found.file_states() != states, "a resumed file of completions is of the same tokenizer"
+    with pytest.raises(ModelError, match=rf"tokenizer={config}: there are no files of a tokenizer in {config}"):
+        locate(tiny_model, tokenizer=config).model_files  # noqa: B018
+    byte_tokenizer().save_pretrained(alone.parent)
+    assert locate(alone, config=tiny_model).tokenizer == alone.parent, "theirs, rather than that of the config"
+
+
+@pytest.mark.parametrize("name", ["config", "tokenizer"])
+def test_a_named_model_that_is_not_there(name: str, tmp_path: Path) -> None:
+    found = locate(write_alone("weights.pt", tmp_path), **{name: tmp_path / "nowhere"})
+    with pytest.raises(CheckpointError, match=f"^{name}=.*nowhere: .*nowhere does not exist"):
+        found.model_files  # noqa: B018
+
+
+def test_a_file_that_is_no_checkpoint_is_not_asked_for_a_config(tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_text("hello")
+    with pytest.raises(
+        CheckpointError, match=r"weights\.pt is no checkpoint that fsdp-shard reads: it is neither a saf"
+    ):
+        run_command(["generate", f"checkpoint={tmp_path / 'weights.pt'}", "prompt=abc", f"run_dir={tmp_path / 'run'}"])
