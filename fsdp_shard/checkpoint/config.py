@@ -107,6 +107,11 @@ class SourceSettings:
         "model, whose config is used, and whose tokenizer if they have none.",
     )
     tokenizer: str | None = setting(None, "The directory or hub id of the tokenizer, if it is not where the config is.")
+    base: str | None = setting(
+        None,
+        "For an adapter (LoRA), which is merged into its base model: the path or hub id of that, if it is not where "
+        "adapter_config.json says.",
+    )
 
 
 @dataclass
@@ -115,11 +120,6 @@ class ConvertSettings(SourceSettings):
 
     source: str = setting(
         REQUIRED, "A checkpoint of any format, a run (its latest step), a step of it (RUN@best), or a hub id."
-    )
-    base: str | None = setting(
-        None,
-        "For an adapter (LoRA), which is merged into its base model: the path of that, if it is not the one in "
-        "adapter_config.json.",
     )
     target: str = setting(REQUIRED, "The directory to write; it must not exist yet.")
     format: str = setting(

@@ -68,10 +68,18 @@ class Location:
     @cached_property
     def base(self) -> Location:
         """The base model of an adapter."""
-        return locate(self._base_path(), config=self.config_path, fetch_weights=self.fetch_weights)
+        path = self.base_path or peft.base_of(self.weights)
+        try:
+            return locate(path, config=self.config_path, fetch_weights=self.fetch_weights)
+        except InputError as error:
+            raise self._unreadable_base(path, error) from error
 
-    def _base_path(self) -> str:
-        return self.base_path or peft.base_of(self.weights)
+    def _unreadable_base(self, path: str, error: InputError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.weights} is an adapter of {path}, which cannot be read: {error} Give its base model with base=PATH "
+            f"(generate, evaluate, convert), or correct base_model_name_or_path in "
+            f"{self.weights / peft.ADAPTER_CONFIG}."
+        )
 
     @cached_property
     def model_directory(self) -> Path:
@@ -146,15 +154,11 @@ class Location:
         """The tensors of the whole model: an adapter is merged into its base as it is read; raises CheckpointError."""
         if not self.is_adapter:
             return self.index
-        adapter = self.index
+        adapter, location = self.index, self.base
         try:
-            base = self.base.index
+            base = location.index
         except InputError as error:
-            raise CheckpointError(
-                f"{self.weights} is an adapter of {self._base_path()}, which cannot be read: {error} Give its base "
-                f"model with base=PATH (convert), or correct base_model_name_or_path in "
-                f"{self.weights / peft.ADAPTER_CONFIG}."
-            ) from error
+            raise self._unreadable_base(location.path, error) from error
         return merge_adapter(adapter, base, self.model_directory)
 
     def file_states(self) -> list[tuple[str, int, int]]:

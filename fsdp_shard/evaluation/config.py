@@ -75,7 +75,7 @@ class EvaluateSettings(SourceSettings):
     @cached_property
     def source(self) -> Location:
         """What `checkpoint` leads to, located once."""
-        return locate(self.checkpoint, config=self.config, tokenizer=self.tokenizer)
+        return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings of the other task, and for lm_eval without names of tasks."""

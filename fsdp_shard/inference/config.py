@@ -229,7 +229,7 @@ class GenerateSettings(SourceSettings):
     @cached_property
     def source(self) -> Location:
         """What `checkpoint` leads to, located once."""
-        return locate(self.checkpoint, config=self.config, tokenizer=self.tokenizer)
+        return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
 
     @property
     def is_conversation(self) -> bool:

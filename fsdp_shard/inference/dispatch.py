@@ -41,6 +41,7 @@ def load_dispatched(
     quantize: str = "none",
     trust_remote_code: bool = False,
     config: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> PreTrainedModel:
     """Load a transformers model in eval mode, ready for `generate()`, its blocks spread over devices and disk.
 
@@ -56,6 +57,7 @@ def load_dispatched(
         quantize: none, int8 or int4, for the weights of linear layers.
         trust_remote_code: Run Python code that comes with the model.
         config: Model directory or hub id whose config to use, for weights that have none.
+        base: Base model of an adapter, if it is not where adapter_config.json says.
 
     Returns:
         The model.
@@ -81,7 +83,7 @@ def load_dispatched(
     check(settings)
     # Blocks on disk are read as long as the model lives, whatever the working directory is then.
     local = checkpoint.local_path(path)
-    source = locate(local.absolute() if local.exists() else path, config=config)
+    source = locate(local.absolute() if local.exists() else path, base=base, config=config)
     return dispatch_model(source, load_config(source.directory, trust_remote_code), settings)
 
 

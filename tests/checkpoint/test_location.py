@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.cli import run_command
 from fsdp_shard.errors import CheckpointError, ModelError
 from fsdp_shard.inference import load_dispatched
-from tests.support.tiny import byte_tokenizer, llama, llama_config, save_model
+from tests.support.tiny import byte_tokenizer, llama, llama_config, save_adapter, save_model
 
 
 @pytest.mark.parametrize(
@@ -287,3 +288,30 @@ def test_a_file_that_is_no_checkpoint_is_not_asked_for_a_config(tmp_path: Path) 
         CheckpointError, match=r"weights\.pt is no checkpoint that fsdp-shard reads: it is neither a saf"
     ):
         run_command(["generate", f"checkpoint={tmp_path / 'weights.pt'}", "prompt=abc", f"run_dir={tmp_path / 'run'}"])
+
+
+def test_an_adapter_whose_base_moved(
+    tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    expected = load_dispatched(adapter).state_dict()
+    base.rename(tmp_path / "moved")
+    text = ["data.path=" + str(texts / "held_out.txt"), "data.sequence_length=64"]
+    for command, settings in (("generate", ["prompt=abc", "generation.max_new_tokens=2"]), ("evaluate", text)):
+        arguments = [command, f"checkpoint={adapter}", *settings, f"run_dir={tmp_path / command}"]
+        with pytest.raises(CheckpointError, match=r"adapter of .*base, which cannot be read: .*base=PATH \(generate"):
+            run_command(arguments)
+        run_command([*arguments, f"base={tmp_path / 'moved'}"])
+    loaded = load_dispatched(adapter, base=tmp_path / "moved").state_dict()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_an_adapter_of_weights_that_lie_alone(tiny_model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_model)
+    alone = write_alone("weights.pt", tmp_path)
+    convert(adapter, tmp_path / "merged", base=alone, config=tiny_model)
+    convert(adapter, tmp_path / "expected")
+    assert verify(tmp_path / "merged", tmp_path / "expected").is_sound
+    assert set(locate(tmp_path / "merged").model_files) == set(locate(tiny_model).model_files)
