@@ -33,7 +33,7 @@ from .io.files import (
     read_json as read_json,
 )
 from .io.safetensors_format import CASTABLE as CASTABLE, itemsize as itemsize, to_torch as to_torch
-from .keys.matching import match_names as match_names, untie as untie
+from .keys.matching import MatchedNames as MatchedNames, match_names as match_names, untie as untie
 from .location import (
     Location as Location,
     local_path as local_path,

@@ -1,5 +1,6 @@
 """A model from its files, without its weights: config, tokenizer, the model on the meta device, and its buffers."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models.transformers_private import build_from_config, initialize_buffers, model_classes
+from fsdp_shard.models.transformers_private import build_from_config, initialize, model_classes
 from fsdp_shard.utils import first_line, non_persistent_buffers
 
 
@@ -152,8 +153,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
     Raises:
         ModelError: A module outside of any transformers model has such buffers.
     """
-    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    owners = {module: owner for owner in inner for module in owner.modules()}  # the innermost, which comes last
+    owners = _owners(model)
     with torch.no_grad():
         for module in model.modules():
             buffers = dict(non_persistent_buffers(module))
@@ -166,4 +166,27 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
                 )
             for name, buffer in buffers.items():
                 setattr(module, name, torch.empty_like(buffer, device=device))
-            initialize_buffers(owner, module)
+            initialize(owner, module)
+
+
+def computed_parameter(model: nn.Module, name: str) -> torch.Tensor:
+    """The values of a parameter that no checkpoint holds, as `from_pretrained` computes them.
+
+    Args:
+        model: A model that may be on the meta device, and does not change.
+        name: FQN of the parameter.
+
+    Returns:
+        The values on the CPU, in the parameter's dtype.
+    """
+    module = model.get_submodule(name.rpartition(".")[0])
+    computed = copy.deepcopy(module).to_empty(device="cpu")
+    with torch.no_grad():
+        initialize(_owners(model)[module], computed)
+    return computed.get_parameter(name.rpartition(".")[2]).detach()
+
+
+def _owners(model: nn.Module) -> dict[nn.Module, PreTrainedModel]:
+    """Each module -> the innermost transformers model that it is in."""
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return {module: owner for owner in inner for module in owner.modules()}  # the innermost comes last

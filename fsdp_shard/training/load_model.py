@@ -51,6 +51,7 @@ class LoadedModel:
         adapter: The adapter that is trained, if any.
         num_fused: Number of modules with fused kernels.
         config: The config of the model.
+        note: A line about stored tensors that the model does not have, if there are any.
     """
 
     model: ShardedModel
@@ -62,6 +63,7 @@ class LoadedModel:
     adapter: lora.Adapter | None = None
     num_fused: int = 0
     config: PretrainedConfig | None = None
+    note: str = ""
 
 
 def load_sharded(
@@ -95,7 +97,8 @@ def load_sharded(
         run_on_all(context, lambda: checkpoint.refuse_unmerged_adapter(index))
         run_on_all(context, lambda: checkpoint.untie(model, index))
         blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
-        names = run_on_all(context, lambda: checkpoint.match_names(model, index))
+        matched = run_on_all(context, lambda: checkpoint.match_names(model, index))
+        names = matched.stored
         if isinstance(adapter, LoraConfig):
             digest = run_on_main(context, lambda: lora.fingerprint(index))
             base = lora.Base(lora.base_path(config, source), digest, adapter.quantize)
@@ -119,7 +122,9 @@ def load_sharded(
         lora.fill_new(shards, names if quantized is None else {**names, **quantized.names}, seed)
     figures = _figures(shards, largest, context)
     num_params = sum(block.num_params for block in blocks)
-    return LoadedModel(sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused, model.config)
+    return LoadedModel(
+        sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused, model.config, matched.note
+    )
 
 
 def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
@@ -159,6 +164,7 @@ def describe_model(
         f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}",
         f"loaded: {format_size(figures.shard_bytes)} of weights per rank, peak memory "
         f"{format_size(figures.peak_memory_bytes)}",
+        *([loaded.note] if loaded.note else []),
         *loaded.tree,
     ]
     if loaded.num_fused:

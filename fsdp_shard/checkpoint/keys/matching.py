@@ -5,22 +5,40 @@ Values are read only to see whether two stored copies of one tied tensor are equ
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel, core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import from_torch_name
 from fsdp_shard.checkpoint.keys.tied_weights import has_same_bytes
+from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.models import ignored_unexpected_keys, tied_names
+from fsdp_shard.models import computed_names, computed_parameter, ignored_unexpected_keys, tied_names
 
 _NUM_NAMED = 4  # names in an error message; the rest is counted
 
 Part = tuple[int, int, TensorEntry]  # expert, position among the tensors that are concatenated, the stored tensor
 
 
-def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
+@dataclass(frozen=True)
+class MatchedNames:
+    """Which stored tensor each tensor of a model is filled from.
+
+    Attributes:
+        stored: Name of a parameter or persistent buffer -> name in the index; of tied parameters, the one that is kept.
+        note: A line about stored tensors that the model does not have; empty if there are none.
+    """
+
+    stored: dict[str, str]
+    note: str
+
+
+def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
     """Match each parameter and persistent buffer of a model to a tensor of a checkpoint.
 
     Names in the checkpoint may be the model's own, those that transformers gives them in files (it renames some when it
@@ -29,14 +47,13 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
     Args:
         model: The model, which may be on meta.
         index: The checkpoint. Tensors that transformers merges when it loads (experts) become one entry of it, under
-            the model's own name.
+            the model's own name, and so do parameters that it computes and that are not stored.
 
     Returns:
-        Name in the model -> name in `index`; of tied parameters, the one that is kept.
+        The matched names. What `from_pretrained` leaves out, too (a head for pre-training), is noted.
 
     Raises:
-        CheckpointError: It names what is missing, not expected or of another shape, or tied in the model and not in the
-            checkpoint.
+        CheckpointError: It names what is missing, of another shape, or tied in the model and not in the checkpoint.
     """
     aliases = tied_names(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -49,7 +66,13 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
         if stored:
             found[name] = stored[0]
             copies += [(stored[0], other) for other in stored[1:]]
-    _refuse_missing(index, [name for name in shapes if name not in found and name not in aliases])
+    used = {*found.values(), *(other for _, other in copies)}
+    unused = _unused(model, [name for name in index.names if name not in used])
+    missing = [name for name in shapes if name not in found and name not in aliases]
+    for name in computed_names(model).intersection(missing):
+        index.tensors[name] = _computed_entry(index, name, computed_parameter(model, name))
+        found[name] = name
+    _refuse_missing(index, [name for name in missing if name not in found], unused)
     _refuse_shapes(index, shapes, found)
     for kept, other in copies:
         if not has_same_bytes(index, kept, other):
@@ -57,9 +80,8 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
                 f"{index.root} holds {kept} and {other} with different values, but its config.json ties them; "
                 f"set tie_word_embeddings to false there."
             )
-    used = {*found.values(), *(other for _, other in copies)}
-    _refuse_unexpected(index, model, [name for name in index.names if name not in used])
-    return {name: found[name] for name in shapes if name in found}
+    note = f"{index.path}: left out {_some(unused)}, which {type(model).__name__} does not have" if unused else ""
+    return MatchedNames({name: found[name] for name in shapes if name in found}, note)
 
 
 def untie(model: PreTrainedModel, index: TensorIndex) -> None:
@@ -118,11 +140,11 @@ def _distinct(index: TensorIndex, names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(index.entry(name).name for name in names))
 
 
-def _refuse_missing(index: TensorIndex, names: Sequence[str]) -> None:
+def _refuse_missing(index: TensorIndex, names: Sequence[str], unused: Sequence[str]) -> None:
     if names:
         raise CheckpointError(
             f"{index.root} lacks {_some(names)}, which the model of its config.json has; it holds "
-            f"{_some(index.names)}. Either the checkpoint is incomplete or the config is another model's."
+            f"{_some(unused or index.names)}. Either the checkpoint is incomplete or the config is another model's."
         )
 
 
@@ -139,15 +161,33 @@ def _refuse_shapes(index: TensorIndex, shapes: dict[str, tuple[int, ...]], found
         )
 
 
-def _refuse_unexpected(index: TensorIndex, model: PreTrainedModel, names: Sequence[str]) -> None:
-    # transformers once stored what it now computes.
-    ignored = re.compile("|".join([r"rotary_emb\.inv_freq$", *ignored_unexpected_keys(model)]))
-    left = [name for name in names if not ignored.search(name)]
-    if left:
-        raise CheckpointError(
-            f"{index.root} holds {_some(left)}, which {type(model).__name__} does not have. "
-            f"The weights and the config are of different models, or `architectures` in config.json is wrong."
-        )
+def _unused(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Those of the stored `names` without a tensor in the model that are worth a word."""
+    # transformers once stored what it now computes: masks, position_ids, and frequencies in each layer.
+    computed = [re.escape(name) for name, _ in model.named_buffers()]
+    patterns = [r"rotary_emb\.inv_freq$", *ignored_unexpected_keys(model), *(rf"(?:^|\.){name}$" for name in computed)]
+    ignored = re.compile("|".join(patterns))
+    prefix = f"{model.base_model_prefix}."  # which files of the bare model lack
+    return [name for name in names if not ignored.search(name) and not ignored.search(prefix + name)]
+
+
+def _computed_entry(index: TensorIndex, name: str, values: torch.Tensor) -> TensorEntry:
+    """An entry of a tensor that is in memory; its file only stands for those of the index."""
+    first = next(iter(index.tensors.values())).pieces[0]
+    piece = Piece(first.file, first.start, (0,) * values.dim(), tuple(values.shape), _InMemory(values))
+    return TensorEntry(name, from_torch_name(str(values.dtype).removeprefix("torch.")), piece.shape, (piece,))
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    """The codec of a tensor that is not stored."""
+
+    values: torch.Tensor
+    num_bytes: int = 0
+
+    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
+        first = start * self.values.itemsize
+        out[:] = tensor_bytes(self.values)[first : first + len(out)]
 
 
 def _some(names: Sequence[str]) -> str:
