@@ -15,6 +15,7 @@ def check(config: PlanConfig) -> None:
     config.adapter.check_installed()
     config.optim.check_installed()
     check_model_config(config.source.directory)
+    config.source.check_unquantized()
 
 
 @recipe(PlanConfig, check=check)

@@ -40,7 +40,7 @@ from .location import (
     locate as locate,
     open_checkpoint as open_checkpoint,
 )
-from .lora_merge import refuse_unmerged_adapter as refuse_unmerged_adapter
+from .lora_merge import check_loadable as check_loadable
 from .model_files import copy_model_files as copy_model_files, set_chat_template as set_chat_template
 from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy

@@ -142,7 +142,7 @@ class ConvertSettings(SourceSettings):
     )
     dtype: str = setting(
         "keep",
-        "Dtype to cast floating-point tensors to; those with 8 bits keep theirs.",
+        "Dtype to cast floating-point tensors to; those with 8 bits keep theirs. Quantized weights are not cast.",
         choices=("keep", "float32", "bfloat16", "float16"),
     )
     verify: bool = setting(True, "Read the target back and compare it with what was written.")

@@ -15,6 +15,7 @@ from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.trainer_layouts import find_checkpoint, latest_step_directory
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file
+from fsdp_shard.checkpoint.keys.quantized_weights import configured_quantization, quantization, refuse_quantized
 from fsdp_shard.checkpoint.lora_merge import merge_adapter
 from fsdp_shard.checkpoint.model_files import CONFIG, has_tokenizer, list_model_files, replace_tokenizer
 from fsdp_shard.checkpoint.open import open_weights
@@ -160,6 +161,12 @@ class Location:
         except InputError as error:
             raise self._unreadable_base(location.path, error) from error
         return merge_adapter(adapter, base, self.model_directory)
+
+    def check_unquantized(self) -> None:
+        """Raise CheckpointError if the weights are quantized: those that are here, or according to the config."""
+        has_weights = self.format is not None and not self.is_adapter
+        method = quantization(self.index) if has_weights else configured_quantization(self.model_directory)
+        refuse_quantized(self.weights, method)
 
     def file_states(self) -> list[tuple[str, int, int]]:
         """Name, bytes and modification time (ns) of each file that defines the model: weights, config, tokenizer, and

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, has_file, itemsize, member, read_json, to_torch
+from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
@@ -97,8 +98,12 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     )
 
 
-def refuse_unmerged_adapter(index: TensorIndex) -> None:
-    """Raise CheckpointError if a state dict holds a base model together with LoRA: the base alone is another model."""
+def check_loadable(index: TensorIndex) -> None:
+    """Raise CheckpointError unless the stored weights are those that the model computes with.
+
+    Quantized weights are not, nor are those of a base model that are stored together with its LoRA.
+    """
+    refuse_quantized(index.path, quantization(index))
     if ADAPTER in index.extras:
         raise CheckpointError(
             f"{index.path} holds {index.extras[ADAPTER].num_tensors} tensors of an adapter together with the weights "

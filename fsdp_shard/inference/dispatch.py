@@ -117,7 +117,7 @@ def dispatch_model(
         PlanError: The blocks do not fit.
     """
     index = source.model_index
-    checkpoint.refuse_unmerged_adapter(index)
+    checkpoint.check_loadable(index)
     model = _build(config, _dtype(settings.dtype, index), settings.trust_remote_code)
     checkpoint.untie(model, index)
     matched = checkpoint.match_names(model, index)

@@ -94,7 +94,7 @@ def load_sharded(
     num_fused = run_on_all(context, lambda: use_kernels(model, config.kernels))
     added, quantized = None, None
     with run_on_all(context, lambda: source.model_index) as index:
-        run_on_all(context, lambda: checkpoint.refuse_unmerged_adapter(index))
+        run_on_all(context, lambda: checkpoint.check_loadable(index))
         run_on_all(context, lambda: checkpoint.untie(model, index))
         blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
         matched = run_on_all(context, lambda: checkpoint.match_names(model, index))
