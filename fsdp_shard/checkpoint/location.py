@@ -268,6 +268,14 @@ def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
     return (path if isinstance(path, Location) else locate(path)).index
 
 
+def open_both(a: str | Path | Location, b: str | Path | Location) -> tuple[TensorIndex, TensorIndex]:
+    """Open two checkpoints to compare them: of an adapter and a model, the adapter is merged into its base."""
+    one, two = (item if isinstance(item, Location) else locate(item) for item in (a, b))
+    if one.is_adapter == two.is_adapter:
+        return one.index, two.index
+    return one.model_index, two.model_index
+
+
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Where `path` leads on this machine: to a step if it names one, else to itself, which need not exist.
 

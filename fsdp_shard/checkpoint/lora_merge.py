@@ -159,10 +159,10 @@ class _Merge:
 
         @functools.lru_cache(maxsize=1)
         def factors() -> tuple[torch.Tensor, torch.Tensor]:
-            a, b = adapter.read(names["A"]).float(), adapter.read(names["B"]).float() * scale
+            a, b = adapter.read(names["A"]).float(), adapter.read(names["B"]).float()
             return (a.T.contiguous(), b.T.contiguous()) if is_transposed else (b, a)
 
-        return _with_codec(kept, _LowRankSum(self.base, kept, factors))
+        return _with_codec(kept, _LowRankSum(self.base, kept, factors, scale))
 
     def _base_entry(self, fqn: str) -> TensorEntry:
         """The base's tensor that the adapter calls `fqn`; a checkpoint of the bare model lacks the model's prefix."""
@@ -236,11 +236,12 @@ class _Copied:
 
 @dataclass(frozen=True, slots=True)
 class _LowRankSum:
-    """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns]."""
+    """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns], scaled after it as by peft."""
 
     base: TensorIndex
     entry: TensorEntry
     factors: Factors = field(repr=False)
+    scale: float
 
     @property
     def num_bytes(self) -> int:
@@ -256,4 +257,4 @@ class _LowRankSum:
         first, last = start // columns, -(-stop // columns)
         product = (left[first:last] @ right).view(-1)[start - first * columns : stop - first * columns]
         values = torch.frombuffer(out, dtype=to_torch(self.entry.dtype))
-        values.copy_(values.float() + product)
+        values.copy_(values.float() + product * self.scale)
