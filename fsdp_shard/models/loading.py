@@ -169,21 +169,28 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
             initialize(owner, module)
 
 
-def computed_parameter(model: nn.Module, name: str) -> torch.Tensor:
-    """The values of a parameter that no checkpoint holds, as `from_pretrained` computes them.
+def computed_tensor(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The values of a parameter or buffer that `from_pretrained` computes where no checkpoint holds it.
 
     Args:
         model: A model that may be on the meta device, and does not change.
-        name: FQN of the parameter.
+        name: FQN of the tensor.
 
     Returns:
-        The values on the CPU, in the parameter's dtype.
+        The values on the CPU, in the tensor's dtype; None if they would be random, or are not computed.
     """
-    module = model.get_submodule(name.rpartition(".")[0])
-    computed = copy.deepcopy(module).to_empty(device="cpu")
-    with torch.no_grad():
-        initialize(_owners(model)[module], computed)
-    return computed.get_parameter(name.rpartition(".")[2]).detach()
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    found: list[torch.Tensor] = []
+    for seed in (0, 1):
+        copied = copy.deepcopy(module, {id(child): None for child in module.children()}).to_empty(device="cpu")
+        values: torch.Tensor = getattr(copied, leaf)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            values.fill_(seed)  # which remains where nothing is computed
+            initialize(_owners(model)[module], copied)
+        found.append(getattr(copied, leaf).detach())
+    return found[0] if torch.equal(*found) else None
 
 
 def _owners(model: nn.Module) -> dict[nn.Module, PreTrainedModel]:

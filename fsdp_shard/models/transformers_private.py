@@ -62,9 +62,9 @@ def ignored_unexpected_keys(model: Any) -> list[str]:
     return list(model._keys_to_ignore_on_load_unexpected or ())
 
 
-def computed_names(model: Any) -> set[str]:
-    """Names of parameters that are not saved, as `from_pretrained` computes them; without it, Marian's are missing."""
-    return set(model._keys_to_ignore_on_save or ())
+def ignored_missing_keys(model: Any) -> list[str]:
+    """Patterns of names that `from_pretrained` does not miss; without it, computed positions would be missing."""
+    return list(model._keys_to_ignore_on_load_missing or ())
 
 
 def is_stateful(model: Any) -> bool:

@@ -18,9 +18,10 @@ from fsdp_shard.checkpoint.keys.tied_weights import has_same_bytes
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.models import computed_names, computed_parameter, ignored_unexpected_keys, tied_names
+from fsdp_shard.models import computed_tensor, ignored_missing_keys, ignored_unexpected_keys, tied_names
 
 _NUM_NAMED = 4  # names in an error message; the rest is counted
+_MAX_COMPUTED = 1 << 22  # elements of a tensor that is computed; a config may ask for any number
 
 Part = tuple[int, int, TensorEntry]  # expert, position among the tensors that are concatenated, the stored tensor
 
@@ -69,8 +70,8 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
     used = {*found.values(), *(other for _, other in copies)}
     unused = _unused(model, [name for name in index.names if name not in used])
     missing = [name for name in shapes if name not in found and name not in aliases]
-    for name in computed_names(model).intersection(missing):
-        index.tensors[name] = _computed_entry(index, name, computed_parameter(model, name))
+    for name, values in _computed(model, missing).items():
+        index.tensors[name] = _computed_entry(index, name, values)
         found[name] = name
     _refuse_missing(index, [name for name in missing if name not in found], unused)
     _refuse_shapes(index, shapes, found)
@@ -169,6 +170,15 @@ def _unused(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     ignored = re.compile("|".join(patterns))
     prefix = f"{model.base_model_prefix}."  # which files of the bare model lack
     return [name for name in names if not ignored.search(name) and not ignored.search(prefix + name)]
+
+
+def _computed(model: PreTrainedModel, missing: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The values of those `missing` tensors that `from_pretrained` computes."""
+    patterns = [re.compile(pattern) for pattern in ignored_missing_keys(model)]
+    names = [name for name in missing if any(pattern.search(name) for pattern in patterns)]
+    sizes = {name: tensor.numel() for name, tensor in model.state_dict(keep_vars=True).items()}
+    values = {name: computed_tensor(model, name) for name in names if sizes[name] <= _MAX_COMPUTED}
+    return {name: tensor for name, tensor in values.items() if tensor is not None}
 
 
 def _computed_entry(index: TensorIndex, name: str, values: torch.Tensor) -> TensorEntry:

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, GPT2Config, MarianConfig, PreTrainedModel, RobertaConfig
+from transformers import BartConfig, BertConfig, GPT2Config, MarianConfig, PreTrainedModel, RobertaConfig
 
 from fsdp_shard.checkpoint import match_names, open_checkpoint
 from fsdp_shard.checkpoint.location import locate
+from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
 from fsdp_shard.models import build_on_meta, load_config
 
@@ -23,11 +24,13 @@ SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "i
 BERT = BertConfig(**SIZES, max_position_embeddings=20)
 ROBERTA = RobertaConfig(**SIZES, max_position_embeddings=20)
 GPT2 = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=31, n_positions=20)
-MARIAN = MarianConfig(
-    d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-    encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=31, max_position_embeddings=20, pad_token_id=30,
-    decoder_start_token_id=30,
-)  # fmt: skip
+SIZES_OF_BOTH = {"d_model": 16, "vocab_size": 31, "max_position_embeddings": 20, "pad_token_id": 30} | {
+    f"{part}_{name}": size
+    for part in ("encoder", "decoder")
+    for name, size in {"layers": 2, "attention_heads": 2, "ffn_dim": 24}.items()
+}
+MARIAN = MarianConfig(**SIZES_OF_BOTH, decoder_start_token_id=30)
+BART = BartConfig(**SIZES_OF_BOTH)
 POSITIONS = torch.arange(20)[None]
 MASK = torch.ones(1, 1, 20, 20, dtype=torch.uint8)
 
@@ -60,6 +63,13 @@ CASES: dict[str, tuple[str, transformers.PretrainedConfig, str, Callable[[Tensor
         "",
     ),
     "marian": ("MarianMTModel", MARIAN, "MarianMTModel", lambda t: t, ""),
+    "bart": (
+        "BartForConditionalGeneration",
+        BART,
+        "BartForConditionalGeneration",
+        lambda t: {name: tensor for name, tensor in t.items() if name != "final_logits_bias"},
+        "",
+    ),
 }
 
 
@@ -104,3 +114,26 @@ def test_from_python_what_is_left_out_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="left out roberta.pooler.dense.bias") as warned:
         load_dispatched(locate(tmp_path).weights)
     assert warned[0].filename == __file__
+
+
+def test_what_would_be_random_is_missing(tmp_path: Path) -> None:
+    """transformers does not miss some weights that it then draws at random."""
+    write("bart", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.encoder.layers.0.fc1.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = build_on_meta(load_config(tmp_path))
+    model._keys_to_ignore_on_load_missing = {"fc1", "final_logits_bias"}
+    with (
+        open_checkpoint(tmp_path) as index,
+        pytest.raises(CheckpointError, match=r"lacks model\.encoder\.layers\.0\.fc1\.weight, which"),
+    ):
+        match_names(model, index)
+
+
+def test_a_config_cannot_ask_for_any_number_of_positions(tmp_path: Path) -> None:
+    write("marian", tmp_path)
+    document = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 10**12}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"lacks model\.encoder\.embed_positions\.weight"):
+        load_dispatched(tmp_path)
