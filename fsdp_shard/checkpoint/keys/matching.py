@@ -6,24 +6,19 @@ Values are read only to see whether two stored copies of one tied tensor are equ
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import from_torch_name
+from fsdp_shard.checkpoint.keys.converted_tensors import computed_entry, convert_tensors
 from fsdp_shard.checkpoint.keys.tied_weights import has_same_bytes
-from fsdp_shard.checkpoint.piece_reader import tensor_bytes
-from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.models import computed_tensor, ignored_missing_keys, ignored_unexpected_keys, tied_names
 
 _NUM_NAMED = 4  # names in an error message; the rest is counted
 _MAX_COMPUTED = 1 << 22  # elements of a tensor that is computed; a config may ask for any number
-
-Part = tuple[int, int, TensorEntry]  # expert, position among the tensors that are concatenated, the stored tensor
 
 
 @dataclass(frozen=True)
@@ -47,8 +42,8 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
 
     Args:
         model: The model, which may be on meta.
-        index: The checkpoint. Tensors that transformers merges when it loads (experts) become one entry of it, under
-            the model's own name, and so do parameters that it computes and that are not stored.
+        index: The checkpoint. Tensors that transformers converts when it loads (such as experts) become entries of
+            it, under the model's own names, and so do parameters that it computes and that are not stored.
 
     Returns:
         The matched names. What `from_pretrained` leaves out, too (a head for pre-training), is noted.
@@ -71,7 +66,7 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
     unused = _unused(model, [name for name in index.names if name not in used])
     missing = [name for name in shapes if name not in found and name not in aliases]
     for name, values in _computed(model, missing).items():
-        index.tensors[name] = _computed_entry(index, name, values)
+        index.tensors[name] = computed_entry(index, name, values, values.detach)
         found[name] = name
     _refuse_missing(index, [name for name in missing if name not in found], unused)
     _refuse_shapes(index, shapes, found)
@@ -111,7 +106,7 @@ def _always_ties(model: PreTrainedModel) -> bool:
 def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """Name in the model -> the names in `index` that mean it.
 
-    Stored tensors that transformers merges are replaced in `index` by the entry that they are merged into.
+    Stored tensors that transformers converts are replaced in `index` by entries of what they are converted to.
     """
     names = [*index.tensors, *index.aliases]
     if shapes.keys() >= {*names}:  # all as in the model: transformers takes 0.2 s to make its renaming rules
@@ -120,18 +115,14 @@ def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tup
     renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
     spellings: dict[str, list[str]] = {}
-    parts: dict[str, list[Part]] = {}  # what transformers merges into one tensor (experts), by its name in the model
+    sources: dict[str, list[tuple[str, str]]] = {}  # stored names and their patterns, by the first name that they make
     for name in names:
-        renamed, converted = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
-        if name not in shapes and converted is not None:
-            parts.setdefault(renamed, []).append(_number(model, index, converters, name))
+        renamed, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
+        if name not in shapes and pattern is not None:
+            sources.setdefault(renamed, []).append((name, pattern))
         else:
             spellings.setdefault(name if name in shapes else renamed, []).append(name)
-    for name, numbered in parts.items():
-        entry = _merged(index, name, sorted(numbered, key=lambda part: part[:2]))
-        for _, _, stored in numbered:
-            del index.tensors[stored.name]
-        index.tensors[name] = entry
+    for name in convert_tensors(model, index, converters, sources):
         spellings.setdefault(name, []).append(name)
     return spellings
 
@@ -181,63 +172,7 @@ def _computed(model: PreTrainedModel, missing: Sequence[str]) -> dict[str, torch
     return {name: tensor for name, tensor in values.items() if tensor is not None}
 
 
-def _computed_entry(index: TensorIndex, name: str, values: torch.Tensor) -> TensorEntry:
-    """An entry of a tensor that is in memory; its file only stands for those of the index."""
-    first = next(iter(index.tensors.values())).pieces[0]
-    piece = Piece(first.file, first.start, (0,) * values.dim(), tuple(values.shape), _InMemory(values))
-    return TensorEntry(name, from_torch_name(str(values.dtype).removeprefix("torch.")), piece.shape, (piece,))
-
-
-@dataclass(frozen=True, slots=True)
-class _InMemory:
-    """The codec of a tensor that is not stored."""
-
-    values: torch.Tensor
-    num_bytes: int = 0
-
-    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
-        first = start * self.values.itemsize
-        out[:] = tensor_bytes(self.values)[first : first + len(out)]
-
-
 def _some(names: Sequence[str]) -> str:
     """The first few of `names`, and the number of the others."""
     rest = len(names) - _NUM_NAMED
     return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _number(model: PreTrainedModel, index: TensorIndex, converters: list[loading.WeightConverter], stored: str) -> Part:
-    for converter in converters:
-        merge, *rest = converter.operations
-        is_merge = isinstance(merge, loading.MergeModulelist) and merge.dim == 0
-        is_simple = all(isinstance(then, loading.Concatenate) and then.dim == 1 for then in rest) and len(rest) <= 1
-        for position, pattern in enumerate(converter.source_patterns):
-            found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), stored)
-            if found is not None and found.groups() and is_merge and is_simple:
-                return int(found.group(1)), position, index.entry(stored)
-    raise CheckpointError(
-        f"{index.root} stores {stored} in a form that transformers converts for {type(model).__name__}, but not by "
-        f"stacking experts, the only conversion that is supported. Give a checkpoint that has this model's own names."
-    )
-
-
-def _merged(index: TensorIndex, name: str, parts: Sequence[Part]) -> TensorEntry:
-    """[experts, rows of all positions, ...] made of one tensor for each expert and position, in that order."""
-    num_experts, num_positions = (len({part[axis] for part in parts}) for axis in (0, 1))
-    if [part[:2] for part in parts] != [(e, p) for e in range(num_experts) for p in range(num_positions)]:
-        raise CheckpointError(f"{index.root} lacks some of the experts that {name} is made of.")
-    first = parts[0][2]
-    for _, _, entry in parts:
-        if (entry.shape, entry.dtype) != (first.shape, first.dtype):
-            raise CheckpointError(
-                f"{index.root} holds {entry.name} as {entry.dtype} {list(entry.shape)}, but {first.name}, which is a "
-                f"part of the same {name}, as {first.dtype} {list(first.shape)}."
-            )
-    rows = first.shape[0]
-    pieces = [_moved(piece, expert, at * rows) for expert, at, entry in parts for piece in entry.pieces]
-    return TensorEntry(name, first.dtype, (num_experts, rows * num_positions, *first.shape[1:]), tuple(pieces))
-
-
-def _moved(piece: Piece, expert: int, row: int) -> Piece:
-    offsets = (expert, piece.offsets[0] + row, *piece.offsets[1:])
-    return piece._replace(offsets=offsets, shape=(1, *piece.shape))
