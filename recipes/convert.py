@@ -21,7 +21,7 @@ def main(config: ConvertConfig) -> None:
         print(f"left out: {format_count(count, f'{kind} tensor')}")
     if not Path(config.target).expanduser().joinpath("config.json").exists():
         print(
-            "no config.json was found with the weights: copy the model's config and tokenizer to them to run the model"
+            "no config.json was found with the weights: give config=PATH (a directory or hub id) for a model that runs"
         )
     print(f"{config.target}: {format_count(report.num_tensors, 'tensor')}, {format_size(report.num_bytes)}, {checked}")
 

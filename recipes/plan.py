@@ -15,7 +15,9 @@ def check(config: PlanConfig) -> None:
     """What can be found wrong before torch is loaded."""
     config.adapter.check_installed()
     config.optim.check_installed()
-    check_model_config(planned_model(config).source.model_directory)
+    source = planned_model(config).source
+    check_model_config(source.model_directory)
+    source.check_unquantized()
 
 
 @recipe(PlanConfig, check=check, writes_config=True)

@@ -9,6 +9,7 @@ from .config import (
     DEFAULT_SHARD_SIZE as DEFAULT_SHARD_SIZE,
     CheckpointConfig as CheckpointConfig,
     ConvertSettings as ConvertSettings,
+    SourceSettings as SourceSettings,
 )
 from .conversion import convert as convert, run_conversion as run_conversion
 from .digests import digest_tensor as digest_tensor
@@ -39,9 +40,14 @@ from .io.files import (
     read_json as read_json,
 )
 from .io.safetensors_format import CASTABLE as CASTABLE, itemsize as itemsize, to_torch as to_torch
-from .keys.matching import match_names as match_names, untie as untie
-from .location import Location as Location, locate as locate, open_checkpoint as open_checkpoint
-from .lora_merge import refuse_unmerged_adapter as refuse_unmerged_adapter
+from .keys.matching import MatchedNames as MatchedNames, match_names as match_names, untie as untie
+from .location import (
+    Location as Location,
+    local_path as local_path,
+    locate as locate,
+    open_checkpoint as open_checkpoint,
+)
+from .lora_merge import check_loadable as check_loadable
 from .model_files import copy_model_files as copy_model_files, set_chat_template as set_chat_template
 from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy

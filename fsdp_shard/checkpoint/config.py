@@ -98,14 +98,28 @@ class CheckpointConfig:
 
 
 @dataclass
-class ConvertSettings:
-    """The source of a conversion, its target, and the format to write."""
+class SourceSettings:
+    """Where to find what a checkpoint lacks."""
 
-    source: str = setting(REQUIRED, "A checkpoint of any format, a run directory (its latest step), or a hub id.")
+    config: str | None = setting(
+        None,
+        "For weights without config.json (torch DCP, rank files, a single file): the directory or hub id of their "
+        "model, whose config is used, and whose tokenizer if they have none.",
+    )
+    tokenizer: str | None = setting(None, "The directory or hub id of the tokenizer, if it is not where the config is.")
     base: str | None = setting(
         None,
-        "For an adapter (LoRA), which is merged into its base model: the path of that, if it is not the one in "
-        "adapter_config.json.",
+        "For an adapter (LoRA), which is merged into its base model: the path or hub id of that, if it is not where "
+        "adapter_config.json says.",
+    )
+
+
+@dataclass
+class ConvertSettings(SourceSettings):
+    """The source of a conversion, its target, and the format to write."""
+
+    source: str = setting(
+        REQUIRED, "A checkpoint of any format, a run (its latest step), a step of it (RUN@best), or a hub id."
     )
     target: str = setting(REQUIRED, "The directory to write; it must not exist yet.")
     format: str = setting(
@@ -128,7 +142,7 @@ class ConvertSettings:
     )
     dtype: str = setting(
         "keep",
-        "Dtype to cast floating-point tensors to; those with 8 bits keep theirs.",
+        "Dtype to cast floating-point tensors to; those with 8 bits keep theirs. Quantized weights are not cast.",
         choices=("keep", "float32", "bfloat16", "float16"),
     )
     verify: bool = setting(True, "Read the target back and compare it with what was written.")

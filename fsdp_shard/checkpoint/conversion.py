@@ -21,6 +21,7 @@ from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tenso
 from fsdp_shard.checkpoint.formats.registry import recognize, writer
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
+from fsdp_shard.checkpoint.keys.quantized_weights import quantization
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, stored_twice, with_own_head
 from fsdp_shard.checkpoint.location import locate
 from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
@@ -72,6 +73,8 @@ def convert(
     nest: str | None = None,
     sync: bool = True,
     base: str | Path | None = None,
+    config: str | Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> ConvertReport:
     """Write the checkpoint at `source` in another format, file size or dtype to the directory `target`.
 
@@ -87,6 +90,8 @@ def convert(
         nest: Key to put the tensors of the format `dcp` under.
         sync: Wait until everything is on the disk.
         base: Base model of an adapter, if it is not where adapter_config.json says.
+        config: Model directory or hub id whose config to write, for weights that have none.
+        tokenizer: The same for the tokenizer.
 
     Returns:
         What was written. When an error is raised, the target is what it was before.
@@ -111,6 +116,8 @@ def convert(
         overwrite=overwrite,
         sync=sync,
         base=None if base is None else str(base),
+        config=None if config is None else str(config),
+        tokenizer=None if tokenizer is None else str(tokenizer),
     )
     check(settings)
     return run_conversion(settings)
@@ -120,9 +127,10 @@ def run_conversion(settings: ConvertSettings) -> ConvertReport:
     """Convert as checked settings say; see `convert`."""
     start = time.perf_counter()
     target = Path(settings.target).expanduser().absolute()
-    source = locate(settings.source, base=settings.base)
+    source = locate(settings.source, base=settings.base, config=settings.config, tokenizer=settings.tokenizer)
     with source.model_index as stored, _to_write(stored, settings.format) as index:
         _refuse_part(index)
+        _refuse_cast(index, settings.dtype)
         _check_target(target, index, source.model_files if settings.overwrite else None)
         plan = plan_conversion(index, settings, source.model_files)
         stamps = _stamps(index)
@@ -270,6 +278,15 @@ def _refuse_part(index: TensorIndex) -> None:
     part = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", index.file.name if index.file else "")
     if part is not None and int(part[1]) > 1:
         raise CheckpointError(f"{index.file} is one of {int(part[1])} files of a model; give their directory.")
+
+
+def _refuse_cast(index: TensorIndex, dtype: str) -> None:
+    """Refuse to cast the scales of quantized weights, on which each weight depends."""
+    if dtype != "keep" and (method := quantization(index)) is not None:
+        raise CheckpointError(
+            f"{index.path} is quantized ({method}), and dtype={dtype} would cast its scales and so change its weights; "
+            f"leave dtype out to keep them as they are, or give the model that it was made from."
+        )
 
 
 def _check_target(target: Path, index: TensorIndex, replaced: Collection[str] | None) -> None:

@@ -15,11 +15,13 @@ from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.trainer_layouts import find_checkpoint, latest_step_directory
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file
+from fsdp_shard.checkpoint.keys.quantized_weights import configured_quantization, quantization, refuse_quantized
 from fsdp_shard.checkpoint.lora_merge import merge_adapter
 from fsdp_shard.checkpoint.model_files import CONFIG, has_tokenizer, list_model_files, replace_tokenizer
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.remote.store import is_remote
-from fsdp_shard.errors import CheckpointError, InputError
+from fsdp_shard.checkpoint.steps import CHECKPOINTS, Store, choose_step, split_reference
+from fsdp_shard.errors import CheckpointError, InputError, ModelError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/(?!.*\.gguf$)[\w.-]+")
@@ -38,6 +40,8 @@ class Location:
         side: The directory with config and tokenizer, if it is not that of the weights.
         step: The training step, if the names of directories tell it.
         base_path: Path or hub id of an adapter's base model; None for that in its adapter_config.json.
+        config_path: Path or hub id of the model whose config is used; None for the config beside the weights.
+        tokenizer_path: The same for the tokenizer.
         fetch_weights: Whether weights of a base model on the hub are downloaded.
     """
 
@@ -47,6 +51,8 @@ class Location:
     side: Path | None = None
     step: int | None = None
     base_path: str | None = None
+    config_path: str | None = None
+    tokenizer_path: str | None = None
     fetch_weights: bool = True
 
     def __str__(self) -> str:
@@ -63,68 +69,114 @@ class Location:
     @cached_property
     def base(self) -> Location:
         """The base model of an adapter."""
-        return locate(self._base_path(), fetch_weights=self.fetch_weights)
+        path = self.base_path or peft.base_of(self.weights)
+        try:
+            return locate(path, config=self.config_path, fetch_weights=self.fetch_weights)
+        except InputError as error:
+            raise self._unreadable_base(path, error) from error
 
-    def _base_path(self) -> str:
-        return self.base_path or peft.base_of(self.weights)
+    def _unreadable_base(self, path: str, error: InputError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.weights} is an adapter of {path}, which cannot be read: {error} Give its base model with base=PATH "
+            f"(generate, evaluate, convert), or correct base_model_name_or_path in "
+            f"{self.weights / peft.ADAPTER_CONFIG}."
+        )
 
     @cached_property
     def model_directory(self) -> Path:
-        """The directory that config and tokenizer are expected in; those of a GGUF file are made from its metadata."""
+        """The directory that the config is expected in; that of a GGUF file is made from its metadata."""
         if self.is_adapter:
             return self.base.model_directory
-        directory = self.side or (self.weights if self.weights.is_dir() else self.weights.parent)
+        if self.config_path is not None:
+            return _locate_named("config", self.config_path).directory
+        directory = self._home
         if self.format == GGUF_FORMAT and (self.weights.is_file() or not has_file(directory, CONFIG)):
             return gguf_model_files(self.index.files()[0])
         return directory
 
     @property
+    def _home(self) -> Path:
+        """The directory beside or around the weights that config and tokenizer are expected in."""
+        return self.side or (self.weights if self.weights.is_dir() else self.weights.parent)
+
+    @property
     def directory(self) -> Path:
         """The directory with the model's config; raises ModelError if there is no usable config."""
-        check_model_config(self.model_directory)
-        return self.model_directory
+        model = self.base if self.is_adapter else self
+        if model.format is not None and not has_file(model.model_directory, CONFIG):
+            raise ModelError(
+                f"{model.weights} holds weights, but there is no config.json in {model.model_directory}. Name their "
+                f"model with config=PATH and tokenizer=PATH (directories or hub ids) in generate, evaluate and "
+                f"convert, --config and --tokenizer in diff; to train or plan with them, convert them first."
+            )
+        check_model_config(model.model_directory)
+        return model.model_directory
 
     @property
     def tokenizer(self) -> Path:
-        """The directory with the model's tokenizer: that of an adapter, if it has one of its own."""
-        return self.weights if self.is_adapter and has_tokenizer(self.weights) else self.directory
+        """The directory with the tokenizer; raises ModelError if it is that of the config, and there is none."""
+        return self.directory if self.tokenizer_directory == self.model_directory else self.tokenizer_directory
+
+    @cached_property
+    def tokenizer_directory(self) -> Path:
+        """The directory that the tokenizer is expected in: the one that is named, that of an adapter or of weights
+        without a config if they have one, else that of the config.
+        """
+        if self.tokenizer_path is not None:
+            directory = _locate_named("tokenizer", self.tokenizer_path).tokenizer_directory
+            if not replace_tokenizer({}, list_model_files(directory)):
+                raise ModelError(f"tokenizer={self.tokenizer_path}: there are no files of a tokenizer in {directory}.")
+            return directory
+        has_own = (self.is_adapter or self.config_path is not None) and has_tokenizer(self._home)
+        return self._home if has_own else self.model_directory
+
+    def completed(self, config: str | None, tokenizer: str | None) -> Location:
+        """The same weights, with this config if they have none, and this tokenizer if one is given."""
+        if config is None or has_file(self.model_directory, CONFIG):
+            config = self.config_path
+        return dataclasses.replace(self, config_path=config, tokenizer_path=tokenizer or self.tokenizer_path)
 
     @cached_property
     def model_files(self) -> dict[str, Path]:
         """The files of the model besides its weights, by name: config, tokenizer, license; none if there are none."""
         files = list_model_files(self.model_directory)
-        if self.is_adapter and has_tokenizer(self.weights):
-            return replace_tokenizer(files, list_model_files(self.weights))
-        return files
+        if self.tokenizer_directory == self.model_directory:
+            return files
+        return replace_tokenizer(files, list_model_files(self.tokenizer_directory))
 
     @cached_property
     def index(self) -> TensorIndex:
         """The stored tensors: of an adapter, its own; raises CheckpointError."""
-        return open_weights(self.weights, self.side, self.step)
+        is_alone = self.config_path is not None and not self.is_adapter
+        return open_weights(self.weights, self.model_directory if is_alone else self.side, self.step)
 
     @cached_property
     def model_index(self) -> TensorIndex:
         """The tensors of the whole model: an adapter is merged into its base as it is read; raises CheckpointError."""
         if not self.is_adapter:
             return self.index
-        adapter = self.index
+        adapter, location = self.index, self.base
         try:
-            base = self.base.index
+            base = location.index
         except InputError as error:
-            raise CheckpointError(
-                f"{self.weights} is an adapter of {self._base_path()}, which cannot be read: {error} Give its base "
-                f"model with base=PATH (convert), or correct base_model_name_or_path in "
-                f"{self.weights / peft.ADAPTER_CONFIG}."
-            ) from error
+            raise self._unreadable_base(location.path, error) from error
         return merge_adapter(adapter, base, self.model_directory)
+
+    def check_unquantized(self) -> None:
+        """Raise CheckpointError if the weights are quantized: those that are here, or according to the config."""
+        has_weights = self.format is not None and not self.is_adapter
+        method = quantization(self.index) if has_weights else configured_quantization(self.model_directory)
+        refuse_quantized(self.weights, method)
 
     def file_states(self) -> list[tuple[str, int, int]]:
         """Name, bytes and modification time (ns) of each file that defines the model: weights, config, tokenizer, and
         for an adapter those of its base. They differ if the model was changed.
         """
-        directory = self.weights if self.is_adapter else self.directory
+        directory = self.weights if self.is_adapter else self.model_directory
         config = [directory / peft.ADAPTER_CONFIG] if has_file(directory, peft.ADAPTER_CONFIG) else []
-        paths = sorted({*self.index.files(), *list_model_files(directory).values(), *config})
+        is_elsewhere = self.config_path is not None or self.tokenizer_path is not None
+        named = list_model_files(self.tokenizer_directory).values() if is_elsewhere else ()
+        paths = sorted({*self.index.files(), *list_model_files(directory).values(), *config, *named})
         states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         return states + (self.base.file_states() if self.is_adapter else [])
 
@@ -134,15 +186,19 @@ def locate(
     gguf_file: str | None = None,
     *,
     base: str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     fetch_weights: bool = True,
 ) -> Location:
     """Locate what a path names. Opens no weights; downloads what is on a remote store or the hub.
 
     Args:
-        path: A run (its latest step), a checkpoint of any format, a model directory, a weight file, the address of a
-            run or a step on a remote store, or a hub id.
+        path: A run (its latest step), a step of one (RUN@best, RUN@latest, RUN@step-400), a checkpoint of any format, a
+            model directory, a weight file, the address of a run or a step on a remote store, or a hub id.
         gguf_file: Name of the GGUF file in a directory or hub repository.
         base: Base model of an adapter, if it is not the one that adapter_config.json names.
+        config: The model whose config to use, for weights that have none beside them.
+        tokenizer: The model whose tokenizer to use.
         fetch_weights: Whether to download the weights of a hub id; config and tokenizer are always downloaded.
 
     Returns:
@@ -173,14 +229,24 @@ def locate(
         known.NAME if known else None,
         found.side,
         found.step,
-        None if base is None else os.fspath(base),
-        fetch_weights,
+        base_path=None if base is None else os.fspath(base),
+        config_path=None if config is None else os.fspath(config),
+        tokenizer_path=None if tokenizer is None else os.fspath(tokenizer),
+        fetch_weights=fetch_weights,
     )
     if base is not None and not location.is_adapter:
         raise CheckpointError(
             f"base={base} is for an adapter, but {found.weights} holds the weights of a model itself."
         )
     return location
+
+
+def _locate_named(setting: str, path: str) -> Location:
+    """Locate the model that gives config or tokenizer; errors name the setting."""
+    try:
+        return locate(path, fetch_weights=False)
+    except InputError as error:
+        raise type(error)(f"{setting}={path}: {error}") from error
 
 
 def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
@@ -202,10 +268,29 @@ def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
     return (path if isinstance(path, Location) else locate(path)).index
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """`path` itself, or the step directory that a remote address is downloaded to."""
-    if not is_remote(path):
-        return Path(path).expanduser()
-    from fsdp_shard.checkpoint.remote.download import local_copy
+def open_both(a: str | Path | Location, b: str | Path | Location) -> tuple[TensorIndex, TensorIndex]:
+    """Open two checkpoints to compare them: of an adapter and a model, the adapter is merged into its base."""
+    one, two = (item if isinstance(item, Location) else locate(item) for item in (a, b))
+    if one.is_adapter == two.is_adapter:
+        return one.index, two.index
+    return one.model_index, two.model_index
 
-    return local_copy(str(path))
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Where `path` leads on this machine: to a step if it names one, else to itself, which need not exist.
+
+    A step is named by RUN@latest, RUN@best, RUN@step-N, the pointer RUN/checkpoints/best, or a remote address, from
+    which it is downloaded. CheckpointError if there is no such step.
+    """
+    run, wanted = split_reference(os.fspath(path))
+    if is_remote(run):
+        from fsdp_shard.checkpoint.remote.download import local_copy
+
+        return local_copy(run, wanted)
+    root = Path(run).expanduser()
+    if wanted is None:
+        return root
+    if not root.is_dir():
+        raise CheckpointError(f"{path} names a step of the run {root}, but there is no such directory.")
+    store = Store(root / CHECKPOINTS if (root / CHECKPOINTS).is_dir() else root)
+    return store.path(choose_step(wanted, store.steps(), store.best(), run))

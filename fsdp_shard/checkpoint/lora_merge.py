@@ -18,6 +18,7 @@ from fsdp_shard.checkpoint.base_model import fingerprint, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, has_file, itemsize, member, read_json, to_torch
+from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
@@ -99,8 +100,12 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     )
 
 
-def refuse_unmerged_adapter(index: TensorIndex) -> None:
-    """Raise CheckpointError if a state dict holds a base model together with LoRA: the base alone is another model."""
+def check_loadable(index: TensorIndex) -> None:
+    """Raise CheckpointError unless the stored weights are those that the model computes with.
+
+    Quantized weights are not, nor are those of a base model that are stored together with its LoRA.
+    """
+    refuse_quantized(index.path, quantization(index))
     if ADAPTER in index.extras:
         raise CheckpointError(
             f"{index.path} holds {index.extras[ADAPTER].num_tensors} tensors of an adapter together with the weights "
@@ -166,10 +171,10 @@ class _Merge:
 
         @functools.lru_cache(maxsize=1)
         def factors() -> tuple[torch.Tensor, torch.Tensor]:
-            a, b = adapter.read(names["A"]).float(), adapter.read(names["B"]).float() * scale
+            a, b = adapter.read(names["A"]).float(), adapter.read(names["B"]).float()
             return (a.T.contiguous(), b.T.contiguous()) if is_transposed else (b, a)
 
-        return _with_codec(kept, _LowRankSum(self.base, kept, factors))
+        return _with_codec(kept, _LowRankSum(self.base, kept, factors, scale))
 
     def _base_entry(self, fqn: str) -> TensorEntry:
         """The base's tensor that the adapter calls `fqn`; a checkpoint of the bare model lacks the model's prefix."""
@@ -243,11 +248,12 @@ class _Copied:
 
 @dataclass(frozen=True, slots=True)
 class _LowRankSum:
-    """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns]."""
+    """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns], scaled after it as by peft."""
 
     base: TensorIndex
     entry: TensorEntry
     factors: Factors = field(repr=False)
+    scale: float
 
     @property
     def num_bytes(self) -> int:
@@ -263,4 +269,4 @@ class _LowRankSum:
         first, last = start // columns, -(-stop // columns)
         product = (left[first:last] @ right).view(-1)[start - first * columns : stop - first * columns]
         values = torch.frombuffer(out, dtype=to_torch(self.entry.dtype))
-        values.copy_(values.float() + product)
+        values.copy_(values.float() + product * self.scale)

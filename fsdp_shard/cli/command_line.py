@@ -41,7 +41,7 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
   fsdp-shard generate checkpoint=outputs/finetune/... prompt="Once upon a time"
 """
 
-_PATH_HELP = "checkpoint of any format, or a run directory (its latest step)"
+_PATH_HELP = "checkpoint of any format, a run directory (its latest step), RUN@best, or RUN@step-400"
 
 
 def main() -> None:
@@ -173,9 +173,14 @@ def diff(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--logits", metavar="PROMPT", help="load both models and compare their predictions after each token of PROMPT"
     )
+    parser.add_argument("--config", metavar="MODEL", help="with --logits: the model of weights without config.json")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="with --logits: the tokenizer for PROMPT")
     parser.add_json()
     options = parser.parse_args(arguments)
-    a, b = checkpoint.locate(_existing(options.a)), checkpoint.locate(_existing(options.b))
+    a, b = (
+        checkpoint.locate(_existing(path)).completed(options.config, options.tokenizer)
+        for path in (options.a, options.b)
+    )
     report = checkpoint.diff(a, b)
     if not options.json:
         print(report.to_text(options.all), flush=True)
@@ -235,7 +240,7 @@ def cp(arguments: Sequence[str]) -> None:
 
 
 def _existing(path: str) -> str:
-    if not checkpoint.is_remote(path) and not Path(path).exists():
+    if not checkpoint.is_remote(path) and not checkpoint.local_path(path).exists():
         raise CheckpointError(f"{path}: there is no such file or directory.")
     return path
 

@@ -86,7 +86,7 @@ class FinetuneConfig(RunConfig):
     resume: str = setting(
         "auto",
         "auto: resume from the latest checkpoint in run_dir, if there is one; never: start from scratch; or the PATH "
-        "of a run or checkpoint to resume from.",
+        "of a run or checkpoint to resume from, or RUN@step-400.",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -37,10 +37,10 @@ def settings_of(schema: type[RunConfig]) -> list[Setting]:
 
 
 def _walk(config: Any, prefix: str) -> Iterator[Setting]:
-    # Leaves before sections, so that a reader meets the short names first.
-    fields = sorted(dataclasses.fields(config), key=lambda f: dataclasses.is_dataclass(getattr(config, f.name)))
-    for field in fields:
-        name, value = prefix + field.name, getattr(config, field.name)
+    # What is required first, sections last, so that a reader meets the short names first.
+    values = {field: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for field in sorted(values, key=lambda f: (dataclasses.is_dataclass(values[f]), values[f] != REQUIRED)):
+        name, value = prefix + field.name, values[field]
         options = {option: node for option, node in OPTIONS.get(name, {}).items() if issubclass(node, type(value))}
         if options:
             yield from _walk_options(name, options)

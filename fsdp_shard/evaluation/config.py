@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
-from fsdp_shard.checkpoint import Location, locate
+from fsdp_shard.checkpoint import Location, SourceSettings, locate
 from fsdp_shard.data import CAUSAL, DataConfig, check_source, check_task
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference import DispatchConfig
@@ -52,13 +52,15 @@ class LmEvalConfig:
 
 
 @dataclass
-class EvaluateSettings:
+class EvaluateSettings(SourceSettings):
     """The settings of `evaluate`: which model, which metric, on which text or questions."""
 
     # Required settings that are not needed with another setting.
     instead: ClassVar[dict[str, str]] = {"data.path": f"task={LM_EVAL}"}
 
-    checkpoint: str = setting(REQUIRED, "A run, a checkpoint of any format, a .gguf file, or a hub id.")
+    checkpoint: str = setting(
+        REQUIRED, "A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
+    )
     task: str = setting(
         PERPLEXITY,
         "perplexity: how well the model predicts each token of data.path. lm_eval: how well it answers the questions "
@@ -73,7 +75,7 @@ class EvaluateSettings:
     @cached_property
     def source(self) -> Location:
         """What `checkpoint` leads to, located once."""
-        return locate(self.checkpoint)
+        return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings of the other task, and for lm_eval without names of tasks."""

@@ -101,7 +101,7 @@ def _logits(source: Location, tokens: list[int]) -> torch.Tensor:
     limit = context_length(config)
     if limit is not None and len(tokens) > limit:
         raise DataError(f"--logits has {len(tokens)} tokens, but the context of {source} is {limit}; shorten it.")
-    model = dispatch_model(source, config, DispatchConfig())
+    model = dispatch_model(source, config, DispatchConfig(), log=lambda text: None)  # diff has listed the tensors
     try:
         with torch.inference_mode():
             logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double().cpu()

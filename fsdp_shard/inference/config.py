@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint import Location, locate
+from fsdp_shard.checkpoint import Location, SourceSettings, locate
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import REMOTE_CODE
@@ -168,10 +168,12 @@ class GenerationSettings:
 
 
 @dataclass
-class GenerateSettings:
+class GenerateSettings(SourceSettings):
     """The settings of `generate`: which model, which prompts, where the completions go."""
 
-    checkpoint: str = setting(REQUIRED, "A run, a checkpoint of any format, a .gguf file, or a hub id.")
+    checkpoint: str = setting(
+        REQUIRED, "A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
+    )
     prompt: str | None = setting(None, "Text to continue; - reads it from standard input.")
     prompts: str | None = setting(
         None,
@@ -227,7 +229,7 @@ class GenerateSettings:
     @cached_property
     def source(self) -> Location:
         """What `checkpoint` leads to, located once."""
-        return locate(self.checkpoint)
+        return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
 
     @property
     def is_conversation(self) -> bool:

@@ -6,9 +6,10 @@ others are read again each time they run (see `offload`). Nothing is written, so
 
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ def load_dispatched(
     *,
     quantize: str = "none",
     trust_remote_code: bool = False,
+    config: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> PreTrainedModel:
     """Load a transformers model in eval mode, ready for `generate()`, its blocks spread over devices and disk.
 
@@ -48,13 +51,15 @@ def load_dispatched(
     `model.hf_device_map` has the device of each block. Inputs may be on the CPU or on the first device.
 
     Args:
-        path: A run, a checkpoint of any format, a .gguf file, or a hub id.
+        path: A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id.
         device_map: auto, balanced, balanced_low_0, sequential, cpu, disk, or {module: GPU number, cpu or disk}.
         max_memory: Sizes such as {0: "20GB", "cpu": "64GB"}; by default the memory that is free now.
         dtype: The dtype to load in; None or "keep" for that of the stored weights.
         prefetch_blocks: Blocks on disk to read while one computes.
         quantize: none, int8 or int4, for the weights of linear layers.
         trust_remote_code: Run Python code that comes with the model.
+        config: Model directory or hub id whose config to use, for weights that have none.
+        base: Base model of an adapter, if it is not where adapter_config.json says.
 
     Returns:
         The model.
@@ -79,7 +84,8 @@ def load_dispatched(
     )
     check(settings)
     # Blocks on disk are read as long as the model lives, whatever the working directory is then.
-    source = locate(Path(path).expanduser().absolute() if Path(path).expanduser().exists() else path)
+    local = checkpoint.local_path(path)
+    source = locate(local.absolute() if local.exists() else path, base=base, config=config)
     return dispatch_model(source, load_config(source.directory, trust_remote_code), settings)
 
 
@@ -89,7 +95,7 @@ def dispatch_model(
     settings: DispatchConfig,
     kv_cache: KVCacheBudget | None = None,
     *,
-    log: Log = lambda text: None,
+    log: Log | None = None,
     context: DistributedContext | None = None,
 ) -> PreTrainedModel:
     """Load a model that has been located, as `load_dispatched` does, by the settings of a command.
@@ -99,7 +105,8 @@ def dispatch_model(
         config: The model's config.
         settings: Devices, budgets, dtype.
         kv_cache: What the KV cache must hold; its memory is reserved.
-        log: Called with the plan, before any weight is read.
+        log: Called with the plan, before any weight is read, and with stored tensors that the model does not have; with
+            None, those are a Python warning.
         context: The ranks of this run, which each hold the model or divide its layers; None for a single process.
 
     Returns:
@@ -110,28 +117,34 @@ def dispatch_model(
         PlanError: The blocks do not fit.
     """
     index = source.model_index
-    checkpoint.refuse_unmerged_adapter(index)
+    checkpoint.check_loadable(index)
     model = _build(config, _dtype(settings.dtype, index), settings.trust_remote_code)
     checkpoint.untie(model, index)
-    stored = checkpoint.match_names(model, index)
+    matched = checkpoint.match_names(model, index)
+    if matched.note:
+        (log or partial(warnings.warn, stacklevel=3))(matched.note)  # at the call of load_dispatched
     if context is not None and context.num_tensor_ranks > 1:
-        tensor_parallel_dispatch.load_divided(model, index, stored, context, log)
+        tensor_parallel_dispatch.load_divided(model, index, matched.stored, context, log or _say_nothing)
         device_map: dict[str, Any] = {"": str(context.device)}
     else:
         blocks, plan = plan_dispatch(model, settings, kv_cache, context)
         available_memory.check_devices([*plan.devices.values(), plan.main])
-        log(f"{index.path}: {plan.describe()}")
+        (log or _say_nothing)(f"{index.path}: {plan.describe()}")
         cache = max(available_memory.free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0)
         pages = PageBudget("cpu" in (settings.budgets or {}), cache)
         quantizer = None
         if kind := QUANTIZATIONS.get(settings.quantize):
             layers = quantization.quantized_layers(model, blocks, kind)
             quantizer = kind.quantizer(model, layers, "cpu" if plan.main == "cpu" else "cuda")
-        place_blocks(model, blocks, plan, index, stored, pages, quantizer)
+        place_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
         device_map = dict(plan.devices)
     model.__dict__["hf_device_map"] = device_map  # the name in transformers and accelerate
     _load_generation_config(model, source)
     return model
+
+
+def _say_nothing(text: str) -> None:
+    """The log of whoever gave none."""
 
 
 def plan_dispatch(

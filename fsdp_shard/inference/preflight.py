@@ -1,6 +1,6 @@
 """Checks that need no torch, so that a mistake is reported at once."""
 
-from fsdp_shard.checkpoint import Location, refuse_unmerged_adapter
+from fsdp_shard.checkpoint import Location, check_loadable
 from fsdp_shard.distributed import LaunchConfig, shares_memory, world_sizes
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.config import GenerateSettings
@@ -11,8 +11,8 @@ from fsdp_shard.models import check_model_config
 
 def check_checkpoint(source: Location) -> None:
     """Raise CheckpointError or ModelError unless `source` has weights, whose headers are read, and a config."""
-    check_model_config(source.model_directory)
-    refuse_unmerged_adapter(source.model_index)
+    check_loadable(source.model_index)
+    check_model_config(source.directory)
 
 
 def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: str, seed: int) -> None:

@@ -6,6 +6,7 @@ from .loading import (
     build_on_meta as build_on_meta,
     check_causal as check_causal,
     check_model_task as check_model_task,
+    computed_tensor as computed_tensor,
     load_config as load_config,
     load_tokenizer as load_tokenizer,
     rebuild_buffers as rebuild_buffers,
@@ -24,6 +25,7 @@ from .quantized_linear import (
 from .transformers_private import (
     attention_implementation as attention_implementation,
     dtypes_to_keep as dtypes_to_keep,
+    ignored_missing_keys as ignored_missing_keys,
     ignored_unexpected_keys as ignored_unexpected_keys,
     is_plain_fast_tokenizer as is_plain_fast_tokenizer,
     is_stateful as is_stateful,

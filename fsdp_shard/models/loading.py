@@ -1,5 +1,6 @@
 """A model from its files, without its weights: config, tokenizer, the model on the meta device, and its buffers."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models.transformers_private import build_from_config, initialize_buffers, model_classes
+from fsdp_shard.models.transformers_private import build_from_config, initialize, model_classes
 from fsdp_shard.utils import first_line, non_persistent_buffers
 
 
@@ -95,7 +96,8 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
     except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
         raise ModelError(
             f"There is no usable tokenizer in {directory}: {first_line(error)} "
-            f"Copy the tokenizer files of the original model into that directory."
+            f"Copy the tokenizer files of the original model into that directory, or name them with tokenizer=PATH "
+            f"(generate, evaluate, convert; --tokenizer in diff)."
         ) from error
     return tokenizer
 
@@ -151,8 +153,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
     Raises:
         ModelError: A module outside of any transformers model has such buffers.
     """
-    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    owners = {module: owner for owner in inner for module in owner.modules()}  # the innermost, which comes last
+    owners = _owners(model)
     with torch.no_grad():
         for module in model.modules():
             buffers = dict(non_persistent_buffers(module))
@@ -165,7 +166,37 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
                 )
             for name, buffer in buffers.items():
                 setattr(module, name, torch.empty_like(buffer, device=device))
-            initialize_buffers(owner, module)
-        for model_around in inner:  # some compute the buffers of modules inside of them (Falcon-H1)
+            initialize(owner, module)
+        for model_around in dict.fromkeys(owners.values()):  # some compute the buffers of modules inside of them (Falcon-H1)
             if all(param.is_meta for param in model_around.parameters()):
-                initialize_buffers(model_around, model_around)
+                initialize(model_around, model_around)
+
+
+def computed_tensor(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The values of a parameter or buffer that `from_pretrained` computes where no checkpoint holds it.
+
+    Args:
+        model: A model that may be on the meta device, and does not change.
+        name: FQN of the tensor.
+
+    Returns:
+        The values on the CPU, in the tensor's dtype; None if they would be random, or are not computed.
+    """
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    found: list[torch.Tensor] = []
+    for seed in (0, 1):
+        copied = copy.deepcopy(module, {id(child): None for child in module.children()}).to_empty(device="cpu")
+        values: torch.Tensor = getattr(copied, leaf)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            values.fill_(seed)  # which remains where nothing is computed
+            initialize(_owners(model)[module], copied)
+        found.append(getattr(copied, leaf).detach())
+    return found[0] if torch.equal(*found) else None
+
+
+def _owners(model: nn.Module) -> dict[nn.Module, PreTrainedModel]:
+    """Each module -> the innermost transformers model that it is in."""
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return {module: owner for owner in inner for module in owner.modules()}  # the innermost comes last

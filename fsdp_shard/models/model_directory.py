@@ -47,10 +47,7 @@ def check_model_config(directory: Path) -> None:
     """Raise ModelError unless a directory has a config.json that names a model type."""
     config = directory / "config.json"
     if not config.is_file():
-        raise ModelError(
-            f"{directory} is not a model: it has no config.json; expected a Hugging Face model directory. If it has "
-            "only weights, copy config.json and the tokenizer of their base model into it."
-        )
+        raise ModelError(f"{directory} is not a model: it has no config.json; expected a Hugging Face model directory.")
     try:
         parsed = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -46,8 +46,8 @@ def build_from_config(model_class: Any, config: PretrainedConfig, **kwargs: Any)
     return model
 
 
-def initialize_buffers(model: Any, module: nn.Module) -> None:
-    """Compute the non-persistent buffers of `module` inside `model` (rotary frequencies), as `from_pretrained` does."""
+def initialize(model: Any, module: nn.Module) -> None:
+    """Compute what `from_pretrained` does not read for `module` inside `model`, such as rotary frequencies."""
     model._init_weights(module)
 
 
@@ -60,6 +60,11 @@ def dtypes_to_keep(model: Any, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
 def ignored_unexpected_keys(model: Any) -> list[str]:
     """Patterns of stored names that `from_pretrained` skips; without it, old checkpoints with such tensors fail."""
     return list(model._keys_to_ignore_on_load_unexpected or ())
+
+
+def ignored_missing_keys(model: Any) -> list[str]:
+    """Patterns of names that `from_pretrained` does not miss; without it, computed positions would be missing."""
+    return list(model._keys_to_ignore_on_load_missing or ())
 
 
 def is_stateful(model: Any) -> bool:

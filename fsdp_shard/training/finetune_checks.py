@@ -56,7 +56,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location) -> None:
     task, shard, adapter = config.model.task, config.shard, config.adapter
     model_config = models.load_config(source.directory, config.model.trust_remote_code)
     models.check_model_task(model_config, task)
-    checkpoint.refuse_unmerged_adapter(source.model_index)
+    checkpoint.check_loadable(source.model_index)
     if task == data.CLASSIFICATION:
         _check_classifier(model_config)
     if config.data.packing:

@@ -53,6 +53,7 @@ class LoadedModel:
         num_fused: Number of modules with fused kernels.
         config: The config of the model.
         base: The model that the run began from; None if the step to resume from does not record it.
+        note: A line about stored tensors that the model does not have, if there are any.
     """
 
     model: ShardedModel
@@ -65,6 +66,7 @@ class LoadedModel:
     num_fused: int = 0
     config: PretrainedConfig | None = None
     base: checkpoint.BaseModel | None = None
+    note: str = ""
 
 
 def load_sharded(
@@ -95,10 +97,11 @@ def load_sharded(
     num_fused = run_on_all(context, lambda: use_kernels(model, config.kernels))
     added, quantized, base = None, None, None
     with run_on_all(context, lambda: source.model_index) as index:
-        run_on_all(context, lambda: checkpoint.refuse_unmerged_adapter(index))
+        run_on_all(context, lambda: checkpoint.check_loadable(index))
         run_on_all(context, lambda: checkpoint.untie(model, index))
         blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
-        names = run_on_all(context, lambda: checkpoint.match_names(model, index))
+        matched = run_on_all(context, lambda: checkpoint.match_names(model, index))
+        names = matched.stored
         if isinstance(adapter, LoraConfig):
             digest = run_on_main(context, lambda: checkpoint.fingerprint(index))
             base = checkpoint.BaseModel(lora.base_path(config, source), digest, adapter.quantize)
@@ -124,7 +127,8 @@ def load_sharded(
         lora.fill_new(shards, names if quantized is None else {**names, **quantized.names}, seed)
     figures = _figures(shards, largest, context)
     num_params = sum(block.num_params for block in blocks)
-    return LoadedModel(sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused, model.config, base)
+    found = (sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused)
+    return LoadedModel(*found, model.config, base, matched.note)
 
 
 def _base_model(
@@ -174,6 +178,7 @@ def describe_model(
         f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}{attention}",
         f"loaded: {format_size(figures.shard_bytes)} of weights per rank, peak memory "
         f"{format_size(figures.peak_memory_bytes)}",
+        *([loaded.note] if loaded.note else []),
         *loaded.tree,
     ]
     if loaded.num_fused:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
 
-from fsdp_shard.checkpoint import convert, location
+from fsdp_shard.checkpoint import Store, convert, location, summarize_checkpoint, verify
 from fsdp_shard.checkpoint.io import safetensors_format
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.cli import run_command
 from fsdp_shard.errors import CheckpointError, ModelError
-from tests.support.tiny import llama_config
+from fsdp_shard.inference import load_dispatched
+from tests.support.tiny import byte_tokenizer, llama, llama_config, save_adapter, save_model
 
 
 @pytest.mark.parametrize(
@@ -72,6 +78,92 @@ def test_other_processes_get_the_location_and_open_the_files_themselves(tiny_mod
     assert received.index.names == found.index.names
 
 
+@pytest.fixture(scope="module")
+def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the steps 2, 4 and 400, of which 4 is the best; the weights of step 4 are those of `tiny_model`."""
+    directory = tmp_path_factory.mktemp("reference") / "run"
+    store = Store(directory / "checkpoints")
+    store.root.mkdir(parents=True)
+    other = save_model(directory.parent / "other", seed=1)
+    for step, model in ((2, other), (4, tiny_model), (400, other)):
+        convert(model, store.path(step))
+    store.set_latest(4)  # as a crash leaves it
+    store.set_best(4)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("run", 400),
+        ("run@latest", 400),
+        ("run@best", 4),
+        ("run@step-2", 2),
+        ("run@step-00000400", 400),
+        ("run@400", 400),
+        ("run/checkpoints@best", 4),
+        ("run/checkpoints/best", 4),
+        ("run/checkpoints/latest", 400),
+    ],
+)
+def test_the_names_of_a_step(name: str, step: int, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    found = locate(name)
+    assert (str(found), found.weights.name) == (name, f"step-{step:08d}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("run@step-3", r"run has no step 3: its steps are 2, 4, 400, the best is 4\. Give one of them, such as "),
+        ("run@5", "run has no step 5: its steps are 2, 4, 400"),
+        ("run@bets", "run has no bets step: its steps are 2, 4, 400"),
+        ("run/checkpoints/step-00000003@best", "no such directory"),
+        ("org/name@best", "names a step of the run org/name, but there is no such directory"),
+        ("other@best", "other has no finished checkpoint: no step directory in it"),
+        ("@best", "@best does not exist"),
+    ],
+)
+def test_a_step_that_is_not_there(name: str, message: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    for use in (locate, verify, partial(convert, target="new"), load_dispatched, summarize_checkpoint):
+        with pytest.raises(CheckpointError, match=message):
+            use(name)
+
+
+def test_an_at_in_the_name_of_a_directory(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run@best").symlink_to(tiny_model)
+    assert locate(tmp_path / "run@best").weights == tmp_path / "run@best"
+
+
+def test_what_is_called_best_and_is_no_pointer(tmp_path: Path) -> None:
+    for name, make in (("best", lambda path: path.write_text("../elsewhere")), ("latest", os.mkfifo)):
+        make(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"{name} is no checkpoint that fsdp-shard reads"):
+            open_checkpoint(tmp_path / name)
+
+
+def test_every_command_takes_the_name_of_a_step(
+    run: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    run_command(["inspect", "run@best"])
+    run_command(["verify", "run/checkpoints/best", "--against", str(tiny_model)])
+    run_command(["diff", "run@step-4", str(tiny_model)])
+    assert "step-00000004" in capsys.readouterr().out
+    run_command(["convert", "source=run@best", f"target={tmp_path / 'model'}", f"run_dir={tmp_path / 'convert'}"])
+    assert verify(tmp_path / "model", tiny_model).is_sound
+    generation = ["prompt=abc", "generation.max_new_tokens=4"]
+    run_command(["generate", "checkpoint=run@best", *generation, f"run_dir={tmp_path / 'one'}"])
+    run_command(["generate", f"checkpoint={tiny_model}", *generation, f"run_dir={tmp_path / 'two'}"])
+    completions = [(tmp_path / name / "completions.jsonl").read_text() for name in ("one", "two")]
+    assert completions[0] == completions[1]
+    run_command(["plan", "model.path=run@best", f"run_dir={tmp_path / 'plan'}"])
+    assert load_dispatched("run@best").num_parameters() == locate("run@best").index.num_bytes // 4
+
+
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often paths are resolved, and the header of each file is parsed."""
@@ -119,3 +211,107 @@ def test_other_commands_do_so_too(command: str, ranks: Path, counts: Counter[str
 def test_a_logit_comparison_opens_each_checkpoint_once(ranks: Path, tiny_model: Path, counts: Counter[str]) -> None:
     run_command(["diff", str(ranks), str(tiny_model), "--logits", "abc"])
     assert counts == ONCE | {f"resolved {tiny_model.name}": 1, "model.safetensors": 1}
+
+
+def write_alone(kind: str, directory: Path) -> Path:
+    """The weights of the tiny model, as a training stack leaves them without config and tokenizer."""
+    states, directory = llama().state_dict(), directory / kind
+    directory.mkdir()
+    if kind in ("weights.pt", "pytorch_model.bin"):
+        torch.save(states, directory / kind)
+        return directory / kind
+    target = directory / "pytorch_model_fsdp_0" if kind == "accelerate" else directory
+    nested = {"model": states} if kind == "accelerate" else states
+    dcp.save(nested, storage_writer=dcp.FileSystemWriter(target), no_dist=True)
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["weights.pt", "pytorch_model.bin", "dcp", "accelerate"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_weights_that_lie_alone(
+    kind: str,
+    tiny_model: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    alone = write_alone(kind, tmp_path)
+    with pytest.raises(ModelError, match="holds weights, but there is no config"):
+        run_command(["diff", str(alone), str(tiny_model), "--logits", "abc"])
+    with pytest.raises(ModelError, match=rf"{kind}.* holds weights, but there is no config\.json .*config=PATH and"):
+        run_command(["generate", f"checkpoint={alone}", "prompt=abc", f"run_dir={tmp_path / 'none'}"])
+    for name, source in (("alone", alone), ("whole", tiny_model)):
+        config = [f"config={tiny_model}"] if source == alone else []
+        settings = [f"checkpoint={source}", "prompt=abc", "generation.max_new_tokens=4"]
+        run_command(["generate", *settings, *config, f"run_dir={tmp_path / name}"])
+    completions = [(tmp_path / name / "completions.jsonl").read_text() for name in ("alone", "whole")]
+    assert completions[0] == completions[1]
+    evaluated = ["data.path=" + str(texts / "held_out.txt"), "data.sequence_length=64", f"run_dir={tmp_path / 'loss'}"]
+    run_command(["evaluate", f"checkpoint={alone}", f"config={tiny_model}", *evaluated])
+    assert json.loads((tmp_path / "loss" / "result.json").read_text())["num_tokens"] > 1000
+    run_command(["diff", str(alone), str(tiny_model), "--logits", "abc", "--config", str(tiny_model)])
+    assert "the largest difference is 0" in capsys.readouterr().out
+    convert(alone, tmp_path / "converted", config=tiny_model)
+    assert set(locate(tmp_path / "converted").model_files) == set(locate(tiny_model).model_files)
+    assert verify(tmp_path / "converted", tiny_model).is_sound
+    assert load_dispatched(alone, config=tiny_model).num_parameters() == llama().num_parameters()
+
+
+def test_a_tokenizer_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
+    alone, config, tokenizer = write_alone("weights.pt", tmp_path), tmp_path / "config", tmp_path / "tokenizer"
+    llama_config().save_pretrained(config)
+    byte_tokenizer().save_pretrained(tokenizer)
+    found = locate(alone, config=config / "config.json", tokenizer=tokenizer)
+    assert (found.directory, found.tokenizer) == (config, tokenizer)
+    assert {*found.model_files} == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    states = found.file_states()
+    (tokenizer / "tokenizer_config.json").write_text("{}")
+    assert found.file_states() != states, "a resumed file of completions is of the same tokenizer"
+    with pytest.raises(ModelError, match=rf"tokenizer={config}: there are no files of a tokenizer in {config}"):
+        locate(tiny_model, tokenizer=config).model_files  # noqa: B018
+    byte_tokenizer().save_pretrained(alone.parent)
+    assert locate(alone, config=tiny_model).tokenizer == alone.parent, "theirs, rather than that of the config"
+
+
+@pytest.mark.parametrize("name", ["config", "tokenizer"])
+def test_a_named_model_that_is_not_there(name: str, tmp_path: Path) -> None:
+    found = locate(write_alone("weights.pt", tmp_path), **{name: tmp_path / "nowhere"})
+    with pytest.raises(CheckpointError, match=f"^{name}=.*nowhere: .*nowhere does not exist"):
+        found.model_files  # noqa: B018
+
+
+def test_a_file_that_is_no_checkpoint_is_not_asked_for_a_config(tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_text("hello")
+    with pytest.raises(
+        CheckpointError, match=r"weights\.pt is no checkpoint that fsdp-shard reads: it is neither a saf"
+    ):
+        run_command(["generate", f"checkpoint={tmp_path / 'weights.pt'}", "prompt=abc", f"run_dir={tmp_path / 'run'}"])
+
+
+def test_an_adapter_whose_base_moved(
+    tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    expected = load_dispatched(adapter).state_dict()
+    base.rename(tmp_path / "moved")
+    text = ["data.path=" + str(texts / "held_out.txt"), "data.sequence_length=64"]
+    for command, settings in (("generate", ["prompt=abc", "generation.max_new_tokens=2"]), ("evaluate", text)):
+        arguments = [command, f"checkpoint={adapter}", *settings, f"run_dir={tmp_path / command}"]
+        with pytest.raises(CheckpointError, match=r"adapter of .*base, which cannot be read: .*base=PATH \(generate"):
+            run_command(arguments)
+        run_command([*arguments, f"base={tmp_path / 'moved'}"])
+    loaded = load_dispatched(adapter, base=tmp_path / "moved").state_dict()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_an_adapter_of_weights_that_lie_alone(tiny_model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_model)
+    alone = write_alone("weights.pt", tmp_path)
+    convert(adapter, tmp_path / "merged", base=alone, config=tiny_model)
+    convert(adapter, tmp_path / "expected")
+    assert verify(tmp_path / "merged", tmp_path / "expected").is_sound
+    assert set(locate(tmp_path / "merged").model_files) == set(locate(tiny_model).model_files)

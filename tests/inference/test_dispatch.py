@@ -216,7 +216,10 @@ def changed(source: Path, target: Path, change: Any) -> Path:
     ("change", "says"),
     [
         (lambda t: t.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
-        (lambda t: t.update(other=torch.ones(2)), "holds other, which LlamaForCausalLM does not have"),
+        (
+            lambda t: t.update(other=torch.ones(2), norm_weight=t.pop("model.norm.weight")),
+            r"lacks model\.norm\.weight, which the model of its config\.json has; it holds norm_weight, other",
+        ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(7)}),
             r"model\.norm\.weight \[7\] instead of \[36\]",

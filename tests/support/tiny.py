@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -53,3 +54,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def save_adapter(directory: Path, base: Path) -> Path:
+    """Write a LoRA of `base` with random weights, as peft does."""
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    with warnings.catch_warnings():  # peft 0.21 asks transformers 5.23 for a property by its old name
+        warnings.simplefilter("ignore", FutureWarning)
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(directory)
+    return directory

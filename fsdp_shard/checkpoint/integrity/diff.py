@@ -15,7 +15,7 @@ from fsdp_shard.checkpoint.integrity.compare import Pair, match, read_elements
 from fsdp_shard.checkpoint.integrity.diff_report import DiffReport, Side, TensorDifference
 from fsdp_shard.checkpoint.integrity.scan import position
 from fsdp_shard.checkpoint.io import in_threads, itemsize
-from fsdp_shard.checkpoint.location import Location, open_checkpoint
+from fsdp_shard.checkpoint.location import Location, open_both
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.integrity.numeric_errors import Errors
@@ -27,7 +27,8 @@ _JOB_STEPS = 16
 def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
     """Compare two checkpoints of any formats: names, dtypes, shapes, and the values of every tensor.
 
-    Tied names are followed, so a tensor may be stored once in one checkpoint and twice in the other.
+    Tied names are followed, so a tensor may be stored once in one checkpoint and twice in the other. An adapter that is
+    compared with a model is merged into its base first.
 
     Args:
         a: A checkpoint file, directory, run directory or remote address.
@@ -40,7 +41,8 @@ def diff(a: str | Path | Location, b: str | Path | Location) -> DiffReport:
         CheckpointError: One of them cannot be opened or read.
     """
     start = time.perf_counter()
-    with open_checkpoint(a) as one, open_checkpoint(b) as two:
+    one, two = open_both(a, b)
+    with one, two:
         matching = match(one, two)
         differing = _differing_bytes(one, two, matching.pairs)
         errors = _errors(one, two, differing)

@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.integrity.non_finite import DTYPES
 from fsdp_shard.checkpoint.integrity.scan import Scan, damage, non_finite, scan
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, VerifyReport, size_problem
 from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
-from fsdp_shard.checkpoint.location import local_path, locate
+from fsdp_shard.checkpoint.location import Location, local_path, locate
 from fsdp_shard.checkpoint.steps import Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
 
@@ -30,7 +30,8 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
 
     Every byte is compared with the digests of the manifest, if there is one. Without a manifest, the structure, NaN and
     infinities, and the shapes against config.json are checked. With `against`, the contents of the two checkpoints are
-    compared, whatever their formats, layouts and floating-point dtypes are; a manifest of either is checked too.
+    compared, whatever their formats, layouts and floating-point dtypes are; a manifest of either is checked too. Of an
+    adapter and a model, the adapter is merged into its base first.
 
     Args:
         path: A checkpoint file, directory, run directory or remote address.
@@ -57,6 +58,9 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
             one.check_alone()
         else:
             two.open()
+            if one.is_adapter != two.is_adapter:
+                one.merge()
+                two.merge()
             num_cast = _compare(one, two)
         problems = [*one.problems, *(two.problems if two else ())]
         index = one.index
@@ -65,7 +69,7 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
             format=index.format if index else None,
             num_tensors=len(index.tensors) if index else 0,
             num_bytes=index.num_bytes if index else 0,
-            content_checked=one.manifest is not None and index is not None,
+            content_checked=one.has_digests and index is not None,
             seconds=time.perf_counter() - start,
             problems=tuple(problems),
             checked=tuple(one.checked),
@@ -85,13 +89,21 @@ class _Checkpoint:
         self.problems: list[Problem] = []
         self.checked: list[str] = []
         self.manifest: Manifest | None = None
+        self.has_digests = False
+        self.location: Location | None = None
         self.index: TensorIndex | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it could be opened and is an adapter."""
+        return self.location is not None and self.location.is_adapter
 
     def open(self) -> None:
         """Check the structure: files of the manifest, headers, and the bytes around the tensors in weight files."""
         try:
-            location = locate(self.path)
+            self.location = location = locate(self.path)
             self.manifest = read_manifest(location.weights) if self.path.is_dir() else None
+            self.has_digests = self.manifest is not None
             if self.manifest is not None:
                 self.problems += _file_problems(location.weights, self.manifest)
             self.index = self._stack.enter_context(location.index)
@@ -100,6 +112,18 @@ class _Checkpoint:
                 known = {problem.file for problem in self.problems}
                 self.problems += _frame_problems(self.index, self.manifest, known)
         except (CheckpointError, OSError) as error:
+            self._fail(error)
+
+    def merge(self) -> None:
+        """Replace an adapter, once its own bytes are checked, by the model that it makes of its base."""
+        if self.location is None or not self.location.is_adapter:
+            return
+        self.read((), searches=False)
+        self.manifest = None  # of the adapter alone
+        try:
+            self.index = self._stack.enter_context(self.location.model_index)
+        except (CheckpointError, OSError) as error:
+            self.index = None
             self._fail(error)
 
     def check_alone(self) -> None:

@@ -5,22 +5,36 @@ Values are read only to see whether two stored copies of one tied tensor are equ
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel, core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.keys.converted_tensors import computed_entry, convert_tensors
 from fsdp_shard.checkpoint.keys.tied_weights import has_same_bytes
-from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.models import ignored_unexpected_keys, tied_names
+from fsdp_shard.models import computed_tensor, ignored_missing_keys, ignored_unexpected_keys, tied_names
 
 _NUM_NAMED = 4  # names in an error message; the rest is counted
+_MAX_COMPUTED = 1 << 22  # elements of a tensor that is computed; a config may ask for any number
 
-Part = tuple[int, int, TensorEntry]  # expert, position among the tensors that are concatenated, the stored tensor
+
+@dataclass(frozen=True)
+class MatchedNames:
+    """Which stored tensor each tensor of a model is filled from.
+
+    Attributes:
+        stored: Name of a parameter or persistent buffer -> name in the index; of tied parameters, the one that is kept.
+        note: A line about stored tensors that the model does not have; empty if there are none.
+    """
+
+    stored: dict[str, str]
+    note: str
 
 
-def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
+def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
     """Match each parameter and persistent buffer of a model to a tensor of a checkpoint.
 
     Names in the checkpoint may be the model's own, those that transformers gives them in files (it renames some when it
@@ -28,15 +42,14 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
 
     Args:
         model: The model, which may be on meta.
-        index: The checkpoint. Tensors that transformers merges when it loads (experts) become one entry of it, under
-            the model's own name.
+        index: The checkpoint. Tensors that transformers converts when it loads (such as experts) become entries of
+            it, under the model's own names, and so do parameters that it computes and that are not stored.
 
     Returns:
-        Name in the model -> name in `index`; of tied parameters, the one that is kept.
+        The matched names. What `from_pretrained` leaves out, too (a head for pre-training), is noted.
 
     Raises:
-        CheckpointError: It names what is missing, not expected or of another shape, or tied in the model and not in the
-            checkpoint.
+        CheckpointError: It names what is missing, of another shape, or tied in the model and not in the checkpoint.
     """
     aliases = tied_names(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -49,7 +62,13 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
         if stored:
             found[name] = stored[0]
             copies += [(stored[0], other) for other in stored[1:]]
-    _refuse_missing(index, [name for name in shapes if name not in found and name not in aliases])
+    used = {*found.values(), *(other for _, other in copies)}
+    unused = _unused(model, [name for name in index.names if name not in used])
+    missing = [name for name in shapes if name not in found and name not in aliases]
+    for name, values in _computed(model, missing).items():
+        index.tensors[name] = computed_entry(index, name, values, values.detach)
+        found[name] = name
+    _refuse_missing(index, [name for name in missing if name not in found], unused)
     _refuse_shapes(index, shapes, found)
     for kept, other in copies:
         if not has_same_bytes(index, kept, other):
@@ -57,9 +76,8 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> dict[str, str]:
                 f"{index.root} holds {kept} and {other} with different values, but its config.json ties them; "
                 f"set tie_word_embeddings to false there."
             )
-    used = {*found.values(), *(other for _, other in copies)}
-    _refuse_unexpected(index, model, [name for name in index.names if name not in used])
-    return {name: found[name] for name in shapes if name in found}
+    note = f"{index.path}: left out {_some(unused)}, which {type(model).__name__} does not have" if unused else ""
+    return MatchedNames({name: found[name] for name in shapes if name in found}, note)
 
 
 def untie(model: PreTrainedModel, index: TensorIndex) -> None:
@@ -88,7 +106,7 @@ def _always_ties(model: PreTrainedModel) -> bool:
 def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
     """Name in the model -> the names in `index` that mean it.
 
-    Stored tensors that transformers merges are replaced in `index` by the entry that they are merged into.
+    Stored tensors that transformers converts are replaced in `index` by entries of what they are converted to.
     """
     names = [*index.tensors, *index.aliases]
     if shapes.keys() >= {*names}:  # all as in the model: transformers takes 0.2 s to make its renaming rules
@@ -97,18 +115,14 @@ def _spellings(model: PreTrainedModel, index: TensorIndex, shapes: dict[str, tup
     renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
     spellings: dict[str, list[str]] = {}
-    parts: dict[str, list[Part]] = {}  # what transformers merges into one tensor (experts), by its name in the model
+    sources: dict[str, list[tuple[str, str]]] = {}  # stored names and their patterns, by the first name that they make
     for name in names:
-        renamed, converted = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
-        if name not in shapes and converted is not None:
-            parts.setdefault(renamed, []).append(_number(model, index, converters, name))
+        renamed, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
+        if name not in shapes and pattern is not None:
+            sources.setdefault(renamed, []).append((name, pattern))
         else:
             spellings.setdefault(name if name in shapes else renamed, []).append(name)
-    for name, numbered in parts.items():
-        entry = _merged(index, name, sorted(numbered, key=lambda part: part[:2]))
-        for _, _, stored in numbered:
-            del index.tensors[stored.name]
-        index.tensors[name] = entry
+    for name in convert_tensors(model, index, converters, sources):
         spellings.setdefault(name, []).append(name)
     return spellings
 
@@ -118,11 +132,11 @@ def _distinct(index: TensorIndex, names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(index.entry(name).name for name in names))
 
 
-def _refuse_missing(index: TensorIndex, names: Sequence[str]) -> None:
+def _refuse_missing(index: TensorIndex, names: Sequence[str], unused: Sequence[str]) -> None:
     if names:
         raise CheckpointError(
             f"{index.root} lacks {_some(names)}, which the model of its config.json has; it holds "
-            f"{_some(index.names)}. Either the checkpoint is incomplete or the config is another model's."
+            f"{_some(unused or index.names)}. Either the checkpoint is incomplete or the config is another model's."
         )
 
 
@@ -139,55 +153,26 @@ def _refuse_shapes(index: TensorIndex, shapes: dict[str, tuple[int, ...]], found
         )
 
 
-def _refuse_unexpected(index: TensorIndex, model: PreTrainedModel, names: Sequence[str]) -> None:
-    # transformers once stored what it now computes.
-    ignored = re.compile("|".join([r"rotary_emb\.inv_freq$", *ignored_unexpected_keys(model)]))
-    left = [name for name in names if not ignored.search(name)]
-    if left:
-        raise CheckpointError(
-            f"{index.root} holds {_some(left)}, which {type(model).__name__} does not have. "
-            f"The weights and the config are of different models, or `architectures` in config.json is wrong."
-        )
+def _unused(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Those of the stored `names` without a tensor in the model that are worth a word."""
+    # transformers once stored what it now computes: masks, position_ids, and frequencies in each layer.
+    computed = [re.escape(name) for name, _ in model.named_buffers()]
+    patterns = [r"rotary_emb\.inv_freq$", *ignored_unexpected_keys(model), *(rf"(?:^|\.){name}$" for name in computed)]
+    ignored = re.compile("|".join(patterns))
+    prefix = f"{model.base_model_prefix}."  # which files of the bare model lack
+    return [name for name in names if not ignored.search(name) and not ignored.search(prefix + name)]
+
+
+def _computed(model: PreTrainedModel, missing: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The values of those `missing` tensors that `from_pretrained` computes."""
+    patterns = [re.compile(pattern) for pattern in ignored_missing_keys(model)]
+    names = [name for name in missing if any(pattern.search(name) for pattern in patterns)]
+    sizes = {name: tensor.numel() for name, tensor in model.state_dict(keep_vars=True).items()}
+    values = {name: computed_tensor(model, name) for name in names if sizes[name] <= _MAX_COMPUTED}
+    return {name: tensor for name, tensor in values.items() if tensor is not None}
 
 
 def _some(names: Sequence[str]) -> str:
     """The first few of `names`, and the number of the others."""
     rest = len(names) - _NUM_NAMED
     return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _number(model: PreTrainedModel, index: TensorIndex, converters: list[loading.WeightConverter], stored: str) -> Part:
-    for converter in converters:
-        merge, *rest = converter.operations
-        is_merge = isinstance(merge, loading.MergeModulelist) and merge.dim == 0
-        is_simple = all(isinstance(then, loading.Concatenate) and then.dim == 1 for then in rest) and len(rest) <= 1
-        for position, pattern in enumerate(converter.source_patterns):
-            found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), stored)
-            if found is not None and found.groups() and is_merge and is_simple:
-                return int(found.group(1)), position, index.entry(stored)
-    raise CheckpointError(
-        f"{index.root} stores {stored} in a form that transformers converts for {type(model).__name__}, but not by "
-        f"stacking experts, the only conversion that is supported. Give a checkpoint that has this model's own names."
-    )
-
-
-def _merged(index: TensorIndex, name: str, parts: Sequence[Part]) -> TensorEntry:
-    """[experts, rows of all positions, ...] made of one tensor for each expert and position, in that order."""
-    num_experts, num_positions = (len({part[axis] for part in parts}) for axis in (0, 1))
-    if [part[:2] for part in parts] != [(e, p) for e in range(num_experts) for p in range(num_positions)]:
-        raise CheckpointError(f"{index.root} lacks some of the experts that {name} is made of.")
-    first = parts[0][2]
-    for _, _, entry in parts:
-        if (entry.shape, entry.dtype) != (first.shape, first.dtype):
-            raise CheckpointError(
-                f"{index.root} holds {entry.name} as {entry.dtype} {list(entry.shape)}, but {first.name}, which is a "
-                f"part of the same {name}, as {first.dtype} {list(first.shape)}."
-            )
-    rows = first.shape[0]
-    pieces = [_moved(piece, expert, at * rows) for expert, at, entry in parts for piece in entry.pieces]
-    return TensorEntry(name, first.dtype, (num_experts, rows * num_positions, *first.shape[1:]), tuple(pieces))
-
-
-def _moved(piece: Piece, expert: int, row: int) -> Piece:
-    offsets = (expert, piece.offsets[0] + row, *piece.offsets[1:])
-    return piece._replace(offsets=offsets, shape=(1, *piece.shape))

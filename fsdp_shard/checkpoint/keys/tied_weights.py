@@ -34,7 +34,7 @@ def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
     """
     if index.aliases or not has_file(side, CONFIG):
         return {}
-    ties = _ties_in_config(index, _read_config(side))
+    ties = _ties_in_config(index, read_config(side))
     if ties is not None:
         return ties
     from fsdp_shard.models import build_on_meta, load_config, tied_names
@@ -51,7 +51,7 @@ def with_own_head(index: TensorIndex, side: Path) -> TensorIndex:
     """`index` with the output head stored as well, if it shares storage with an embedding that config.json does not tie
     it to: transformers then requires both.
     """
-    if _HEAD not in index.aliases or _ties_in_config(index, _read_config(side)) != {}:
+    if _HEAD not in index.aliases or _ties_in_config(index, read_config(side)) != {}:
         return index
     tensors = {**index.tensors, _HEAD: index.entry(_HEAD)._replace(name=_HEAD)}
     return replace(index, tensors=tensors, aliases={a: kept for a, kept in index.aliases.items() if a != _HEAD})
@@ -60,7 +60,7 @@ def with_own_head(index: TensorIndex, side: Path) -> TensorIndex:
 def usual_ties(index: TensorIndex, side: Path) -> dict[str, str]:
     """The output head that a decoder's config ties to its embedding, if it is not stored: {alias: kept name}."""
     try:
-        return _ties_in_config(index, _read_config(side)) or {}
+        return _ties_in_config(index, read_config(side)) or {}
     except CheckpointError:  # whoever needs the config reports what is wrong with it; the weights can be read without
         return {}
 
@@ -68,7 +68,7 @@ def usual_ties(index: TensorIndex, side: Path) -> dict[str, str]:
 def stored_twice(index: TensorIndex, side: Path) -> dict[str, str]:
     """Output heads that are stored, byte for byte the same as the embedding that config.json ties them to."""
     heads = [name for name in index.names if name.endswith(_HEADS)]
-    if len(heads) != 1 or _read_config(side).get("tie_word_embeddings") is not True:
+    if len(heads) != 1 or read_config(side).get("tie_word_embeddings") is not True:
         return {}
     embeddings = (name for name in index.names if name.endswith(_EMBEDDINGS))
     kept = next((name for name in embeddings if has_same_bytes(index, name, heads[0])), None)
@@ -84,7 +84,7 @@ def has_same_bytes(index: TensorIndex, first: str, second: str) -> bool:
     return all(part.tobytes() == other.tobytes() for part, other in chunks)  # memoryviews compare item by item
 
 
-def _read_config(side: Path) -> Mapping[str, Any]:
+def read_config(side: Path) -> Mapping[str, Any]:
     """The parsed config.json; empty if there is none, or it is not an object."""
     config = read_json(member(side, CONFIG)) if has_file(side, CONFIG) else {}
     return config if isinstance(config, Mapping) else {}

@@ -14,7 +14,16 @@ from pathlib import Path, PurePosixPath
 
 from fsdp_shard.checkpoint.io import atomicity, has_file
 from fsdp_shard.checkpoint.remote.store import RemoteStore
-from fsdp_shard.checkpoint.steps import MANIFEST, Manifest, Store, check_content, parse_manifest, parse_step, step_name
+from fsdp_shard.checkpoint.steps import (
+    MANIFEST,
+    Manifest,
+    Store,
+    check_content,
+    choose_step,
+    parse_manifest,
+    parse_step,
+    step_name,
+)
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.utils import format_size, fsync_path, user_cache, write_file
 
@@ -28,11 +37,12 @@ def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
     return latest
 
 
-def local_copy(url: str) -> Path:
+def local_copy(url: str, wanted: str | None = None) -> Path:
     """Download a remote run (its latest step) or step to the cache, unless it is there.
 
     Args:
         url: Address of the run or the step.
+        wanted: Another step of the run: what follows the @ in RUN@best.
 
     Returns:
         The step directory in the cache.
@@ -46,6 +56,8 @@ def local_copy(url: str) -> Path:
     step = parse_step(name)
     remote = RemoteStore(url if step is None else parent, "the address")
     found = remote.latest() if step is None else step if remote.has(step) else None
+    if wanted is not None:
+        found = choose_step(wanted, remote.steps(), remote.best(), url)
     if found is None:
         raise CheckpointError(
             f"{url} has no finished checkpoint of fsdp-shard: no step there has a {MANIFEST}. Copy checkpoints of "

@@ -26,6 +26,7 @@ from .manifest import (
     read_manifest as read_manifest,
 )
 from .step_integrity import check_content as check_content, check_files as check_files, drop_cache as drop_cache
+from .step_reference import choose_step as choose_step, split_reference as split_reference
 from .step_store import (
     BEST as BEST,
     CHECKPOINTS as CHECKPOINTS,

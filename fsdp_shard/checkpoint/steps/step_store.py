@@ -22,6 +22,7 @@ LATEST, BEST = "latest", "best"
 CONFIG_FILE = "config.yaml"  # under a run directory: the settings that made its newest step
 OPTIMIZER, TRAINER, RUN_CONFIG = "optimizer", "trainer.json", "run_config.yaml"  # under a step directory
 _NO_OPTIMIZER = f".{OPTIMIZER}.deleted"
+_POINTER_BYTES = 64  # longer than the name of any step
 
 
 def step_name(step: int) -> str:
@@ -63,9 +64,12 @@ class Store:
 
     def pointer(self, name: str) -> int | None:
         """The step that the file `name` (`latest` or `best`) names; None if there is no such file."""
+        if not has_file(self.root, name):  # a FIFO would wait for ever
+            return None
         try:
-            return parse_step((self.root / name).read_text(encoding="utf-8").strip())
-        except (OSError, UnicodeDecodeError):
+            with (self.root / name).open("rb") as file:
+                return parse_step(file.read(_POINTER_BYTES).decode("ascii", "replace").strip())
+        except OSError:
             return None
 
     def begin(self, step: int, num_bytes: int = 0) -> Path:

@@ -1,6 +1,5 @@
 """Finds the step that a run resumes from, and restores model, optimizer and trainer state, all of it or nothing."""
 
-import os
 from pathlib import Path
 
 from torch.optim import Optimizer
@@ -56,7 +55,7 @@ def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again:
 
 def _find_other(resume: str) -> Path:
     """The step directory at the path or address `resume` of a run or a step."""
-    path = checkpoint.local_copy(resume) if checkpoint.is_remote(resume) else Path(os.path.expanduser(resume))
+    path = checkpoint.local_path(resume)
     if not path.exists():
         raise CheckpointError(f"resume={resume} does not exist; give a run directory, a step directory, auto or never.")
     for root in (path, path / checkpoint.CHECKPOINTS):

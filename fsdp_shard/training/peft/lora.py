@@ -129,7 +129,8 @@ def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
             f"model.path={config.path} is an adapter itself, so adapter=lora cannot train another one on it; convert "
             f"it to a model first, or set adapter=none to train the merged model."
         )
-    return str(source.weights.resolve()) if Path(config.path).expanduser().exists() else config.path
+    is_here = not checkpoint.is_remote(config.path) and checkpoint.local_path(config.path).exists()
+    return str(source.weights.resolve()) if is_here else config.path
 
 
 def fill_new(shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: int) -> None:

@@ -27,7 +27,7 @@ def mixtral(tmp_path: Path) -> torch.nn.Module:
 
 def test_values_are_those_of_transformers(tmp_path: Path, mixtral: torch.nn.Module) -> None:
     with open_checkpoint(tmp_path) as index:
-        names = match_names(mixtral, index)  # type: ignore[arg-type]
+        names = match_names(mixtral, index).stored  # type: ignore[arg-type]
         for name, parameter in mixtral.named_parameters():
             assert torch.equal(index.read(names[name]), parameter), name
         merged = names["model.layers.0.mlp.experts.gate_up_proj"]

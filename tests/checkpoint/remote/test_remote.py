@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard.checkpoint.config import CheckpointConfig, ConvertSettings
+from fsdp_shard.checkpoint.location import locate
 from fsdp_shard.checkpoint.remote.download import fetch_step, local_copy
 from fsdp_shard.checkpoint.remote.store import RemoteStore
 from fsdp_shard.checkpoint.remote.upload import prune_remote, upload_step
@@ -92,6 +93,9 @@ def test_steps_are_listed_fetched_and_deleted(url: str, tmp_path: Path) -> None:
     remote.set_best(1)
     assert prune_remote(remote, 5, 1, None) == [], "the best step and the last one"
     assert remote._all_steps() == [1, 2], "what an interrupted upload left is gone"
+    assert locate(f"{url}@best").weights.name == locate(f"{url}@1").weights.name == "step-00000001"
+    with pytest.raises(CheckpointError, match=r"run has no step 7: its steps are 1, 2, the best is 1"):
+        locate(f"{url}@step-7")
     remote.set_best(2)
     assert prune_remote(remote, 5, 1, None) == [1]
     assert remote._all_steps() == [2]

@@ -1,0 +1,53 @@
+"""Tells weights that are quantized, by the scales and codes that are stored with them. Imports no torch."""
+
+import re
+from pathlib import Path
+
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.keys.tied_weights import read_config
+from fsdp_shard.errors import CheckpointError
+
+# What only a quantized model has, by the names that transformers' quantizers and their libraries give it.
+_MARKS = {
+    "fp8": r"_scale_inv$",
+    "mxfp4": r"_blocks$",
+    "gptq": r"\.g_idx$",
+    "awq": r"\.qweight$",
+    "bitsandbytes": r"\.weight\.(absmax|quant_map)$|\.SCB$",
+    "hqq": r"\.W_q$",
+    "quanto": r"\.weight\._data$",
+    "compressed-tensors": r"\.weight_(packed|scale)$",
+}
+_PACKED = frozenset({"U8", "I8", "I32", "F8_E4M3", "F8_E5M2"})
+
+
+def quantization(index: TensorIndex) -> str | None:
+    """The method that the weights of a checkpoint are quantized by, such as fp8; None if they are plain numbers.
+
+    Weights of a GGUF file are plain, as they are dequantized when they are read. A config that names a method for plain
+    weights is an old one.
+    """
+    names = "\n".join(index.names)
+    marks = [method for method, mark in _MARKS.items() if re.search(mark, names, re.MULTILINE)]
+    if "mxfp4" in marks and not re.search("_scales$", names, re.MULTILINE):
+        marks.remove("mxfp4")
+    is_packed = any(entry.dtype in _PACKED and len(entry.shape) > 1 for entry in index.tensors.values())
+    if not marks and not is_packed:
+        return None
+    return configured_quantization(index.model_directory) or next(iter(marks), None)
+
+
+def configured_quantization(directory: Path) -> str | None:
+    """The method that the config.json in a directory names, if it names one."""
+    config = read_config(directory).get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    return method if isinstance(method, str) else None
+
+
+def refuse_quantized(path: Path, method: str | None) -> None:
+    """Raise CheckpointError if the weights at `path` are quantized by a `method`."""
+    if method is not None:
+        raise CheckpointError(
+            f"{path} is quantized ({method}), and only weights in floating point can be run or trained here; give the "
+            f"model that it was made from, or one that transformers has dequantized and saved."
+        )

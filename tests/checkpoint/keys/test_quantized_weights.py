@@ -1,0 +1,112 @@
+"""Quantized weights are said to be quantized, and their scales are never cast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.integrations.finegrained_fp8 import FP8Linear
+
+from fsdp_shard.checkpoint import convert, locate, verify
+from fsdp_shard.checkpoint.location import open_checkpoint
+from fsdp_shard.cli import run_command
+from fsdp_shard.errors import CheckpointError
+from fsdp_shard.inference import load_dispatched
+from tests.support.tiny import byte_tokenizer, llama, llama_config
+
+Tensors = dict[str, torch.Tensor]
+LINEAR = "model.layers.0.mlp.down_proj"
+
+
+def fp8(tensors: Tensors) -> None:
+    """As transformers' own module keeps its weight."""
+    rows, columns = tensors[f"{LINEAR}.weight"].shape
+    layer = FP8Linear(columns, rows, block_size=(128, 128), activation_scheme="dynamic", has_bias=False)
+    layer.weight_scale_inv.data.fill_(0.5)
+    tensors |= {f"{LINEAR}.{name}": tensor.contiguous() for name, tensor in layer.state_dict().items()}
+
+
+def packed(*names: str, dtype: torch.dtype = torch.uint8) -> Callable[[Tensors], None]:
+    """As the writers of the other methods name what stands for a weight (they need a GPU)."""
+
+    def change(tensors: Tensors) -> None:
+        del tensors[f"{LINEAR}.weight"]
+        tensors[LINEAR + names[0]] = torch.ones(8, 4, dtype=dtype)
+        tensors.update({LINEAR + name: torch.ones(4) for name in names[1:]})
+
+    return change
+
+
+METHODS = {
+    "fp8": fp8,
+    "mxfp4": packed("_blocks", "_scales"),
+    "gptq": packed(".qweight", ".qzeros", ".scales", ".g_idx", dtype=torch.int32),
+    "awq": packed(".qweight", ".qzeros", ".scales", dtype=torch.int32),
+    "bitsandbytes": packed(".weight", ".weight.absmax", ".weight.quant_map"),
+    "compressed-tensors": packed(".weight_packed", ".weight_scale", dtype=torch.int32),
+}
+
+
+def write(directory: Path, change: Callable[[Tensors], None], method: str | None = None) -> Path:
+    tensors = {name: tensor.clone() for name, tensor in llama().state_dict().items() if name != "lm_head.weight"}
+    change(tensors)
+    config: dict[str, Any] = llama_config().to_dict()
+    if method is not None:
+        config["quantization_config"] = {"quant_method": method}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config, default=str))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_quantized_weights_are_never_cast(method: str, has_config: bool, tmp_path: Path) -> None:
+    source = write(tmp_path / "model", METHODS[method], method if has_config else None)
+    with pytest.raises(CheckpointError, match=rf"model is quantized \({method}\), and dtype=bfloat16 would cast"):
+        convert(source, tmp_path / "cast", dtype="bfloat16")
+    assert not (tmp_path / "cast").exists()
+    convert(source, tmp_path / "kept")
+    assert verify(tmp_path / "kept", source).is_sound
+    with pytest.raises(CheckpointError, match=rf"model is quantized \({method}\), and only weights in floating point"):
+        load_dispatched(source)
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "finetune", "plan"])
+def test_the_commands_say_so(command: str, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
+    source = write(tmp_path / "model", fp8, "fp8")
+    text = [f"data.path={texts / 'train.txt'}", "data.sequence_length=64"]
+    settings = {
+        "generate": [f"checkpoint={source}", "prompt=abc"],
+        "evaluate": [f"checkpoint={source}", *text],
+        "finetune": [f"model.path={source}", *text],
+        "plan": [f"model.path={source}"],
+    }[command]
+    with pytest.raises(CheckpointError, match=r"is quantized \(fp8\), and only weights in floating point"):
+        run_command([command, *settings, f"run_dir={tmp_path / 'run'}"])
+
+
+def test_a_plan_needs_only_the_config(tmp_path: Path) -> None:
+    source = write(tmp_path / "model", fp8, "fp8")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"is quantized \(fp8\)"):
+        locate(source).check_unquantized()
+
+
+def test_a_config_that_was_left_behind(tmp_path: Path) -> None:
+    """Weights in floating point are plain, whatever the config says; and float8 alone is a dtype, not a method."""
+    convert(write(tmp_path / "model", lambda tensors: None, "fp8"), tmp_path / "cast", dtype="bfloat16")
+
+    def cast(tensors: Tensors) -> None:
+        tensors[f"{LINEAR}.weight"] = tensors[f"{LINEAR}.weight"].to(torch.float8_e4m3fn)
+
+    convert(write(tmp_path / "eight", cast), tmp_path / "other", dtype="bfloat16")
+    with open_checkpoint(tmp_path / "other") as index:
+        assert index.dtypes[f"{LINEAR}.weight"] == "F8_E4M3"
