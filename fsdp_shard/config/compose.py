@@ -10,7 +10,7 @@ import io
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,8 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
 from fsdp_shard.config.config_errors import composition_error, unknown_setting
 from fsdp_shard.config.reference import settings_of
+from fsdp_shard.config.text_overrides import escape, quote_text, refuse_unquoted_list
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import check, redact, redact_setting, set_environment, shipped, walk, write_atomically
+from fsdp_shard.utils import check, redact, redact_setting, set_environment, shipped, write_atomically
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -69,13 +70,17 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
     Raises:
         ConfigError: A setting is unknown, missing, of the wrong type, out of range, or contradicts another.
     """
+    is_sweep = bool({"-m", "--multirun"} & set(arguments))
+    quoted = quote_text(arguments, settings_of(schema), is_sweep=is_sweep)
     try:
-        composed = _compose(schema, list(arguments), program)
+        composed = _compose(schema, quoted, program)
     except (ConfigError, BrokenPipeError):
         raise
     except Exception as error:  # Hydra has no base class for what it raises; assertions are among it
-        raise composition_error(error, schema, arguments) from error
-    if not composed and {"-m", "--multirun"} & set(arguments):
+        raise composition_error(error, schema, quoted) from error
+    if is_sweep and len(composed) == 1:
+        refuse_unquoted_list(arguments, quoted)
+    if is_sweep and not composed:
         raise ConfigError("Hydra's launcher or sweeper ran no job; leave hydra/launcher and hydra/sweeper unchanged.")
     jobs = [_job(config, number, overrides, schema) for config, number, overrides in composed]
     for job in jobs:
@@ -248,8 +253,17 @@ def _as_yaml(config: RunConfig) -> str:
     ]
     comment = f"# To repeat this run: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
     defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *chosen, "_self_"]})
-    settings = OmegaConf.structured(config)
-    for name, _, value in walk(config):
-        if isinstance(value, str):
-            OmegaConf.update(settings, name, redact_setting(name, value))
+    settings = OmegaConf.structured(_change_text(config, lambda name, text: escape(redact_setting(name, text))))
     return f"{comment}\n{defaults}{OmegaConf.to_yaml(settings)}"
+
+
+def _change_text(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:
+    """A copy of a config dataclass whose text is what `change` makes of its dotted name and value."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changed[field.name] = _change_text(value, change, f"{name}.")
+        elif isinstance(value, str):
+            changed[field.name] = change(name, value)
+    return dataclasses.replace(config, **changed)

@@ -30,6 +30,7 @@ from .settings import (
     changed_settings as changed_settings,
     check as check,
     check_one as check_one,
+    free_text as free_text,
     in_yaml as in_yaml,
     setting as setting,
     walk as walk,

@@ -186,7 +186,8 @@ def test_mappings_can_be_given_whole() -> None:
         ("launch.rendezvous=a:1", "launch.rendezvous=a:1 has no effect with launch.nodes=1"),
         ("launch.rendezvous=here", "launch.rendezvous=here is not host:port"),
         ("train.steps", "train.steps is not of the form name=value"),
-        ("model.path=[a", "model.path=[a cannot be parsed"),
+        ("shard.blocks=[a", "shard.blocks=[a cannot be parsed"),
+        ("-m model.path=a,b", """model.path=a,b is one text. Quote each of its values, such as 'model.path="a","b"'"""),
         ("train.warmup_steps.x=1", "train.warmup_steps is 0, not a mapping that has x"),
         ("data=a.txt", "data is a section of settings and has no value itself; did you mean data.path=a.txt?"),
         ("train.warmup_steps=null", "train.warmup_steps=null: this setting needs a value"),
@@ -237,8 +238,53 @@ def test_presets_of_the_user_go_before_shipped_ones(tmp_path: Path) -> None:
 
 def test_the_home_directory_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _one("finetune", 'run_dir="~/one"').run_dir == f"{tmp_path}/one"
+    assert _one("finetune", "run_dir=~/one").run_dir == f"{tmp_path}/one"
     assert _one("finetune", "run_dir=s3://bucket/one").run_dir == "s3://bucket/one", "which is refused by its name"
+
+
+_TEXTS = (
+    *(
+        "Hello, world",
+        "What's up",
+        'Say "hi"',
+        '"quoted"',
+        "'",
+        "a: b",
+        "[x]",
+        "{y}",
+        "choice(a,b)",
+        "a=b,c=d",
+        " ends ",
+    ),
+    *("${x}", "${", "\\${x}", "x\\\\${y}'", "${oc.env:HOME}", "true", "5", "null", "a#b", "100 %", "é"),
+    *("C:\\new", "end\\", "\\\\'", "two\nlines", "\t"),
+)
+
+
+@pytest.mark.parametrize("text", [text for text in _TEXTS if text.strip()])
+def test_text_is_taken_as_it_is(text: str, tmp_path: Path) -> None:
+    given = [f"prompt={text}", f"checkpoint=dir/{text}", f"run_dir={tmp_path}"]
+    (job,) = compose_jobs(GenerateConfig, given, "generate")
+    assert (job.config.prompt, job.config.checkpoint) == (text, f"dir/{text}")
+    write_config(job.config)
+    (again,) = compose_jobs(GenerateConfig, ["--config-dir", str(tmp_path), "--config-name", "config"], "generate")
+    assert again.config == job.config
+    swept = compose_jobs(GenerateConfig, ["-m", *given, "seed=1,2"], "generate")
+    assert [(job.config.prompt, job.config.seed) for job in swept] == [(text, 1), (text, 2)]
+
+
+def test_text_is_swept_where_each_value_is_quoted() -> None:
+    jobs = _compose("generate", "-m", """prompt="Hello, world",'Say "hi"', "${x}\"""")
+    assert [job.config.prompt for job in jobs] == ["Hello, world", 'Say "hi"', "${x}"]
+    assert _one("generate", 'prompt="a","b"').prompt == '"a","b"'
+    layouts = _compose("finetune", "-m", "checkpoint.layout=sharded,gathered")
+    assert [job.config.checkpoint.layout for job in layouts] == ["sharded", "gathered"], "a word, not text"
+
+
+def test_null_unsets_a_text_that_can_be_unset() -> None:
+    assert _one("finetune", "data.eval_path=a").data.eval_path == "a"
+    assert _one("finetune", "data.eval_path=a", "data.eval_path=null").data.eval_path is None
+    assert _one("finetune", "train.tracker_project=null").train.tracker_project == "null"
 
 
 def test_a_sweep_is_one_job_for_each_combination_each_in_its_own_directory(tmp_path: Path) -> None:
