@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
 from fsdp_shard.config.config_errors import composition_error, unknown_setting
+from fsdp_shard.config.own_file import CONFIG_NAME, register_own_file, split_own_file
 from fsdp_shard.config.reference import settings_of
 from fsdp_shard.config.text_overrides import escape, quote_text, refuse_unquoted_list
 from fsdp_shard.errors import ConfigError
@@ -61,7 +62,7 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
 
     Args:
         schema: The config dataclass of the command.
-        arguments: Overrides and flags, without the command.
+        arguments: Overrides and flags, without the command; a YAML file of the user's may come first.
         program: The command as the user typed it, for Hydra's messages.
 
     Returns:
@@ -71,13 +72,16 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
         ConfigError: A setting is unknown, missing, of the wrong type, out of range, or contradicts another.
     """
     is_sweep = bool({"-m", "--multirun"} & set(arguments))
+    own_file, arguments = split_own_file(arguments)
     quoted = quote_text(arguments, settings_of(schema), is_sweep=is_sweep)
     try:
-        composed = _compose(schema, quoted, program)
+        if own_file is not None:
+            register_own_file(own_file, schema)
+        composed = _compose(schema, quoted, program, command_of(schema) if own_file is None else CONFIG_NAME)
     except (ConfigError, BrokenPipeError):
         raise
     except Exception as error:  # Hydra has no base class for what it raises; assertions are among it
-        raise composition_error(error, schema, quoted) from error
+        raise composition_error(error, schema, quoted, own_file) from error
     if is_sweep and len(composed) == 1:
         refuse_unquoted_list(arguments, quoted)
     if is_sweep and not composed:
@@ -88,15 +92,15 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
     return jobs
 
 
-def _compose(schema: type, arguments: list[str], program: str) -> list[_Composed]:
+def _compose(schema: type, arguments: list[str], program: str, config_name: str) -> list[_Composed]:
     if not any(argument.startswith(("-", *_HYDRA_PREFIXES)) for argument in arguments):
         # hydra.main would compose it twice, first to see whether it is a sweep.
         _register(schema, ".", ())
         with hydra.initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-            return [(hydra.compose(command_of(schema), arguments), None, tuple(arguments))]
+            return [(hydra.compose(config_name, arguments), None, tuple(arguments))]
     with tempfile.TemporaryDirectory() as scratch:
         _register(schema, scratch, _FOR_JOBS)
-        return _run_hydra_main(schema, arguments, program)
+        return _run_hydra_main(arguments, program, config_name)
 
 
 def _register(schema: type, scratch: str, defaults: Sequence[Mapping[str, str]]) -> None:
@@ -114,7 +118,7 @@ def _register(schema: type, scratch: str, defaults: Sequence[Mapping[str, str]])
     store.store(group="hydra", name="config", node=conf, provider="fsdp-shard")
 
 
-def _run_hydra_main(schema: type, arguments: list[str], program: str) -> list[_Composed]:
+def _run_hydra_main(arguments: list[str], program: str, config_name: str) -> list[_Composed]:
     """Apply Hydra's flags: a sweep, a config that is only printed, presets from another directory."""
     composed: list[_Composed] = []
 
@@ -130,7 +134,7 @@ def _run_hydra_main(schema: type, arguments: list[str], program: str) -> list[_C
     sys.argv = [program, *arguments]  # from which hydra.main reads the command line
     try:
         with set_environment({"HYDRA_FULL_ERROR": "1"}), redirect_stderr(said):  # exceptions come out as they are
-            hydra.main(version_base="1.3", config_path=str(conf), config_name=command_of(schema))(collect)()
+            hydra.main(version_base="1.3", config_path=str(conf), config_name=config_name)(collect)()
     except SystemExit as leaving:
         if leaving.code:
             line = said.getvalue().strip().rpartition("\n")[2]

@@ -105,12 +105,13 @@ def help_text(schema: type, command: str) -> str:
     """The text of `--help` for a command."""
     groups = [f"  {group:<12} {', '.join(options)}" for group, options in groups_of(schema).items()]
     lines = [
-        f"{command} [name=value ...]",
+        f"{command} [FILE.yaml] [name=value ...]",
         "",
         f"  {(schema.__doc__ or '').strip().partition(chr(10))[0]}",
         "",
         "name=value sets a setting, group=option selects a set of them. -m with name=a,b runs once for each value.",
         """Text is taken as it is, with all its characters; in a sweep, quote each: 'prompt="Hi, you","Bye"'.""",
+        "FILE.yaml has settings of yours, such as `train: {steps: 100}` or `adapter: lora`; name=value overrides it.",
         "--cfg job prints the config without running, --config-dir DIR adds your presets, --debug shows tracebacks.",
         "",
         *(["Groups", *groups, ""] if groups else ()),

@@ -117,6 +117,15 @@ def test_a_copied_preset_is_used_from_its_directory(place: Path) -> None:
     assert "steps: 61" in done.out
 
 
+def test_a_copied_preset_is_the_first_argument(place: Path) -> None:
+    done = fsdp_shard("cp", "experiment/small_cpu", "mine.yaml", cwd=place)
+    assert done.out == "Copied to mine.yaml; use it with fsdp-shard finetune mine.yaml\n"
+    assert "@package" not in (place / "mine.yaml").read_text()
+    done = fsdp_shard("finetune", "mine.yaml", *_GIVEN, "--cfg", "job", cwd=place)
+    assert "steps: 60" in done.out
+    assert fsdp_shard("cp", "finetune.yaml", "whole.yaml", cwd=place).out.endswith("fsdp-shard finetune whole.yaml\n")
+
+
 def test_inspect_and_verify(checkpoint: Path) -> None:
     told = fsdp_shard("inspect", checkpoint, cwd=checkpoint)
     assert told.status == 0

@@ -236,6 +236,63 @@ def test_presets_of_the_user_go_before_shipped_ones(tmp_path: Path) -> None:
     assert _one("finetune", "experiment=small_cpu").train.steps == 60
 
 
+_OWN = "# Mine\nmodel: {path: a}\ndata.path: b\nadapter: lora\nadapter.rank: 4\ntrain:\n  steps: 61\n"
+_OWN_PRESET = "# @package _global_\ndefaults:\n  - override /adapter: lora\n  - _self_\nadapter: {rank: 4}\n"
+
+
+def test_a_file_of_ones_own_is_the_first_argument(tmp_path: Path) -> None:
+    directory = tmp_path / "a=b, [c]"
+    directory.mkdir()
+    (directory / "mine.yaml").write_text(_OWN)
+    (directory / "preset.yml").write_text(_OWN_PRESET)
+    mine, preset = str(directory / "mine.yaml"), str(directory / "preset.yml")
+    (job,) = compose_jobs(FinetuneConfig, [mine, "adapter.alpha=3"], "finetune")
+    config: Any = job.config
+    assert (config.model.path, config.data.path, config.train.steps) == ("a", "b", 61)
+    assert (config.adapter.rank, config.adapter.alpha) == (4, 3.0)
+    jobs = compose_jobs(FinetuneConfig, ["-m", mine, "train.steps=1,2"], "finetune")
+    assert [job.config.train.steps for job in jobs] == [1, 2]
+    (job,) = compose_jobs(FinetuneConfig, [preset, *_GIVEN["finetune"]], "finetune")
+    config = job.config
+    assert (config.adapter.rank, config.model.path) == (4, "org/name")
+    write_config(_one("finetune", f"run_dir={directory}", "seed=3", "shard=fsdp1"))
+    (job,) = compose_jobs(FinetuneConfig, [str(directory / "config.yaml"), "train.steps=4"], "finetune")
+    assert (job.config.seed, job.config.train.steps, type(job.config.shard)) == (3, 4, Fsdp1Config)
+    assert compose_jobs(GenerateConfig, ["checkpoint=a", "prompt=b.yaml"], "x")[0].config.prompt == "b.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train: {stepz: 3}", "FILE: train.stepz is not a setting of finetune (did you mean train.steps?)"),
+        ("train: {steps: abc}", "FILE: train.steps=abc is not a whole number."),
+        ("train: 3", "FILE: train is 3, and must have an option or settings"),
+        ("data: x", "FILE: data is x, and must have settings"),
+        ("adapter: lorra", "FILE: adapter=lorra: there is no such option; adapter has none, lora (did you mean lora?)"),
+        ("defaults: [override /shrd: a]", "FILE: Could not override 'shrd'."),
+        ("defaults: [nothing]", "FILE: there is no config nothing"),
+        ("defaults: 3", "FILE: defaults is not a list"),
+        ("defaults: [convert_schema]", "FILE is a config of convert, not of finetune."),
+        ("[a]", "FILE must have settings"),
+        ("a: [", "FILE cannot be read as YAML: "),
+        (None, "FILE: there is no such file of settings."),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_ones_own_is_named(text: str | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        compose_jobs(FinetuneConfig, [str(file), *_GIVEN["finetune"]], "finetune")
+    assert str(raised.value).startswith(said.replace("FILE", str(file)))
+
+
+def test_one_file_of_ones_own_comes_first() -> None:
+    assert "b.yaml is not of the form name=value; one file of settings is read" in _refusal("finetune", "b.yaml")
+    with pytest.raises(ConfigError, match="both name a config"):
+        compose_jobs(FinetuneConfig, ["a.yaml", "--config-name=b"], "finetune")
+
+
 def test_the_home_directory_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _one("finetune", "run_dir=~/one").run_dir == f"{tmp_path}/one"
