@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
-from fsdp_shard.config.config_errors import composition_error, unknown_setting
+from fsdp_shard.config.config_errors import close_to_flag, composition_error, unknown_setting
 from fsdp_shard.config.own_file import CONFIG_NAME, register_own_file, split_own_file
 from fsdp_shard.config.reference import settings_of
 from fsdp_shard.config.text_overrides import escape, quote_text, refuse_unquoted_list
@@ -100,7 +100,7 @@ def _compose(schema: type, arguments: list[str], program: str, config_name: str)
             return [(hydra.compose(config_name, arguments), None, tuple(arguments))]
     with tempfile.TemporaryDirectory() as scratch:
         _register(schema, scratch, _FOR_JOBS)
-        return _run_hydra_main(arguments, program, config_name)
+        return _run_hydra_main(schema, arguments, program, config_name)
 
 
 def _register(schema: type, scratch: str, defaults: Sequence[Mapping[str, str]]) -> None:
@@ -118,7 +118,7 @@ def _register(schema: type, scratch: str, defaults: Sequence[Mapping[str, str]])
     store.store(group="hydra", name="config", node=conf, provider="fsdp-shard")
 
 
-def _run_hydra_main(arguments: list[str], program: str, config_name: str) -> list[_Composed]:
+def _run_hydra_main(schema: type, arguments: list[str], program: str, config_name: str) -> list[_Composed]:
     """Apply Hydra's flags: a sweep, a config that is only printed, presets from another directory."""
     composed: list[_Composed] = []
 
@@ -139,9 +139,8 @@ def _run_hydra_main(arguments: list[str], program: str, config_name: str) -> lis
         if leaving.code:
             line = said.getvalue().strip().rpartition("\n")[2]
             message = line.partition("error: ")[2] or line  # argparse prints the usage and the program's name first
-            raise ConfigError(
-                f"{message[:1].upper()}{message[1:]}; settings have the form name=value; --help lists them."
-            ) from None
+            message = f"{message[:1].upper()}{message[1:]}{close_to_flag(message, schema)}"
+            raise ConfigError(f"{message}; settings have the form name=value; --help lists them.") from None
     else:
         sys.stderr.write(said.getvalue())
     finally:

@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from fsdp_shard.config.command_configs import command_of
+from fsdp_shard.config.names_elsewhere import known_elsewhere
 from fsdp_shard.config.own_file import CONFIG_NAME
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
@@ -95,14 +96,32 @@ def _whole_section(override: Any, inside: Sequence[str]) -> str:
 
 
 def unknown_setting(name: str, schema: type) -> str:
-    """The message for a setting that does not exist."""
+    """The message for a setting that does not exist, or not with the options that are chosen."""
+    settings = {setting.name: setting for setting in settings_of(schema)}
+    if name in settings:
+        needed = settings[name].only_with or f"the options of {name.partition('.')[0]} that have it"
+        return f"{name} needs {needed}; add that, or leave {name} out."
+    return f"{name} is not a setting of {command_of(schema)}{_close(name, schema)}. See --help for all of them."
+
+
+def close_to_flag(message: str, schema: type) -> str:
+    """Return ` (did you mean X?)` for the first of the arguments in `message`, such as `--learning_rate=1e-4`."""
+    flag = re.search(r"Unrecognized arguments: --([\w.-]+)", message, re.IGNORECASE)
+    if flag and any(setting.name == flag[1] for setting in settings_of(schema)):
+        return f" (did you mean {flag[1]}=VALUE?)"
+    return _close(flag[1], schema) if flag else ""
+
+
+def _close(name: str, schema: type) -> str:
     known = sorted({*(setting.name for setting in settings_of(schema)), *groups_of(schema)})
-    close = nearest(name, known)
-    if not close:  # or else the one whose last part is closest
-        last_parts = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
-        if matches := get_close_matches(name.rpartition(".")[2], last_parts, n=1):
-            close = f" (did you mean {last_parts[matches[0]]}?)"
-    return f"{name} is not a setting of {command_of(schema)}{close}. See --help for all of them."
+    section, _, last = name.rpartition(".")
+    if close := known_elsewhere(name, known) or (known_elsewhere(last, known) if section else ""):
+        return close
+    last_parts = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
+    if last not in last_parts and (close := nearest(name, known)):
+        return close
+    matches = get_close_matches(last, last_parts, n=1)  # the part that people remember
+    return f" (did you mean {last_parts[matches[0]]}?)" if matches else ""
 
 
 def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseException, schema: type) -> str | None:

@@ -18,6 +18,7 @@ from fsdp_shard.config import (
     GenerateConfig,
     PlanConfig,
     is_used,
+    names_elsewhere,
 )
 from fsdp_shard.config.compose import Job, compose_jobs, write_config
 from fsdp_shard.config.reference import groups_of, help_text, markdown, settings_of
@@ -143,6 +144,16 @@ def test_mappings_can_be_given_whole() -> None:
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
+        ("adapter.rank=8", "adapter.rank needs adapter=lora; add that, or leave adapter.rank out."),
+        ("optim.momentum=0.5", "optim.momentum needs optim=muon or optim=sgd; add that"),
+        ("optim=sgd optim.fused=true", "optim.fused needs optim=adamw; add that"),
+        ("train.lr=1", "train.lr is not a setting of finetune (here it is optim.lr)"),
+        ("train.sequence_length=1", "(did you mean data.sequence_length?)"),
+        (
+            "--learning_rate 1e-4",
+            "Unrecognized arguments: --learning_rate (here it is optim.lr); settings have the form",
+        ),
+        ("--train.steps=5", "Unrecognized arguments: --train.steps=5 (did you mean train.steps=VALUE?)"),
         ("train.stepz=3", "train.stepz is not a setting of finetune (did you mean train.steps?)"),
         ("trian.steps=3", "(did you mean train.steps?)"),
         ("steps=3", "(did you mean train.steps?)"),
@@ -213,6 +224,38 @@ def test_mappings_can_be_given_whole() -> None:
 )
 def test_what_is_wrong_is_named(argument: str, said: str) -> None:
     assert said in _refusal("finetune", *argument.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "here"),
+    [
+        ("finetune", "learning_rate", "optim.lr"),
+        ("finetune", "num_train_epochs", "train.epochs"),
+        ("finetune", "per_device_train_batch_size", "train.micro_batch_size"),
+        ("finetune", "gradient_accumulation_steps", "train.global_batch_size (train.micro_batch_size x ranks x accum"),
+        ("finetune", "max_seq_length", "data.sequence_length"),
+        ("finetune", "output_dir", "run_dir"),
+        ("finetune", "lora_r", "adapter=lora adapter.rank"),
+        ("finetune", "bf16", "shard.param_dtype=bfloat16"),
+        ("generate", "model_name_or_path", "checkpoint"),
+        ("generate", "torch_dtype", "dispatch.dtype"),
+        ("convert", "output_dir", "target"),
+        ("convert", "checkpoint", "source"),
+        ("plan", "max_length", "data.sequence_length"),
+    ],
+)
+def test_names_of_other_libraries_are_answered(command: str, name: str, here: str) -> None:
+    assert f"{name} is not a setting of {command} (here it is {here}" in _refusal(command, f"{name}=1")
+
+
+def test_what_other_libraries_have_is_said_only_where_it_exists() -> None:
+    assert "here it is" not in _refusal("generate", "num_train_epochs=1")
+    known = {
+        name for schema in COMMANDS.values() for name in (*groups_of(schema), *(s.name for s in settings_of(schema)))
+    }
+    here = [name.partition(" (")[0].split() for name in names_elsewhere._NAMES]
+    said = {part.partition("=")[0] for parts in here for part in parts}
+    assert said <= known, "a name that was changed"
 
 
 def test_settings_that_must_be_given_are_asked_for_by_name() -> None:
