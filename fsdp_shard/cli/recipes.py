@@ -19,7 +19,7 @@ from fsdp_shard import checkpoint, config as configs
 from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
-from fsdp_shard.utils import walk, warnings_of
+from fsdp_shard.utils import check_writable, walk, warnings_of
 
 C = TypeVar("C", bound=configs.RunConfig)
 
@@ -167,6 +167,8 @@ def _check(recipe: Recipe[C], config: C) -> None:
         check_machine(config.launch)
     _refuse_unused(config)
     checkpoint.refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
+    if config.writes:
+        check_writable(config.run_dir, f"run_dir={config.run_dir}")
     recipe.check(config)
 
 

@@ -1,6 +1,7 @@
 from .atomic_write import (
     RESULT as RESULT,
     atomic_directory as atomic_directory,
+    check_writable as check_writable,
     fsync_path as fsync_path,
     name_in_errors as name_in_errors,
     write_atomically as write_atomically,
