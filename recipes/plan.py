@@ -39,7 +39,8 @@ def main(config: PlanConfig) -> None:
         )
         print(f"\n{devices.table()}\n{devices.describe()} of {budget}")
         dispatched = {"device_map": devices.devices, "dispatch": asdict(devices)}
-    write_result(config.run_dir, figures(plan, config.device.memory_bytes) | dispatched)
+    if config.kept_run_dir is not None:
+        write_result(config.kept_run_dir, figures(plan, config.device.memory_bytes) | dispatched)
 
 
 if __name__ == "__main__":

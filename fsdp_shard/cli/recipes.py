@@ -167,7 +167,7 @@ def _check(recipe: Recipe[C], config: C) -> None:
         check_machine(config.launch)
     _refuse_unused(config)
     checkpoint.refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
-    if config.writes:
+    if config.kept_run_dir is not None:
         check_writable(config.run_dir, f"run_dir={config.run_dir}")
     recipe.check(config)
 
@@ -185,8 +185,7 @@ def _run(recipe: Recipe[C], config: C) -> None:
     if config.ranks_are == "started":
         launch(recipe.perform, config, begin=configs.write_config)
     else:
-        if config.writes:
-            configs.write_config(config)
+        configs.write_config(config)
         recipe.perform(config)
 
 

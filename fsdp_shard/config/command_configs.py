@@ -36,6 +36,7 @@ class RunConfig:
             single process.
         unused: Settings and sections that the command does not use: `--help` omits them, and setting one is an error.
         writes: Whether the command writes a run_dir, with its config.yaml.
+        is_default_run_dir: Whether run_dir was not given.
     """
 
     command: ClassVar[str] = ""
@@ -47,6 +48,17 @@ class RunConfig:
     seed: int = setting(0, "Seed of all random number generators.", minimum=0)
     debug: bool = setting(False, "Show tracebacks of errors and the messages of torch's launcher.")
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    is_default_run_dir = False  # not annotated, so that it is no setting
+
+    @property
+    def kept_run_dir(self) -> str | None:
+        """The run_dir, or None for a run that leaves no files: all that it has to say is printed."""
+        return self.run_dir if self.writes and not (self.is_default_run_dir and self._only_prints) else None
+
+    @property
+    def _only_prints(self) -> bool:
+        return False
 
 
 @dataclass
@@ -141,6 +153,10 @@ class GenerateConfig(RunConfig, GenerateSettings):
 
     run_dir: str = default_run_dir("generate")
 
+    @property
+    def _only_prints(self) -> bool:
+        return self.prompts is None and self.output is None
+
 
 @dataclass
 class PlanConfig(RunConfig, PlanSettings):
@@ -156,6 +172,10 @@ class PlanConfig(RunConfig, PlanSettings):
     optim: OptimConfig = field(default_factory=OptimConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def _only_prints(self) -> bool:
+        return True
 
     @cached_property
     def source(self) -> Location:

@@ -178,10 +178,15 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
         config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
     except OmegaConfBaseException as error:
         raise composition_error(error, schema, overrides) from error
+    if not config.run_dir:
+        raise ConfigError("run_dir is empty; give a directory, or leave it out.")
     run_dir = os.path.expanduser(config.run_dir)  # a shell does not expand the ~ in name=~/directory
     if number is not None:
         run_dir = str(Path(run_dir) / str(number))
-    return Job(dataclasses.replace(config, run_dir=run_dir), overrides)
+    config = dataclasses.replace(config, run_dir=run_dir)
+    raw: Any = OmegaConf.to_container(composed, resolve=False)
+    config.is_default_run_dir = raw["run_dir"] == schema().run_dir
+    return Job(config, overrides)
 
 
 def _fill_alternatives(composed: Any) -> None:
@@ -229,11 +234,13 @@ def _missing(missing: Sequence[str], schema: type) -> str:
 def write_config(config: RunConfig) -> None:
     """Write RUN_DIR/config.yaml atomically, replacing that of an earlier run that this one resumes.
 
-    It is a config for `--config-name`, from which the run can be repeated.
+    It is a config for `--config-name`, from which the run can be repeated. A run that leaves no files has none.
 
     Raises:
         ConfigError: `run_dir` cannot be written.
     """
+    if config.kept_run_dir is None:
+        return
     file, text = Path(config.run_dir) / "config.yaml", redact(_as_yaml(config))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

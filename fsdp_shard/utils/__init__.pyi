@@ -62,3 +62,4 @@ from .torch_private import (
     restore_frozen_parameters as restore_frozen_parameters,
     view_base as view_base,
 )
+from .work_progress import report_progress as report_progress

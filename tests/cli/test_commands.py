@@ -422,6 +422,28 @@ def test_a_recipe_can_import_its_siblings_while_it_runs(place: Path) -> None:
     assert (done.status, done.err) == (0, "")
 
 
+@pytest.mark.parametrize("given", [(), ("run_dir=kept",), ("output=o.jsonl",)])
+def test_what_only_prints_leaves_no_directory(given: tuple[str, ...], tiny_model: Path, place: Path) -> None:
+    words = ("generate", f"checkpoint={tiny_model}", "prompt=Hello, world", "generation.max_new_tokens=1", *given)
+    done = fsdp_shard(*words, cwd=place)
+    assert done.status == 0, done.err
+    if not given:
+        assert "written to" not in done.out
+        assert _left(place) == ["text.txt"]
+    else:
+        written = "kept/completions.jsonl" if given == ("run_dir=kept",) else "o.jsonl"
+        assert f"written to {written}\n" in done.out
+        assert {written, "text.txt"} < set(_left(place))
+
+
+def test_a_plan_leaves_no_directory(tiny_model: Path, place: Path) -> None:
+    words = ("plan", f"model.path={tiny_model}", "data.sequence_length=16")
+    assert fsdp_shard(*words, cwd=place).status == 0
+    assert _left(place) == ["text.txt"]
+    assert fsdp_shard(*words, "run_dir=kept", cwd=place).status == 0
+    assert _left(place) == ["kept/config.yaml", "kept/result.json", "text.txt"]
+
+
 # The shell
 
 

@@ -154,6 +154,7 @@ def test_mappings_can_be_given_whole() -> None:
             "Unrecognized arguments: --learning_rate (here it is optim.lr); settings have the form",
         ),
         ("--train.steps=5", "Unrecognized arguments: --train.steps=5 (did you mean train.steps=VALUE?)"),
+        ("run_dir=", "run_dir is empty; give a directory"),
         ("train.stepz=3", "train.stepz is not a setting of finetune (did you mean train.steps?)"),
         ("trian.steps=3", "(did you mean train.steps?)"),
         ("steps=3", "(did you mean train.steps?)"),

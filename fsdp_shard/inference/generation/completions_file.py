@@ -72,9 +72,13 @@ class CompletionsFile:
         return [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def open_completions(settings: GenerateSettings, run_dir: str, prompts: Sequence[Prompt], seed: int) -> CompletionsFile:
-    """The file that `settings` name, or completions.jsonl in `run_dir`; raises DataError as CompletionsFile does."""
-    path = Path(settings.output or Path(run_dir) / "completions.jsonl").expanduser()
+def open_completions(
+    settings: GenerateSettings, run_dir: str | None, prompts: Sequence[Prompt], seed: int
+) -> CompletionsFile | None:
+    """The file that `settings` name, or completions.jsonl in `run_dir`, else None; raises as CompletionsFile does."""
+    if settings.output is None and run_dir is None:
+        return None
+    path = Path(settings.output or Path(run_dir or "") / "completions.jsonl").expanduser()
     weights = settings.source.file_states()
     return CompletionsFile(path, completion_inputs(settings, [prompt.text for prompt in prompts], seed, weights))
 
