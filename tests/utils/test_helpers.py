@@ -10,6 +10,7 @@ from fsdp_shard.utils import (
     first_line,
     format_count,
     format_number,
+    format_size,
     redact,
     redact_setting,
     require_package,
@@ -25,6 +26,12 @@ def test_partitions_have_each_item_once_and_about_the_same_size() -> None:
     sizes = {"a": 7, "b": 5, "c": 5, "d": 1, "e": 0}
     parts = balanced_partition(sorted(sizes), 2, sizes.__getitem__)
     assert [sum(sizes[name] for name in names) for names in parts] == [8, 10]
+
+
+def test_sizes_have_one_unit_and_three_digits() -> None:
+    sizes = (0, 512, 999, 1000, 3 * 2**20, 2**30 // 8, 1000 * 2**20, 11_406_393_344, 5 * 2**50)
+    expected = ["0 B", "512 B", "999 B", "0.98 KiB", "3.00 MiB", "128 MiB", "0.98 GiB", "10.6 GiB", "5120 TiB"]
+    assert [format_size(size) for size in sizes] == expected
 
 
 def test_the_first_line_of_an_error() -> None:
