@@ -36,6 +36,7 @@ class RunConfig:
             single process.
         unused: Settings and sections that the command does not use: `--help` omits them, and setting one is an error.
         writes: Whether the command writes a run_dir, with its config.yaml.
+        headline: Figures of result.json that the table of a sweep shows.
         is_default_run_dir: Whether run_dir was not given.
     """
 
@@ -43,6 +44,7 @@ class RunConfig:
     ranks_are: ClassVar[Ranks] = "one"
     unused: ClassVar[tuple[str, ...]] = ("launch",)
     writes: ClassVar[bool] = True
+    headline: ClassVar[tuple[str, ...]] = ()
 
     run_dir: str = default_run_dir("run")
     seed: int = setting(0, "Seed of all random number generators.", minimum=0)
@@ -67,6 +69,7 @@ class FinetuneConfig(RunConfig):
 
     # `shard`, `adapter` and `optim` have the type that all options of a group share; conf/finetune.yaml chooses one.
     command: ClassVar[str] = "finetune"
+    headline: ClassVar[tuple[str, ...]] = ("final_loss", "best_loss", "tokens_per_second", "peak_memory_bytes")
     ranks_are: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
 
@@ -125,6 +128,7 @@ class ConvertConfig(RunConfig, ConvertSettings):
     """Write the weights of any checkpoint in another layout, file size or dtype."""
 
     command: ClassVar[str] = "convert"
+    headline: ClassVar[tuple[str, ...]] = ("num_bytes", "seconds")
     unused: ClassVar[tuple[str, ...]] = ("seed", "launch")
 
     run_dir: str = default_run_dir("convert")
@@ -135,6 +139,7 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
     """Evaluate a checkpoint: perplexity on a text, or tasks of lm-evaluation-harness."""
 
     command: ClassVar[str] = "evaluate"
+    headline: ClassVar[tuple[str, ...]] = ("perplexity", "loss", "seconds")
     unused: ClassVar[tuple[str, ...]] = ("seed", "launch")
 
     run_dir: str = default_run_dir("evaluate")
@@ -148,6 +153,7 @@ class GenerateConfig(RunConfig, GenerateSettings):
     """
 
     command: ClassVar[str] = "generate"
+    headline: ClassVar[tuple[str, ...]] = ("num_new_tokens", "tokens_per_second", "peak_memory_bytes")
     ranks_are: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
 
@@ -163,6 +169,7 @@ class PlanConfig(RunConfig, PlanSettings):
     """Plan the memory that each rank of a run would need, from the config alone."""
 
     command: ClassVar[str] = "plan"
+    headline: ClassVar[tuple[str, ...]] = ("peak_bytes", "fits")
     ranks_are: ClassVar[Ranks] = "planned"
     unused: ClassVar[tuple[str, ...]] = ("seed", "model.kernels")  # the activations of fused kernels cannot be measured
 

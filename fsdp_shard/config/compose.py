@@ -185,7 +185,8 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
         run_dir = str(Path(run_dir) / str(number))
     config = dataclasses.replace(config, run_dir=run_dir)
     raw: Any = OmegaConf.to_container(composed, resolve=False)
-    config.is_default_run_dir = raw["run_dir"] == schema().run_dir
+    # A sweep keeps all directories: its table is made from them.
+    config.is_default_run_dir = number is None and raw["run_dir"] == schema().run_dir
     return Job(config, overrides)
 
 

@@ -90,7 +90,7 @@ def _unknown(override: Any, schema: type, error: BaseException) -> str | None:
 
 
 def _whole_section(override: Any, inside: Sequence[str]) -> str:
-    name, value = override.key_or_group, override.get_value_element_as_str()
+    name, value = override.key_or_group, override.input_line.partition("=")[2]
     likely = f"{name}.path" if f"{name}.path" in inside else inside[0]
     return f"{name}={value}: {name} is a section of settings and has no value itself; did you mean {likely}={value}?"
 
@@ -126,9 +126,9 @@ def _close(name: str, schema: type) -> str:
 
 def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseException, schema: type) -> str | None:
     """Only options that Hydra could not find are unknown: a preset may also be in the user's --config-dir."""
-    group, option = override.key_or_group, override.get_value_element_as_str()
     if override.is_sweep_override() or not (override.value() is None or "Could not find" in str(error)):
         return None
+    group, option = override.key_or_group, override.get_value_element_as_str()
     if option in groups[group]:
         return None
     return _no_such_config(f"{group}/{option}", schema)

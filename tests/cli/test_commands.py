@@ -265,7 +265,13 @@ def test_a_sweep_runs_one_after_the_other_and_goes_on_after_a_failure(place: Pat
         "error: text.txt has no rows on this rank.",
         f"error: 2 of 3 runs failed: {place}/run/0, {place}/run/1.",
     ]
-    assert "[3/3]" in done.out
+    assert "[3/3] act=write -> " in done.out
+    assert [line.split() for line in done.out.splitlines()[-4:]] == [
+        ["run", "act", "status", "run_dir"],
+        ["1", "loss", "failed", f"{place}/run/0"],
+        ["2", "data", "failed", f"{place}/run/1"],
+        ["3", "write", "done", f"{place}/run/2"],
+    ]
     assert _left(place) == [f"run/{n}/{file}" for n in (0, 1, 2) for file in ("config.yaml", "rank-0")] + ["text.txt"]
 
 

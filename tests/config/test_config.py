@@ -401,6 +401,11 @@ def test_a_sweep_is_one_job_for_each_combination_each_in_its_own_directory(tmp_p
     assert not list(tmp_path.iterdir()), "composing writes nothing"
 
 
+def test_a_wrong_run_of_a_sweep_is_named() -> None:
+    assert "adapter.rank needs adapter=lora" in _refusal("finetune", "-m", "adapter=lora,none", "adapter.rank=4")
+    assert "data=a,b: data is a section" in _refusal("finetune", "-m", "data=a,b")
+
+
 def test_the_whole_sweep_is_checked_before_any_of_it_runs() -> None:
     assert "train.steps=0 is out of range" in _refusal("finetune", "-m", "train.steps=1,0")
 

@@ -276,8 +276,8 @@ def test_the_tree_of_units() -> None:
 
     assert tree(Fsdp2Config(norms_in_float32=True), 2) == [
         "unit                          class              units  parameters  gathered           per rank",
-        "(root)                        LlamaForCausalLM       1       9,252   18.1 KiB  18.0 KiB-18.1 KiB",
-        "  model.layers.0-11           LlamaDecoderLayer     12      12,636   24.7 KiB  24.5 KiB-24.8 KiB",
+        "(root)                        LlamaForCausalLM       1       9,252  18.1 KiB  18.0 KiB-18.1 KiB",
+        "  model.layers.0-11           LlamaDecoderLayer     12      12,636  24.7 KiB  24.5 KiB-24.8 KiB",
         "    input_layernorm           LlamaRMSNorm           1          36     144 B               72 B",
         "    post_attention_layernorm  LlamaRMSNorm           1          36     144 B               72 B",
         "  model.norm                  LlamaRMSNorm           1          36     144 B               72 B",
