@@ -9,6 +9,7 @@ from .atomic_write import (
     write_result as write_result,
 )
 from .environment import (
+    install_command as install_command,
     one_thread as one_thread,
     require_package as require_package,
     set_environment as set_environment,

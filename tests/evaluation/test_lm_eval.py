@@ -11,6 +11,7 @@ import pytest
 
 from fsdp_shard.config import EvaluateConfig, compose_jobs
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import install_command
 from tests.support.runs import run_recipe
 
 needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed")
@@ -174,7 +175,4 @@ def test_without_the_harness(tiny_model: Path, tmp_path: Path) -> None:
         "evaluate", tmp_path / "run", "task=lm_eval", "lm_eval.tasks=hellaswag", f"checkpoint={tiny_model}"
     )
     assert ended.status == 2
-    assert (
-        "task=lm_eval needs lm-eval, which is not installed. Install it with pip install 'fsdp-shard[eval]'"
-        in ended.err
-    )
+    assert f"task=lm_eval needs lm-eval, which is not installed. Install it with {install_command('eval')}" in ended.err

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import (
     balanced_partition,
+    environment,
     first_line,
     format_count,
     format_number,
     format_size,
+    install_command,
     redact,
     redact_setting,
     require_package,
@@ -53,9 +57,19 @@ def test_numbers_with_three_digits() -> None:
 
 def test_a_missing_package_names_its_extra() -> None:
     require_package("json", "lora", "adapter=lora")
-    match = r"adapter=lora needs no-package, which is not installed.*'fsdp-shard\[lora\]', or set adapter=none\."
+    match = r"adapter=lora needs no-package, which is not installed.*\[lora\]', or set adapter=none\."
     with pytest.raises(ConfigError, match=match):
         require_package("no_package", "lora", "adapter=lora", "set adapter=none")
+
+
+def test_an_extra_is_installed_as_the_package_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = Path(environment.__file__).parents[2]
+    monkeypatch.chdir(root)
+    assert install_command("lora") == "pip install -e '.[lora]'"
+    monkeypatch.chdir(tmp_path)
+    assert install_command("lora") == f"pip install -e '{root}[lora]'"
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "fsdp_shard" / "utils" / "environment.py"))
+    assert install_command("lora") == "pip install 'fsdp-shard[lora]'"
 
 
 def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
