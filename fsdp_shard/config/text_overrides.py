@@ -10,6 +10,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from fsdp_shard.config.reference import Setting
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import REQUIRED
 
 _STRING = r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
 _STRINGS = re.compile(rf"\s*{_STRING}(?:\s*,\s*{_STRING})+\s*", re.DOTALL)
@@ -22,6 +23,9 @@ def quote_text(arguments: Sequence[str], settings: Sequence[Setting], *, is_swee
         arguments: Overrides and flags, as typed.
         settings: The settings of the command.
         is_sweep: Whether several quoted strings are several values.
+
+    Raises:
+        ConfigError: A required text is empty, as `model.path=$UNSET` is.
     """
     texts = {setting.name: setting for setting in settings if setting.is_text}
     return [_quote(argument, texts, is_sweep) for argument in arguments]
@@ -32,6 +36,8 @@ def _quote(argument: str, texts: dict[str, Setting], is_sweep: bool) -> str:
     setting = texts.get(name.lstrip("+"))
     if setting is None or not equals or (text == "null" and setting.can_unset):
         return argument
+    if not text and setting.default == REQUIRED:
+        raise ConfigError(f"{name} is empty: {setting.help} Add {name}=VALUE.")
     if is_sweep and _STRINGS.fullmatch(text):
         return f"{name}={escape(text)}"
     return f"{name}={QuotedString(escape(text), Quote.single).with_quotes()}"
