@@ -16,6 +16,8 @@ from typing import Any
 
 import prepare
 
+from fsdp_shard.utils import format_size
+
 ROOT = Path("outputs/demo")
 PROMPT = "How do I open a file in Python?"
 LEAST_GAIN = 0.15
@@ -57,7 +59,7 @@ def main() -> None:
         f"in {seconds:.0f} s"
     )
     print(
-        f"while loading, no rank had more than {load['excess_bytes'] / 1e6:.0f} MB in use beside its shard and a block"
+        f"while loading, no rank had more than {format_size(load['excess_bytes'])} in use beside its shard and a block"
     )
     print(
         f"loss curve   {run}/loss.png\nmetrics      {run}/metrics.jsonl\n"

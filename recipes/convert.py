@@ -8,10 +8,15 @@ from pathlib import Path
 from fsdp_shard.checkpoint import run_conversion
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import ConvertConfig
-from fsdp_shard.utils import format_count, format_size, write_result
+from fsdp_shard.utils import check_writable, format_count, format_size, write_result
 
 
-@recipe(ConvertConfig)
+def check(config: ConvertConfig) -> None:
+    """What can be found wrong before anything is read."""
+    check_writable(Path(config.target).expanduser().parent, f"target={config.target}")
+
+
+@recipe(ConvertConfig, check=check)
 def main(config: ConvertConfig) -> None:
     """Convert `source` into the directory `target`."""
     report = run_conversion(config)

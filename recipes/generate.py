@@ -10,7 +10,7 @@ from fsdp_shard.utils import write_result
 
 def check(config: GenerateConfig) -> None:
     """Checks that need no torch."""
-    check_generation(config, config.launch, config.run_dir, config.seed)
+    check_generation(config, config.launch, config.kept_run_dir, config.seed)
     check_checkpoint(config.source)
 
 
@@ -20,9 +20,9 @@ def main(config: GenerateConfig) -> None:
     from fsdp_shard.inference import generate, join_ranks
 
     with join_ranks(config.launch, config.tensor_parallel) as context:
-        figures = generate(config, config.run_dir, config.seed, context)
-        if context is None or context.is_main:
-            write_result(config.run_dir, figures)
+        figures = generate(config, config.kept_run_dir, config.seed, context)
+        if config.kept_run_dir is not None and (context is None or context.is_main):
+            write_result(config.kept_run_dir, figures)
 
 
 if __name__ == "__main__":

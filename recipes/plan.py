@@ -43,11 +43,11 @@ def main(config: PlanConfig) -> None:
         )
         print(f"\n{devices.table()}\n{devices.describe()} of {budget}")
         dispatched = {"device_map": devices.devices, "dispatch": asdict(devices)}
-    if model.step is None:
-        write_config(config)
-        write_result(config.run_dir, figures(plan, config.device.memory_bytes) | dispatched)
-    else:
+    if model.step is not None:
         print(f"\nThe run would resume from {model.step}; nothing was written into its directory. {model.note or ''}")
+    elif config.kept_run_dir is not None:
+        write_config(config)
+        write_result(config.kept_run_dir, figures(plan, config.device.memory_bytes) | dispatched)
 
 
 if __name__ == "__main__":

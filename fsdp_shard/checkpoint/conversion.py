@@ -6,12 +6,9 @@ appears complete or not at all.
 
 import os
 import re
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +24,9 @@ from fsdp_shard.checkpoint.location import locate
 from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps import DCP_METADATA, INDEX_FILE, MANIFEST, Manifest, TargetPlan, WriteRequest
-from fsdp_shard.checkpoint.transfer import Digests, Move, Progress, compare_with, move_tensors
+from fsdp_shard.checkpoint.transfer import Digests, Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
-from fsdp_shard.utils import check, fsync_path, peak_resident_bytes, write_file
+from fsdp_shard.utils import check, fsync_path, peak_resident_bytes, report_progress, write_file
 
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf"})
 _STATES = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")  # other files of trainers
@@ -226,7 +223,7 @@ def _write(index: TensorIndex, plan: ConversionPlan, root: Path) -> None:
     for name, content in plan.target.small_files.items():
         write_file(root / name, content, sync=False)
     names = copy_model_files(plan.model_files, root, _written_dtype(plan))
-    with _progress(plan.num_weight_bytes * (2 if plan.verify else 1)) as progress:
+    with report_progress(plan.num_weight_bytes * (2 if plan.verify else 1), "convert", "B") as progress:
         digests = move_tensors(
             index, plan.moves, plan.target.files, root, _known_digests(index), progress, sync=plan.sync
         )
@@ -325,21 +322,3 @@ def _other_files(target: Path, replaced: Collection[str]) -> list[str]:
         known = {name for name in files if not name.startswith(_STATES)}
     known |= {MANIFEST, INDEX_FILE, DCP_METADATA, "pytorch_model.bin.index.json", *replaced}
     return extras + [name for name in list_files(target) if name not in known]
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Progress]:
-    """A function to call with the number of bytes done: a progress bar on a terminal, else nothing."""
-    if not sys.stderr.isatty():
-        yield lambda num_bytes: None
-        return
-    from tqdm import tqdm
-
-    lock = threading.Lock()
-    with tqdm(total=total, unit="B", unit_scale=True, desc="convert", leave=False) as bar:
-
-        def update(num_bytes: int) -> None:
-            with lock:
-                bar.update(num_bytes)
-
-        yield update

@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
   run FILE.py [name=value ...]  run your own recipe, launched like the shipped ones
 
 `fsdp-shard COMMAND --help` shows its settings. --debug shows tracebacks, --version the version.
+Settings can be kept in a YAML file, given first: fsdp-shard finetune my.yaml train.steps=100
 
   fsdp-shard finetune model.path=org/name data.path=text.txt launch.ranks=2
   fsdp-shard generate checkpoint=outputs/finetune/... prompt="Once upon a time"
@@ -225,18 +225,36 @@ def cp(arguments: Sequence[str]) -> None:
             f"{options.name} is not a shipped recipe or config{nearest(name, list(items))}. `fsdp-shard ls` lists them."
         )
     target = Path(options.destination)
-    if target.is_dir() or options.destination.endswith("/"):
+    in_directory = target.is_dir() or options.destination.endswith("/")
+    if in_directory:
         # A config keeps the name of its group, so that the directory can be given as --config-dir.
         target = target / (name if name.endswith(".yaml") else items[name].name)
     if target.exists():
         raise InputError(f"{target} already exists and is not overwritten; give another name.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(items[name], target)
+        target.write_text(_content(items[name], is_first_argument=not in_directory), encoding="utf-8")
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror}.") from error
-    hint = f"fsdp-shard run {target}" if target.suffix == ".py" else "--config-dir DIRECTORY"
-    print(f"Copied to {target}; use it with {hint}")
+    print(f"Copied to {target}; use it with {_how_to_use(name, target, options.destination if in_directory else '')}")
+
+
+def _how_to_use(name: str, target: Path, directory: str) -> str:
+    """How to run the copy of a recipe or config: `name` in `ls`, copied to the file `target` or below `directory`."""
+    group, _, option = name.removesuffix(".yaml").rpartition("/")
+    if target.suffix == ".py":
+        return f"fsdp-shard run {target}"
+    if not group:
+        return f"fsdp-shard {option} {target}"
+    if directory:
+        return f"--config-dir {directory} {group}={option}"
+    return f"fsdp-shard finetune {target}" if group == "experiment" else f"--config-dir, in a directory {group}/"
+
+
+def _content(file: Path, *, is_first_argument: bool) -> str:
+    """What a copy has: without Hydra's directive if it is to be the first argument of a command, which needs none."""
+    text = file.read_text(encoding="utf-8")
+    return text.removeprefix("# @package _global_\n") if is_first_argument else text
 
 
 def _existing(path: str) -> str:

@@ -17,9 +17,10 @@ from typing import Any, Generic, TypeVar
 
 from fsdp_shard import checkpoint, config as configs
 from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
+from fsdp_shard.cli.sweep_table import changed_settings_of, sweep_table
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
-from fsdp_shard.utils import RESULT, walk, warnings_of
+from fsdp_shard.utils import RESULT, check_writable, walk, warnings_of
 
 C = TypeVar("C", bound=configs.RunConfig)
 
@@ -125,19 +126,27 @@ def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
         for job in jobs:
             _check(find(), job.config)
     start_garbage_collection()
-    failed = []
-    for number, job in enumerate(jobs, start=1):
-        if len(jobs) > 1:
-            print(f"[{number}/{len(jobs)}] {' '.join(job.overrides)} -> {job.config.run_dir}", flush=True)
+    if len(jobs) > 1:
+        _run_sweep(find, jobs)
+    elif jobs:
+        _run(find(), jobs[0].config)
+
+
+def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) -> None:
+    """Run all jobs, one by one, and print their figures as a table; RunError if any has failed."""
+    failed: list[str] = []
+    for number, (job, changed) in enumerate(zip(jobs, changed_settings_of(jobs), strict=True), start=1):
+        settings = " ".join(f"{name}={value}" for name, value in changed.items())
+        print(f"[{number}/{len(jobs)}] {settings} -> {job.config.run_dir}", flush=True)
         try:
             _run(find(), job.config)
         except FsdpShardError as error:
-            if len(jobs) == 1 or isinstance(error, Interrupted):
+            if isinstance(error, Interrupted):
                 raise
             failed.append(job.config.run_dir)
             print_error(error, job.config.debug)
-        if number < len(jobs):
-            gc.collect()  # reference cycles hold the job's model and optimizer, and the next one needs their memory
+        gc.collect()  # reference cycles hold the job's model and optimizer, and the next one needs their memory
+    print(f"\n{sweep_table(jobs, failed)}", flush=True)
     if failed:
         raise RunError(f"{len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}.")
 
@@ -180,6 +189,8 @@ def _check(recipe: Recipe[C], config: C) -> None:
     checkpoint.refuse_remote(config.run_dir, "run_dir", "set checkpoint.remote to have what finetune saves uploaded.")
     if config.writes and not config.takes_training_run:
         _refuse_training_run(config)
+    if config.kept_run_dir is not None:
+        check_writable(config.run_dir, f"run_dir={config.run_dir}")
     recipe.check(config)
 
 
@@ -205,7 +216,7 @@ def _run(recipe: Recipe[C], config: C) -> None:
     if config.ranks_are == "started":
         launch(recipe.perform, config, begin=_make_run_dir if recipe.writes_config else configs.write_config)
     else:
-        if config.writes and not recipe.writes_config:
+        if not recipe.writes_config:
             configs.write_config(config)
         recipe.perform(config)
 

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from fsdp_shard.checkpoint import DEFAULT_SHARD_SIZE, CheckpointConfig, ConvertSettings, Location, locate
+from fsdp_shard.config.config_yaml import as_yaml
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.errors import ConfigError
@@ -14,7 +15,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import PlannedDispatchConfig, PlanSettings
 from fsdp_shard.sharding import WRAPPERS, ShardConfig
 from fsdp_shard.training import OPTIMIZERS, AdapterConfig, LoraConfig, OptimConfig, TrainConfig
-from fsdp_shard.utils import redact, redact_setting, setting, walk
+from fsdp_shard.utils import setting
 
 Ranks = Literal["started", "planned", "one"]
 
@@ -37,6 +38,8 @@ class RunConfig:
         unused: Settings and sections that the command does not use: `--help` omits them, and setting one is an error.
         writes: Whether the command writes a run_dir, with its config.yaml.
         takes_training_run: Whether run_dir may be that of a training run, whose files another command would replace.
+        headline: Figures of result.json that the table of a sweep shows.
+        is_default_run_dir: Whether run_dir was not given.
     """
 
     command: ClassVar[str] = ""
@@ -44,32 +47,33 @@ class RunConfig:
     unused: ClassVar[tuple[str, ...]] = ("launch",)
     writes: ClassVar[bool] = True
     takes_training_run: ClassVar[bool] = False
+    headline: ClassVar[tuple[str, ...]] = ()
 
     run_dir: str = default_run_dir("run")
     seed: int = setting(0, "Seed of all random number generators.", minimum=0)
     debug: bool = setting(False, "Show tracebacks of errors and the messages of torch's launcher.")
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
+    is_default_run_dir = False  # not annotated, so that it is no setting
+
+    @property
+    def kept_run_dir(self) -> str | None:
+        """The run_dir, or None for a run that leaves no files: all that it has to say is printed."""
+        return self.run_dir if self.writes and not (self.is_default_run_dir and self._only_prints) else None
+
+    @property
+    def _only_prints(self) -> bool:
+        return False
+
     def to_yaml(self) -> str:
         """All settings, without secrets, and a defaults list with the dataclass of each group."""
-        from omegaconf import OmegaConf
-
-        command = command_of(type(self))
-        chosen: list[Any] = [
-            {member.name: option}
+        chosen = {
+            member.name: option
             for member in fields(self)
             for option, node in OPTIONS.get(member.name, {}).items()
             if type(getattr(self, member.name)) is node
-        ]
-        comment = (
-            f"# To repeat this run: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
-        )
-        defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *chosen, "_self_"]})
-        settings = OmegaConf.structured(self)
-        for name, _, value in walk(self):
-            if isinstance(value, str):
-                OmegaConf.update(settings, name, redact_setting(name, value))
-        return redact(f"{comment}\n{defaults}{OmegaConf.to_yaml(settings)}")
+        }
+        return as_yaml(self, command_of(type(self)), chosen)
 
 
 @dataclass
@@ -78,6 +82,7 @@ class FinetuneConfig(RunConfig):
 
     # `shard`, `adapter` and `optim` have the type that all options of a group share; conf/finetune.yaml chooses one.
     command: ClassVar[str] = "finetune"
+    headline: ClassVar[tuple[str, ...]] = ("final_loss", "best_loss", "tokens_per_second", "peak_memory_bytes")
     ranks_are: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
     takes_training_run: ClassVar[bool] = True
@@ -137,6 +142,7 @@ class ConvertConfig(RunConfig, ConvertSettings):
     """Write the weights of any checkpoint in another layout, file size or dtype."""
 
     command: ClassVar[str] = "convert"
+    headline: ClassVar[tuple[str, ...]] = ("num_bytes", "seconds")
     unused: ClassVar[tuple[str, ...]] = ("seed", "launch")
 
     run_dir: str = default_run_dir("convert")
@@ -147,6 +153,7 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
     """Evaluate a checkpoint: perplexity on a text, or tasks of lm-evaluation-harness."""
 
     command: ClassVar[str] = "evaluate"
+    headline: ClassVar[tuple[str, ...]] = ("perplexity", "loss", "seconds")
     unused: ClassVar[tuple[str, ...]] = ("seed", "launch")
 
     run_dir: str = default_run_dir("evaluate")
@@ -160,10 +167,15 @@ class GenerateConfig(RunConfig, GenerateSettings):
     """
 
     command: ClassVar[str] = "generate"
+    headline: ClassVar[tuple[str, ...]] = ("num_new_tokens", "tokens_per_second", "peak_memory_bytes")
     ranks_are: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
 
     run_dir: str = default_run_dir("generate")
+
+    @property
+    def _only_prints(self) -> bool:
+        return self.prompts is None and self.output is None
 
 
 @dataclass
@@ -171,6 +183,7 @@ class PlanConfig(RunConfig, PlanSettings):
     """Plan the memory that each rank of a run would need, from the config alone."""
 
     command: ClassVar[str] = "plan"
+    headline: ClassVar[tuple[str, ...]] = ("peak_bytes", "fits")
     ranks_are: ClassVar[Ranks] = "planned"
     takes_training_run: ClassVar[bool] = True
     unused: ClassVar[tuple[str, ...]] = ("seed", "model.kernels")  # the activations of fused kernels cannot be measured
@@ -181,6 +194,10 @@ class PlanConfig(RunConfig, PlanSettings):
     optim: OptimConfig = field(default_factory=OptimConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def _only_prints(self) -> bool:
+        return True
 
     @cached_property
     def source(self) -> Location:

@@ -24,8 +24,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fsdp_shard.checkpoint import CONFIG_FILE
 from fsdp_shard.config.command_configs import OPTIONS, RunConfig, command_of
-from fsdp_shard.config.config_errors import composition_error, unknown_setting
+from fsdp_shard.config.config_errors import close_to_flag, composition_error, unknown_setting
+from fsdp_shard.config.own_file import CONFIG_NAME, register_own_file, split_own_file
 from fsdp_shard.config.reference import settings_of
+from fsdp_shard.config.text_overrides import quote_text, refuse_unquoted_list
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import check, set_environment, shipped, write_atomically
 
@@ -61,7 +63,7 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
 
     Args:
         schema: The config dataclass of the command.
-        arguments: Overrides and flags, without the command.
+        arguments: Overrides and flags, without the command; a YAML file of the user's may come first.
         program: The command as the user typed it, for Hydra's messages.
 
     Returns:
@@ -70,13 +72,20 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
     Raises:
         ConfigError: A setting is unknown, missing, of the wrong type, out of range, or contradicts another.
     """
+    is_sweep = bool({"-m", "--multirun"} & set(arguments))
+    own_file, arguments = split_own_file(arguments)
+    quoted = quote_text(arguments, settings_of(schema), is_sweep=is_sweep)
     try:
-        composed = _compose(schema, list(arguments), program)
+        if own_file is not None:
+            register_own_file(own_file, schema)
+        composed = _compose(schema, quoted, program, command_of(schema) if own_file is None else CONFIG_NAME)
     except (ConfigError, BrokenPipeError):
         raise
     except Exception as error:  # Hydra has no base class for what it raises; assertions are among it
-        raise composition_error(error, schema, arguments) from error
-    if not composed and {"-m", "--multirun"} & set(arguments):
+        raise composition_error(error, schema, quoted, own_file) from error
+    if is_sweep and len(composed) == 1:
+        refuse_unquoted_list(arguments, quoted)
+    if is_sweep and not composed:
         raise ConfigError("Hydra's launcher or sweeper ran no job; leave hydra/launcher and hydra/sweeper unchanged.")
     jobs = [_job(config, number, overrides, schema) for config, number, overrides in composed]
     for job in jobs:
@@ -84,15 +93,15 @@ def compose_jobs(schema: type[C], arguments: Sequence[str], program: str) -> lis
     return jobs
 
 
-def _compose(schema: type, arguments: list[str], program: str) -> list[_Composed]:
+def _compose(schema: type, arguments: list[str], program: str, config_name: str) -> list[_Composed]:
     if not any(argument.startswith(("-", *_HYDRA_PREFIXES)) for argument in arguments):
         # hydra.main would compose it twice, first to see whether it is a sweep.
         _register(schema, ".", ())
         with hydra.initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-            return [(hydra.compose(command_of(schema), arguments), None, tuple(arguments))]
+            return [(hydra.compose(config_name, arguments), None, tuple(arguments))]
     with tempfile.TemporaryDirectory() as scratch:
         _register(schema, scratch, _FOR_JOBS)
-        return _run_hydra_main(schema, arguments, program)
+        return _run_hydra_main(schema, arguments, program, config_name)
 
 
 def _register(schema: type, scratch: str, defaults: Sequence[Mapping[str, str]]) -> None:
@@ -110,7 +119,7 @@ def _register(schema: type, scratch: str, defaults: Sequence[Mapping[str, str]])
     store.store(group="hydra", name="config", node=conf, provider="fsdp-shard")
 
 
-def _run_hydra_main(schema: type, arguments: list[str], program: str) -> list[_Composed]:
+def _run_hydra_main(schema: type, arguments: list[str], program: str, config_name: str) -> list[_Composed]:
     """Apply Hydra's flags: a sweep, a config that is only printed, presets from another directory."""
     composed: list[_Composed] = []
 
@@ -126,14 +135,13 @@ def _run_hydra_main(schema: type, arguments: list[str], program: str) -> list[_C
     sys.argv = [program, *arguments]  # from which hydra.main reads the command line
     try:
         with set_environment({"HYDRA_FULL_ERROR": "1"}), redirect_stderr(said):  # exceptions come out as they are
-            hydra.main(version_base="1.3", config_path=str(conf), config_name=command_of(schema))(collect)()
+            hydra.main(version_base="1.3", config_path=str(conf), config_name=config_name)(collect)()
     except SystemExit as leaving:
         if leaving.code:
             line = said.getvalue().strip().rpartition("\n")[2]
             message = line.partition("error: ")[2] or line  # argparse prints the usage and the program's name first
-            raise ConfigError(
-                f"{message[:1].upper()}{message[1:]}; settings have the form name=value; --help lists them."
-            ) from None
+            message = f"{message[:1].upper()}{message[1:]}{close_to_flag(message, schema)}"
+            raise ConfigError(f"{message}; settings have the form name=value; --help lists them.") from None
     else:
         sys.stderr.write(said.getvalue())
     finally:
@@ -171,10 +179,16 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
         config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
     except OmegaConfBaseException as error:
         raise composition_error(error, schema, overrides) from error
+    if not config.run_dir:
+        raise ConfigError("run_dir is empty; give a directory, or leave it out.")
     run_dir = os.path.expanduser(config.run_dir)  # a shell does not expand the ~ in name=~/directory
     if number is not None:
         run_dir = str(Path(run_dir) / str(number))
-    return Job(dataclasses.replace(config, run_dir=run_dir), overrides)
+    config = dataclasses.replace(config, run_dir=run_dir)
+    raw: Any = OmegaConf.to_container(composed, resolve=False)
+    # A sweep keeps all directories: its table is made from them.
+    config.is_default_run_dir = number is None and raw["run_dir"] == schema().run_dir
+    return Job(config, overrides)
 
 
 def _fill_alternatives(composed: Any) -> None:
@@ -222,11 +236,13 @@ def _missing(missing: Sequence[str], schema: type) -> str:
 def write_config(config: RunConfig) -> None:
     """Write RUN_DIR/config.yaml atomically, replacing that of an earlier run that this one resumes.
 
-    It is a config for `--config-name`, from which the run can be repeated.
+    It is a config for `--config-name`, from which the run can be repeated. A run that leaves no files has none.
 
     Raises:
         ConfigError: `run_dir` cannot be written.
     """
+    if config.kept_run_dir is None:
+        return
     file, text = Path(config.run_dir) / CONFIG_FILE, config.to_yaml()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

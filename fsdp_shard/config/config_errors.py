@@ -11,17 +11,38 @@ from hydra.errors import HydraException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from fsdp_shard.config.command_configs import command_of
+from fsdp_shard.config.names_elsewhere import known_elsewhere
+from fsdp_shard.config.own_file import CONFIG_NAME
 from fsdp_shard.config.reference import groups_of, settings_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import nearest
 
 
-def composition_error(error: BaseException, schema: type, arguments: Sequence[str]) -> ConfigError:
-    """The ConfigError for an exception of Hydra or OmegaConf while composing `schema` from `arguments`."""
+def composition_error(
+    error: BaseException, schema: type, arguments: Sequence[str], own_file: str | None = None
+) -> ConfigError:
+    """The ConfigError for an exception of Hydra or OmegaConf.
+
+    Args:
+        error: What was raised while composing.
+        schema: The config dataclass of the command.
+        arguments: Overrides and flags.
+        own_file: The user's file of settings.
+    """
     if said := _wrong_override(error, schema, arguments) or _wrong_value(error, schema):
-        return ConfigError(said)
+        return ConfigError(said.replace(f"{CONFIG_NAME}.yaml", own_file or ""))
+    if own_file is not None and (match := re.search(r"Could not (?:find|load) '([^']+)'", str(error))):
+        return ConfigError(f"{own_file}: {_no_such_config(match[1], schema)}")
     said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
-    return ConfigError(" ".join(said.split()).replace(f"{Path.cwd()}/", ""))
+    said = " ".join(said.split()).replace(f"{Path.cwd()}/", "")
+    return ConfigError(said.replace(f"In '{CONFIG_NAME}'", own_file or ""))
+
+
+def _no_such_config(name: str, schema: type) -> str:
+    group, _, option = name.rpartition("/")
+    if options := groups_of(schema).get(group):
+        return f"{group}={option}: there is no such option; {group} has {', '.join(options)}{nearest(option, options)}."
+    return f"there is no config {name}; `fsdp-shard ls` lists them."
 
 
 def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]) -> str | None:
@@ -41,7 +62,9 @@ def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]
 
 def _unreadable(argument: str) -> str:
     if "=" not in argument:
-        return f"{argument} is not of the form name=value, such as train.steps=100."
+        is_file = argument.endswith((".yaml", ".yml"))
+        hint = "; one file of settings is read, and must come first" if is_file else ", such as seed=1"
+        return f"{argument} is not of the form name=value{hint}."
     name, _, value = argument.partition("=")
     return (
         f"{argument} cannot be parsed: the value of {name} has a character with a special meaning in Hydra. "
@@ -54,7 +77,7 @@ def _unknown(override: Any, schema: type, error: BaseException) -> str | None:
     groups = groups_of(schema)
     name = override.key_or_group
     if name in groups:
-        return _unknown_option(override, groups, error)
+        return _unknown_option(override, groups, error, schema)
     if name in settings:
         return None
     if inside := [setting.name for setting in settings.values() if setting.name.startswith(f"{name}.")]:
@@ -67,31 +90,48 @@ def _unknown(override: Any, schema: type, error: BaseException) -> str | None:
 
 
 def _whole_section(override: Any, inside: Sequence[str]) -> str:
-    name, value = override.key_or_group, override.get_value_element_as_str()
+    name, value = override.key_or_group, override.input_line.partition("=")[2]
     likely = f"{name}.path" if f"{name}.path" in inside else inside[0]
     return f"{name}={value}: {name} is a section of settings and has no value itself; did you mean {likely}={value}?"
 
 
 def unknown_setting(name: str, schema: type) -> str:
-    """The message for a setting that does not exist."""
+    """The message for a setting that does not exist, or not with the options that are chosen."""
+    settings = {setting.name: setting for setting in settings_of(schema)}
+    if name in settings:
+        needed = settings[name].only_with or f"the options of {name.partition('.')[0]} that have it"
+        return f"{name} needs {needed}; add that, or leave {name} out."
+    return f"{name} is not a setting of {command_of(schema)}{_close(name, schema)}. See --help for all of them."
+
+
+def close_to_flag(message: str, schema: type) -> str:
+    """Return ` (did you mean X?)` for the first of the arguments in `message`, such as `--learning_rate=1e-4`."""
+    flag = re.search(r"Unrecognized arguments: --([\w.-]+)", message, re.IGNORECASE)
+    if flag and any(setting.name == flag[1] for setting in settings_of(schema)):
+        return f" (did you mean {flag[1]}=VALUE?)"
+    return _close(flag[1], schema) if flag else ""
+
+
+def _close(name: str, schema: type) -> str:
     known = sorted({*(setting.name for setting in settings_of(schema)), *groups_of(schema)})
-    close = nearest(name, known)
-    if not close:  # or else the one whose last part is closest
-        last_parts = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
-        if matches := get_close_matches(name.rpartition(".")[2], last_parts, n=1):
-            close = f" (did you mean {last_parts[matches[0]]}?)"
-    return f"{name} is not a setting of {command_of(schema)}{close}. See --help for all of them."
+    section, _, last = name.rpartition(".")
+    if close := known_elsewhere(name, known) or (known_elsewhere(last, known) if section else ""):
+        return close
+    last_parts = {setting.rpartition(".")[2]: setting for setting in reversed(known)}
+    if last not in last_parts and (close := nearest(name, known)):
+        return close
+    matches = get_close_matches(last, last_parts, n=1)  # the part that people remember
+    return f" (did you mean {last_parts[matches[0]]}?)" if matches else ""
 
 
-def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseException) -> str | None:
+def _unknown_option(override: Any, groups: dict[str, list[str]], error: BaseException, schema: type) -> str | None:
     """Only options that Hydra could not find are unknown: a preset may also be in the user's --config-dir."""
-    group, option = override.key_or_group, override.get_value_element_as_str()
     if override.is_sweep_override() or not (override.value() is None or "Could not find" in str(error)):
         return None
-    options = groups[group]
-    if option in options:
+    group, option = override.key_or_group, override.get_value_element_as_str()
+    if option in groups[group]:
         return None
-    return f"{group}={option}: there is no such option; {group} has {', '.join(options)}{nearest(option, options)}."
+    return _no_such_config(f"{group}/{option}", schema)
 
 
 def _wrong_value(error: BaseException, schema: type) -> str | None:

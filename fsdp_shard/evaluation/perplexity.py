@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.data import MASKED, MapDataset, prepare_held_out
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
 from fsdp_shard.inference import context_length
-from fsdp_shard.utils import format_count
+from fsdp_shard.utils import format_count, report_progress
 
 _MAX_LOSS = 700.0  # exp of more overflows a double
 
@@ -51,8 +50,8 @@ class PerplexityEvaluation:
 
     def measure(self, model: PreTrainedModel) -> Figures:
         """Run all windows; raises LossError if a loss is not finite."""
-        with tqdm(total=len(self.windows), unit="window", desc="evaluate", disable=None) as bar:
-            found = perplexity(model, self.windows, self.batch_size, bar.update)
+        with report_progress(len(self.windows), "evaluate", "windows") as count:
+            found = perplexity(model, self.windows, self.batch_size, count)
         text = (
             f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}) over {format_count(found.num_tokens, 'token')}"
         )

@@ -10,7 +10,7 @@ from fsdp_shard.checkpoint import Location, SourceSettings, locate
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import REMOTE_CODE
-from fsdp_shard.utils import REQUIRED, Parsed, changed_settings, nearest, parse_size, setting
+from fsdp_shard.utils import REQUIRED, Parsed, changed_settings, free_text, nearest, parse_size, setting
 
 Device = int | str
 """A device for a block: the number of a GPU, `cpu`, or `disk`, from which it is read each time it runs."""
@@ -174,7 +174,7 @@ class GenerateSettings(SourceSettings):
     checkpoint: str = setting(
         REQUIRED, "A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
     )
-    prompt: str | None = setting(None, "Text to continue; - reads it from standard input.")
+    prompt: str | None = free_text("Text to continue; - reads it from standard input, without the newline at its end.")
     prompts: str | None = setting(
         None,
         'A file of prompts, instead of prompt: .jsonl with rows {"prompt": ...}, or .txt with one per line; - reads '

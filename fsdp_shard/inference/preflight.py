@@ -15,13 +15,13 @@ def check_checkpoint(source: Location) -> None:
     check_model_config(source.directory)
 
 
-def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: str, seed: int) -> None:
+def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: str | None, seed: int) -> None:
     """Check the prompts, the output file and the number of ranks.
 
     Args:
         settings: The settings of `generate`.
         launch: Number of ranks, and how they are started.
-        run_dir: Directory of the output, unless `settings.output` names a file.
+        run_dir: Directory of the output, unless `settings.output` names a file; None to keep none.
         seed: Seed of sampling; an output file of another seed is not resumed.
 
     Raises:

@@ -13,6 +13,12 @@ from fsdp_shard.errors import ModelError
 from fsdp_shard.models.transformers_private import build_from_config, initialize, model_classes
 from fsdp_shard.utils import first_line, non_persistent_buffers
 
+_AUTO_CLASSES: dict[str, Any] = {
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
+    "masked_lm": transformers.AutoModelForMaskedLM,
+    "sequence_classification": transformers.AutoModelForSequenceClassification,
+}
+
 
 def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load the transformers config of a model.
@@ -61,22 +67,35 @@ def check_model_task(config: PretrainedConfig, task: str) -> None:
     Raises:
         ModelError: The class is for another task.
     """
-    if task == "causal_lm":
-        check_causal(config)
-        return
-    auto = {
-        "seq2seq": transformers.AutoModelForSeq2SeqLM,
-        "masked_lm": transformers.AutoModelForMaskedLM,
-        "sequence_classification": transformers.AutoModelForSequenceClassification,
-    }[task]
     name, _ = named_class(config)
+    if task == "causal_lm":
+        try:
+            check_causal(config)
+        except ModelError as error:
+            raise ModelError(f"{error}{_fitting_tasks(config)}") from error
+        return
+    auto = _AUTO_CLASSES[task]
     fitting = [cls.__name__ for cls in model_classes(auto, config)]
     if name not in fitting:
         needed = " or ".join(fitting) or f"model of its kind, and transformers has none of type {config.model_type}"
         raise ModelError(
-            f"The model is a {name}, but model.task={task} needs a {needed}. Convert it with "
-            f"transformers' {auto.__name__}.from_pretrained(...) and save it, or choose another model.task."
+            f"The model is a {name}, but model.task={task} needs a {needed}. Convert it with transformers' "
+            f"{auto.__name__}.from_pretrained(...) and save it, or choose another task.{_fitting_tasks(config)}"
         )
+
+
+def _fitting_tasks(config: PretrainedConfig) -> str:
+    """` Set model.task=X, which fits a Y.`, or an empty string if no task does."""
+    name, cls = named_class(config)
+    fitting = [
+        task
+        for task, auto in _AUTO_CLASSES.items()
+        if (classes := [found.__name__ for found in model_classes(auto, config)])
+        and (name in classes or (not config.architectures and config.is_encoder_decoder == (task == "seq2seq")))
+    ]
+    if not config.is_encoder_decoder and cls is not None and cls.can_generate():
+        fitting.insert(0, "causal_lm")
+    return f" Set model.task={' or '.join(fitting)}, which fits a {name}." if fitting else ""
 
 
 def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -167,7 +186,9 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
             for name, buffer in buffers.items():
                 setattr(module, name, torch.empty_like(buffer, device=device))
             initialize(owner, module)
-        for model_around in dict.fromkeys(owners.values()):  # some compute the buffers of modules inside of them (Falcon-H1)
+        for model_around in dict.fromkeys(
+            owners.values()
+        ):  # some compute the buffers of modules inside of them (Falcon-H1)
             if all(param.is_meta for param in model_around.parameters()):
                 initialize(model_around, model_around)
 

@@ -29,13 +29,13 @@ def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
 
 def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
     """The plan as text: the model, its blocks, the ranks, and whether they fit in `memory_bytes`."""
-    sizes = ", ".join(f"{gib(num_bytes)} in {dtype}" for dtype, num_bytes in plan.bytes_by_dtype.items())
+    sizes = ", ".join(f"{format_size(num_bytes)} in {dtype}" for dtype, num_bytes in plan.bytes_by_dtype.items())
     head = f"{plan.model_class}: {format_number(plan.num_params)} parameters, {sizes}"
     if plan.num_trained < plan.num_params:
         head += f"; {format_number(plan.num_trained)} are trained, the others are frozen"
     staging = max(rank.staging_bytes for rank in plan.per_rank)
     staged = (
-        f"Asynchronous saves copy up to {gib(staging)} per rank into host memory, not included in the peak; "
+        f"Asynchronous saves copy up to {format_size(staging)} per rank into host memory, not included in the peak; "
         f"checkpoint.asynchronous=false avoids the copy."
     )
     return "\n".join(
@@ -53,14 +53,8 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
     )
 
 
-def gib(num_bytes: int | None) -> str:
-    """Format `num_bytes` in GiB, MiB or KiB; `?` when it is None."""
-    if num_bytes is None:
-        return "?"
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if num_bytes >= unit / 10:
-            return f"{num_bytes / unit:.2f} {name}"
-    return f"{num_bytes / 2**10:.2f} KiB"
+def _size(num_bytes: int | None) -> str:
+    return "?" if num_bytes is None else format_size(num_bytes)
 
 
 def _block_rows(blocks: Sequence[Block]) -> list[list[str]]:
@@ -69,7 +63,7 @@ def _block_rows(blocks: Sequence[Block]) -> list[list[str]]:
     for (cls, num_params, num_bytes), run in groupby(blocks, key=lambda b: (b.cls, b.num_params, b.num_bytes)):
         found = list(run)
         name = found[0].fqn if len(found) == 1 else f"{found[0].fqn} ... {found[-1].fqn}"
-        sizes = [format_number(num_params), gib(num_bytes)] if num_params else ["tied", "tied"]
+        sizes = [format_number(num_params), format_size(num_bytes)] if num_params else ["tied", "tied"]
         rows.append([name or "(root)", cls, str(len(found)), *sizes])
     return rows
 
@@ -80,7 +74,7 @@ def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
     for _, run in groupby(ranks, key=lambda rank: [getattr(rank, f"{column}_bytes") for column in _COLUMNS]):
         found = list(run)
         name = str(found[0].rank) if len(found) == 1 else f"{found[0].rank} to {found[-1].rank}"
-        rows.append([name, *(gib(getattr(found[0], f"{column}_bytes")) for column in _COLUMNS)])
+        rows.append([name, *(_size(getattr(found[0], f"{column}_bytes")) for column in _COLUMNS)])
     return rows
 
 
@@ -90,10 +84,10 @@ def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
     balance = f"The fullest rank holds {plan.balance:.2f} x the mean."
     if memory_bytes is None:
         return f"{balance} Set device.memory, such as device.memory=80GB, to see whether it fits."
-    memory = f"{format_size(memory_bytes)} ({gib(memory_bytes)})"
+    memory = format_size(memory_bytes)
     if plan.fits(memory_bytes):
-        return f"{balance} Fits in {memory} with {gib(memory_bytes - plan.peak_bytes)} to spare."
+        return f"{balance} Fits in {memory} with {format_size(memory_bytes - plan.peak_bytes)} to spare."
     return (
-        f"{balance} Does NOT fit in {memory}: {gib(plan.peak_bytes - memory_bytes)} too much. Try "
+        f"{balance} Does NOT fit in {memory}: {format_size(plan.peak_bytes - memory_bytes)} too much. Try "
         f"more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true or shard.cpu_offload=true."
     )

@@ -1,6 +1,7 @@
 from .atomic_write import (
     RESULT as RESULT,
     atomic_directory as atomic_directory,
+    check_writable as check_writable,
     fsync_path as fsync_path,
     name_in_errors as name_in_errors,
     write_atomically as write_atomically,
@@ -8,6 +9,7 @@ from .atomic_write import (
     write_result as write_result,
 )
 from .environment import (
+    install_command as install_command,
     one_thread as one_thread,
     require_package as require_package,
     set_environment as set_environment,
@@ -30,6 +32,7 @@ from .settings import (
     changed_settings as changed_settings,
     check as check,
     check_one as check_one,
+    free_text as free_text,
     in_yaml as in_yaml,
     setting as setting,
     walk as walk,
@@ -60,3 +63,4 @@ from .torch_private import (
     restore_frozen_parameters as restore_frozen_parameters,
     view_base as view_base,
 )
+from .work_progress import report_progress as report_progress

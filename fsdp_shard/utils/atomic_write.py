@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils.secrets import redact
 
 RESULT = "result.json"
@@ -35,6 +37,28 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
         raise
     if sync:
         fsync_path(path.parent)
+
+
+def check_writable(directory: str | os.PathLike[str], setting: str) -> None:
+    """Check that files can be written in a directory that may not exist yet, without leaving any.
+
+    Args:
+        directory: The directory.
+        setting: The setting that it comes from, as `name=value`, for errors.
+
+    Raises:
+        ConfigError: A parent of it is a file, or does not allow to write.
+    """
+    path = Path(directory).expanduser().absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{setting} cannot be written: {existing} is a file, not a directory; give another one.")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"{setting} cannot be written: {reason} in {existing}; give another directory.") from error
 
 
 def write_result(run_dir: str | os.PathLike[str], figures: Mapping[str, Any]) -> Path:

@@ -44,8 +44,16 @@ def require_package(module: str, extra: str, needed_by: str, alternative: str = 
         instead = f", or {alternative}" if alternative else ""
         raise ConfigError(
             f"{needed_by} needs {module.replace('_', '-')}, which is not installed. Install it with "
-            f"pip install 'fsdp-shard[{extra}]'{instead}."
+            f"{install_command(extra)}{instead}."
         )
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra of fsdp-shard in the way that the package was installed."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "pyproject.toml").is_file():
+        return f"pip install 'fsdp-shard[{extra}]'"
+    return f"pip install -e '{'.' if root == Path.cwd() else root}[{extra}]'"  # a checkout, which no index has
 
 
 @contextmanager

@@ -56,6 +56,11 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def free_text(help: str) -> Any:
+    """Declare an optional text that can be any text: on the command line, `null` is that word and unsets nothing."""
+    return dataclasses.field(default=None, metadata={"help": help, "free_text": True})
+
+
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     """Yield (dotted name, field, value) of each setting of a config dataclass and the dataclasses in it."""
     for field in dataclasses.fields(config):

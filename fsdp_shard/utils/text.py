@@ -32,11 +32,11 @@ def parse_size(text: str | int, setting: str) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """Format `num_bytes` in decimal units with three significant digits: 538 MB, 2.85 GB."""
-    units = ["B", "kB", "MB", "GB", "TB"]
+    """Format `num_bytes` in binary units with three significant digits: 513 MiB, 2.65 GiB."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
     unit = units.pop(0)
     while abs(num_bytes) >= 999.5 and units:
-        num_bytes, unit = num_bytes / 1000, units.pop(0)
+        num_bytes, unit = num_bytes / 1024, units.pop(0)
     digits = 0 if unit == "B" or abs(num_bytes) >= 99.95 else 1 if abs(num_bytes) >= 9.995 else 2
     return f"{num_bytes:.{digits}f} {unit}"
 

@@ -250,7 +250,7 @@ def test_damage_of_the_source_is_not_passed_on(tmp_path: Path, model_dir: Path) 
 
 def test_free_space_is_checked_first(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomicity.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(SaveError, match=r"has 1\.00 kB free, but target takes"):
+    with pytest.raises(SaveError, match=r"has 0\.98 KiB free, but target takes"):
         convert(model_dir, tmp_path / "target")
     assert names(tmp_path) == set()
 

@@ -25,7 +25,13 @@ def _empty(root: Path) -> str:
     return f"data.path={root}/empty.txt"
 
 
+def _file(root: Path) -> str:
+    (root / "file").write_text("")
+    return f"run_dir={root}/file/run"
+
+
 CASES = {
+    "a run directory below a file": (_file, ["run_dir=", "/file/run cannot be written", "/file is a file"]),
     "unknown key": (lambda _: "train.stepz=3", ["train.stepz", "train.steps"]),
     "unknown group": (lambda _: "shrad=fsdp1", ["shrad", "shard"]),
     "unknown option": (lambda _: "shard=fsdp3", ["fsdp3", "fsdp2"]),

@@ -117,6 +117,15 @@ def test_a_copied_preset_is_used_from_its_directory(place: Path) -> None:
     assert "steps: 61" in done.out
 
 
+def test_a_copied_preset_is_the_first_argument(place: Path) -> None:
+    done = fsdp_shard("cp", "experiment/small_cpu", "mine.yaml", cwd=place)
+    assert done.out == "Copied to mine.yaml; use it with fsdp-shard finetune mine.yaml\n"
+    assert "@package" not in (place / "mine.yaml").read_text()
+    done = fsdp_shard("finetune", "mine.yaml", *_GIVEN, "--cfg", "job", cwd=place)
+    assert "steps: 60" in done.out
+    assert fsdp_shard("cp", "finetune.yaml", "whole.yaml", cwd=place).out.endswith("fsdp-shard finetune whole.yaml\n")
+
+
 def test_inspect_and_verify(checkpoint: Path) -> None:
     told = fsdp_shard("inspect", checkpoint, cwd=checkpoint)
     assert told.status == 0
@@ -256,7 +265,13 @@ def test_a_sweep_runs_one_after_the_other_and_goes_on_after_a_failure(place: Pat
         "error: text.txt has no rows on this rank.",
         f"error: 2 of 3 runs failed: {place}/run/0, {place}/run/1.",
     ]
-    assert "[3/3]" in done.out
+    assert "[3/3] act=write -> " in done.out
+    assert [line.split() for line in done.out.splitlines()[-4:]] == [
+        ["run", "act", "status", "run_dir"],
+        ["1", "loss", "failed", f"{place}/run/0"],
+        ["2", "data", "failed", f"{place}/run/1"],
+        ["3", "write", "done", f"{place}/run/2"],
+    ]
     assert _left(place) == [f"run/{n}/{file}" for n in (0, 1, 2) for file in ("config.yaml", "rank-0")] + ["text.txt"]
 
 
@@ -411,6 +426,28 @@ def test_a_recipe_can_import_its_siblings_while_it_runs(place: Path) -> None:
     arguments = ("late.py", *_GIVEN, "run_dir=run", "launch.device=cpu", "launch.ranks=2")
     done = fsdp_shard("run", *arguments, cwd=place)
     assert (done.status, done.err) == (0, "")
+
+
+@pytest.mark.parametrize("given", [(), ("run_dir=kept",), ("output=o.jsonl",)])
+def test_what_only_prints_leaves_no_directory(given: tuple[str, ...], tiny_model: Path, place: Path) -> None:
+    words = ("generate", f"checkpoint={tiny_model}", "prompt=Hello, world", "generation.max_new_tokens=1", *given)
+    done = fsdp_shard(*words, cwd=place)
+    assert done.status == 0, done.err
+    if not given:
+        assert "written to" not in done.out
+        assert _left(place) == ["text.txt"]
+    else:
+        written = "kept/completions.jsonl" if given == ("run_dir=kept",) else "o.jsonl"
+        assert f"written to {written}\n" in done.out
+        assert {written, "text.txt"} < set(_left(place))
+
+
+def test_a_plan_leaves_no_directory(tiny_model: Path, place: Path) -> None:
+    words = ("plan", f"model.path={tiny_model}", "data.sequence_length=16")
+    assert fsdp_shard(*words, cwd=place).status == 0
+    assert _left(place) == ["text.txt"]
+    assert fsdp_shard(*words, "run_dir=kept", cwd=place).status == 0
+    assert _left(place) == ["kept/config.yaml", "kept/result.json", "text.txt"]
 
 
 # The shell

@@ -18,6 +18,7 @@ from fsdp_shard.config import (
     GenerateConfig,
     PlanConfig,
     is_used,
+    names_elsewhere,
 )
 from fsdp_shard.config.compose import Job, compose_jobs, write_config
 from fsdp_shard.config.reference import groups_of, help_text, markdown, settings_of
@@ -143,6 +144,17 @@ def test_mappings_can_be_given_whole() -> None:
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
+        ("adapter.rank=8", "adapter.rank needs adapter=lora; add that, or leave adapter.rank out."),
+        ("optim.momentum=0.5", "optim.momentum needs optim=muon or optim=sgd; add that"),
+        ("optim=sgd optim.fused=true", "optim.fused needs optim=adamw; add that"),
+        ("train.lr=1", "train.lr is not a setting of finetune (here it is optim.lr)"),
+        ("train.sequence_length=1", "(did you mean data.sequence_length?)"),
+        (
+            "--learning_rate 1e-4",
+            "Unrecognized arguments: --learning_rate (here it is optim.lr); settings have the form",
+        ),
+        ("--train.steps=5", "Unrecognized arguments: --train.steps=5 (did you mean train.steps=VALUE?)"),
+        ("run_dir=", "run_dir is empty; give a directory"),
         ("train.stepz=3", "train.stepz is not a setting of finetune (did you mean train.steps?)"),
         ("trian.steps=3", "(did you mean train.steps?)"),
         ("steps=3", "(did you mean train.steps?)"),
@@ -186,7 +198,8 @@ def test_mappings_can_be_given_whole() -> None:
         ("launch.rendezvous=a:1", "launch.rendezvous=a:1 has no effect with launch.nodes=1"),
         ("launch.rendezvous=here", "launch.rendezvous=here is not host:port"),
         ("train.steps", "train.steps is not of the form name=value"),
-        ("model.path=[a", "model.path=[a cannot be parsed"),
+        ("shard.blocks=[a", "shard.blocks=[a cannot be parsed"),
+        ("-m model.path=a,b", """model.path=a,b is one text. Quote each of its values, such as 'model.path="a","b"'"""),
         ("train.warmup_steps.x=1", "train.warmup_steps is 0, not a mapping that has x"),
         ("data=a.txt", "data is a section of settings and has no value itself; did you mean data.path=a.txt?"),
         ("train.warmup_steps=null", "train.warmup_steps=null: this setting needs a value"),
@@ -214,6 +227,38 @@ def test_what_is_wrong_is_named(argument: str, said: str) -> None:
     assert said in _refusal("finetune", *argument.split())
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "here"),
+    [
+        ("finetune", "learning_rate", "optim.lr"),
+        ("finetune", "num_train_epochs", "train.epochs"),
+        ("finetune", "per_device_train_batch_size", "train.micro_batch_size"),
+        ("finetune", "gradient_accumulation_steps", "train.global_batch_size (train.micro_batch_size x ranks x accum"),
+        ("finetune", "max_seq_length", "data.sequence_length"),
+        ("finetune", "output_dir", "run_dir"),
+        ("finetune", "lora_r", "adapter=lora adapter.rank"),
+        ("finetune", "bf16", "shard.param_dtype=bfloat16"),
+        ("generate", "model_name_or_path", "checkpoint"),
+        ("generate", "torch_dtype", "dispatch.dtype"),
+        ("convert", "output_dir", "target"),
+        ("convert", "checkpoint", "source"),
+        ("plan", "max_length", "data.sequence_length"),
+    ],
+)
+def test_names_of_other_libraries_are_answered(command: str, name: str, here: str) -> None:
+    assert f"{name} is not a setting of {command} (here it is {here}" in _refusal(command, f"{name}=1")
+
+
+def test_what_other_libraries_have_is_said_only_where_it_exists() -> None:
+    assert "here it is" not in _refusal("generate", "num_train_epochs=1")
+    known = {
+        name for schema in COMMANDS.values() for name in (*groups_of(schema), *(s.name for s in settings_of(schema)))
+    }
+    here = [name.partition(" (")[0].split() for name in names_elsewhere._NAMES]
+    said = {part.partition("=")[0] for parts in here for part in parts}
+    assert said <= known, "a name that was changed"
+
+
 def test_settings_that_must_be_given_are_asked_for_by_name() -> None:
     with pytest.raises(ConfigError, match=r"data\.path .* model\.path .* are not set\. Add data\.path=VALUE model"):
         compose_jobs(FinetuneConfig, [], "fsdp-shard finetune")
@@ -235,10 +280,112 @@ def test_presets_of_the_user_go_before_shipped_ones(tmp_path: Path) -> None:
     assert _one("finetune", "experiment=small_cpu").train.steps == 60
 
 
+_OWN = "# Mine\nmodel: {path: a}\ndata.path: b\nadapter: lora\nadapter.rank: 4\ntrain:\n  steps: 61\n"
+_OWN_PRESET = "# @package _global_\ndefaults:\n  - override /adapter: lora\n  - _self_\nadapter: {rank: 4}\n"
+
+
+def test_a_file_of_ones_own_is_the_first_argument(tmp_path: Path) -> None:
+    directory = tmp_path / "a=b, [c]"
+    directory.mkdir()
+    (directory / "mine.yaml").write_text(_OWN)
+    (directory / "preset.yml").write_text(_OWN_PRESET)
+    mine, preset = str(directory / "mine.yaml"), str(directory / "preset.yml")
+    (job,) = compose_jobs(FinetuneConfig, [mine, "adapter.alpha=3"], "finetune")
+    config: Any = job.config
+    assert (config.model.path, config.data.path, config.train.steps) == ("a", "b", 61)
+    assert (config.adapter.rank, config.adapter.alpha) == (4, 3.0)
+    jobs = compose_jobs(FinetuneConfig, ["-m", mine, "train.steps=1,2"], "finetune")
+    assert [job.config.train.steps for job in jobs] == [1, 2]
+    (job,) = compose_jobs(FinetuneConfig, [preset, *_GIVEN["finetune"]], "finetune")
+    config = job.config
+    assert (config.adapter.rank, config.model.path) == (4, "org/name")
+    write_config(_one("finetune", f"run_dir={directory}", "seed=3", "shard=fsdp1"))
+    (job,) = compose_jobs(FinetuneConfig, [str(directory / "config.yaml"), "train.steps=4"], "finetune")
+    assert (job.config.seed, job.config.train.steps, type(job.config.shard)) == (3, 4, Fsdp1Config)
+    assert compose_jobs(GenerateConfig, ["checkpoint=a", "prompt=b.yaml"], "x")[0].config.prompt == "b.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train: {stepz: 3}", "FILE: train.stepz is not a setting of finetune (did you mean train.steps?)"),
+        ("train: {steps: abc}", "FILE: train.steps=abc is not a whole number."),
+        ("train: 3", "FILE: train is 3, and must have an option or settings"),
+        ("data: x", "FILE: data is x, and must have settings"),
+        ("adapter: lorra", "FILE: adapter=lorra: there is no such option; adapter has none, lora (did you mean lora?)"),
+        ("defaults: [override /shrd: a]", "FILE: Could not override 'shrd'."),
+        ("defaults: [nothing]", "FILE: there is no config nothing"),
+        ("defaults: 3", "FILE: defaults is not a list"),
+        ("defaults: [convert_schema]", "FILE is a config of convert, not of finetune."),
+        ("[a]", "FILE must have settings"),
+        ("a: [", "FILE cannot be read as YAML: "),
+        (None, "FILE: there is no such file of settings."),
+    ],
+)
+def test_what_is_wrong_in_a_file_of_ones_own_is_named(text: str | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        compose_jobs(FinetuneConfig, [str(file), *_GIVEN["finetune"]], "finetune")
+    assert str(raised.value).startswith(said.replace("FILE", str(file)))
+
+
+def test_one_file_of_ones_own_comes_first() -> None:
+    assert "b.yaml is not of the form name=value; one file of settings is read" in _refusal("finetune", "b.yaml")
+    with pytest.raises(ConfigError, match="both name a config"):
+        compose_jobs(FinetuneConfig, ["a.yaml", "--config-name=b"], "finetune")
+
+
 def test_the_home_directory_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _one("finetune", 'run_dir="~/one"').run_dir == f"{tmp_path}/one"
+    assert _one("finetune", "run_dir=~/one").run_dir == f"{tmp_path}/one"
     assert _one("finetune", "run_dir=s3://bucket/one").run_dir == "s3://bucket/one", "which is refused by its name"
+
+
+_TEXTS = (
+    *(
+        "Hello, world",
+        "What's up",
+        'Say "hi"',
+        '"quoted"',
+        "'",
+        "a: b",
+        "[x]",
+        "{y}",
+        "choice(a,b)",
+        "a=b,c=d",
+        " ends ",
+    ),
+    *("${x}", "${", "\\${x}", "x\\\\${y}'", "${oc.env:HOME}", "true", "5", "null", "a#b", "100 %", "é"),
+    *("C:\\new", "end\\", "\\\\'", "two\nlines", "\t"),
+)
+
+
+@pytest.mark.parametrize("text", [text for text in _TEXTS if text.strip()])
+def test_text_is_taken_as_it_is(text: str, tmp_path: Path) -> None:
+    given = [f"prompt={text}", f"checkpoint=dir/{text}", f"run_dir={tmp_path}"]
+    (job,) = compose_jobs(GenerateConfig, given, "generate")
+    assert (job.config.prompt, job.config.checkpoint) == (text, f"dir/{text}")
+    write_config(job.config)
+    (again,) = compose_jobs(GenerateConfig, ["--config-dir", str(tmp_path), "--config-name", "config"], "generate")
+    assert again.config == job.config
+    swept = compose_jobs(GenerateConfig, ["-m", *given, "seed=1,2"], "generate")
+    assert [(job.config.prompt, job.config.seed) for job in swept] == [(text, 1), (text, 2)]
+
+
+def test_text_is_swept_where_each_value_is_quoted() -> None:
+    jobs = _compose("generate", "-m", """prompt="Hello, world",'Say "hi"', "${x}\"""")
+    assert [job.config.prompt for job in jobs] == ["Hello, world", 'Say "hi"', "${x}"]
+    assert _one("generate", 'prompt="a","b"').prompt == '"a","b"'
+    layouts = _compose("finetune", "-m", "checkpoint.layout=sharded,gathered")
+    assert [job.config.checkpoint.layout for job in layouts] == ["sharded", "gathered"], "a word, not text"
+
+
+def test_null_unsets_a_text_that_can_be_unset() -> None:
+    assert _one("finetune", "data.eval_path=a").data.eval_path == "a"
+    assert _one("finetune", "data.eval_path=a", "data.eval_path=null").data.eval_path is None
+    assert _one("finetune", "train.tracker_project=null").train.tracker_project == "null"
 
 
 def test_a_sweep_is_one_job_for_each_combination_each_in_its_own_directory(tmp_path: Path) -> None:
@@ -252,6 +399,11 @@ def test_a_sweep_is_one_job_for_each_combination_each_in_its_own_directory(tmp_p
     assert [job.config.run_dir for job in jobs] == [f"{tmp_path}/sweep/{number}" for number in range(4)]
     assert "train.steps=2" in jobs[2].overrides
     assert not list(tmp_path.iterdir()), "composing writes nothing"
+
+
+def test_a_wrong_run_of_a_sweep_is_named() -> None:
+    assert "adapter.rank needs adapter=lora" in _refusal("finetune", "-m", "adapter=lora,none", "adapter.rank=4")
+    assert "data=a,b: data is a section" in _refusal("finetune", "-m", "data=a,b")
 
 
 def test_the_whole_sweep_is_checked_before_any_of_it_runs() -> None:
@@ -314,7 +466,7 @@ def test_the_written_config_is_resolved_and_replaces_an_older_one(tmp_path: Path
     assert [file.name for file in run_dir.iterdir()] == ["config.yaml"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if COMMANDS[command].writes])
 def test_a_run_can_be_made_again_from_its_written_config(command: str, tmp_path: Path) -> None:
     of_group = {"finetune": ["shard=fsdp1", "train.steps=7"], "generate": ["generation=sampled"]}
     config = _one(command, f"run_dir={tmp_path}", "seed=3", *of_group.get(command, []))

@@ -328,7 +328,7 @@ def test_a_bomb_is_defused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
     begin = {"csv": "text\n", "json": '[{"text": "', "jsonl": '{"text": "', "txt": ""}[name.split(".")[1]]
     lines = ("x" * 100 + ("\n" if sample_by == "paragraph" and not begin else "")) * 10_000
     path = write(tmp_path / name, compress((begin + lines).encode(), "".join(Path(name).suffixes[1:])))
-    with pytest.raises(DataError, match=r"has more than 10\.0 kB"):
+    with pytest.raises(DataError, match=r"has more than 9\.77 KiB"):
         values_of(source_of(path, sample_by=sample_by))
 
 

@@ -174,6 +174,9 @@ def test_models_that_are_not_for_the_task() -> None:
     check_model_task(T5Config(architectures=["T5ForConditionalGeneration"]), "seq2seq")
     check_model_task(GPT2Config(architectures=["GPT2LMHeadModel"]), "causal_lm")
     for config, task, words in (
+        (T5Config(architectures=["T5ForConditionalGeneration"]), "causal_lm", "model.task=seq2seq"),
+        (T5Config(), "causal_lm", "model.task=seq2seq"),
+        (bert, "causal_lm", "Set model.task=masked_lm, which fits a BertForMaskedLM."),
         (bert, "sequence_classification", "needs a BertForSequenceClassification. Convert it with transformers'"),
         (bert, "seq2seq", "none of type bert"),
         (T5Config(architectures=["T5ForConditionalGeneration"]), "causal_lm", "encoder-decoder"),

@@ -17,7 +17,7 @@ def test_ranks_that_are_alike() -> None:
     assert finding.mark == OK
     assert "3 ranks on 2 machines" in finding.text
     assert "met in 1.2 s" in finding.text
-    assert "2.00 GB/s" in finding.text
+    assert "1.86 GiB/s" in finding.text
 
 
 @pytest.mark.parametrize(

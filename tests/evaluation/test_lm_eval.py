@@ -11,6 +11,7 @@ import pytest
 
 from fsdp_shard.config import EvaluateConfig, compose_jobs
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import install_command
 from tests.support.runs import run_recipe
 
 needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed")
@@ -144,8 +145,8 @@ def test_tasks_that_cannot_be_asked(
         (["task=lm_eval"], r"task=lm_eval needs the names of tasks: add lm_eval\.tasks=\[hellaswag\]"),
         (["task=lm_eval", "lm_eval.tasks={a: 1}"], r"lm_eval\.tasks=\{'a': 1\} is not a list of names"),
         (["task=lm_eval", "lm_eval.tasks=[[a]]"], r"lm_eval\.tasks=\[\['a'\]\] is not a list of names"),
-        (["task=lm_eval", "lm_eval.tasks=a", "data.text_column=''"], r"data\.text_column= is for task=perplexity"),
-        (["data.path=b.txt", "lm_eval.include_path=''"], r"lm_eval\.include_path= is for task=lm_eval"),
+        (["task=lm_eval", "lm_eval.tasks=a", "data.text_column="], r"data\.text_column= is for task=perplexity"),
+        (["data.path=b.txt", "lm_eval.include_path="], r"lm_eval\.include_path= is for task=lm_eval"),
         (["task=lm_eval", "lm_eval.tasks=a", "data.path=b.txt"], r"data\.path=b\.txt is for task=perplexity"),
         (["task=lm_eval", "lm_eval.tasks=a", "data.sequence_length=9"], r"data\.sequence_length=9 is for task=perpl"),
         (["data.path=b.txt", "lm_eval.limit=3"], r"lm_eval\.limit=3 is for task=lm_eval, not perplexity"),
@@ -174,7 +175,4 @@ def test_without_the_harness(tiny_model: Path, tmp_path: Path) -> None:
         "evaluate", tmp_path / "run", "task=lm_eval", "lm_eval.tasks=hellaswag", f"checkpoint={tiny_model}"
     )
     assert ended.status == 2
-    assert (
-        "task=lm_eval needs lm-eval, which is not installed. Install it with pip install 'fsdp-shard[eval]'"
-        in ended.err
-    )
+    assert f"task=lm_eval needs lm-eval, which is not installed. Install it with {install_command('eval')}" in ended.err

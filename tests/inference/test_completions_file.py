@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.errors import DataError
+from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
 from fsdp_shard.inference.generation.completions_file import CompletionsFile, completion_inputs
 from fsdp_shard.inference.generation.prompts import Completion
@@ -48,9 +48,9 @@ def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "directory.jsonl").mkdir()
-    with pytest.raises(DataError, match="file is not a directory"):
+    with pytest.raises(ConfigError, match="file is a file, not a directory"):
         CompletionsFile(tmp_path / "file" / "in" / "out.jsonl", MADE_OF)
-    with pytest.raises(DataError, match="is a directory"):
+    with pytest.raises(DataError, match="it is not a file"):
         CompletionsFile(tmp_path / "directory.jsonl", MADE_OF)
 
 

@@ -121,7 +121,7 @@ def test_too_small_says_by_how_much_and_what_would_fit(strategy: str) -> None:
     with pytest.raises(PlanError) as caught:
         plan_device_map(blocks, strategy, {"cpu": 100_000_000})
     message = str(caught.value)
-    lacking = {"cpu": "55.7 MB too little"}.get(strategy, "13.2 MB too little")
+    lacking = {"cpu": "53.1 MiB too little"}.get(strategy, "12.6 MiB too little")
     assert lacking in message
     enough = re.search(r"Give cpu: (\w+)", message)
     assert enough is not None

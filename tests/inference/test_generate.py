@@ -66,7 +66,7 @@ def test_a_prompt_file_becomes_an_output_file(tiny_model: Path, tmp_path: Path, 
 
 def test_one_prompt_is_streamed_and_its_completion_is_in_the_run_directory(tiny_model: Path, tmp_path: Path) -> None:
     ended = generate(
-        tmp_path, f"checkpoint={tiny_model}", "prompt='ab, c'", "dispatch.device_map={*: disk, model.norm: cpu}"
+        tmp_path, f"checkpoint={tiny_model}", "prompt=ab, c", "dispatch.device_map={*: disk, model.norm: cpu}"
     )
     assert ended.status == 0, ended.err
     (row,) = rows(tmp_path / "completions.jsonl")
@@ -86,7 +86,7 @@ def test_what_cannot_be_is_one_error_each_and_leaves_nothing(tiny_model: Path, t
         ((f"checkpoint={mute}", "prompt=a"), "no usable tokenizer"),
         ((model, f"prompts={bad}"), "line 2, is not JSON"),
         ((model, f"prompts={empty}"), "line 2, is an empty prompt"),
-        ((model, "prompt=' '"), "prompt is empty"),
+        ((model, "prompt= "), "prompt is empty"),
         ((model, "seed=1"), "neither is given"),
         ((model, "prompt=a", "dispatch.device_map={model: 7, lm_head: 7}"), "names GPU 7"),
         ((model, "prompt=a", "dispatch.max_memory={cpu: lots}"), "max_memory.cpu=lots is not a size"),

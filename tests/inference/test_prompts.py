@@ -69,7 +69,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, expected in (
-        (GenerateSettings(checkpoint="x", prompt="-"), ["one\ntwo\n"]),
+        (GenerateSettings(checkpoint="x", prompt="-"), ["one\ntwo"]),
         (GenerateSettings(checkpoint="x", prompts="-"), ["one", "two"]),
     ):
         prompts._standard_input.cache_clear()

@@ -275,15 +275,15 @@ def test_the_tree_of_units() -> None:
         return unit_tree(model, shard, num_ranks)
 
     assert tree(Fsdp2Config(norms_in_float32=True), 2) == [
-        "unit                          class              units  parameters  gathered         per rank",
-        "(root)                        LlamaForCausalLM       1       9,252   18.5 kB  18.4 kB-18.6 kB",
-        "  model.layers.0-11           LlamaDecoderLayer     12      12,636   25.3 kB  25.1 kB-25.4 kB",
-        "    input_layernorm           LlamaRMSNorm           1          36     144 B             72 B",
-        "    post_attention_layernorm  LlamaRMSNorm           1          36     144 B             72 B",
-        "  model.norm                  LlamaRMSNorm           1          36     144 B             72 B",
+        "unit                          class              units  parameters  gathered           per rank",
+        "(root)                        LlamaForCausalLM       1       9,252  18.1 KiB  18.0 KiB-18.1 KiB",
+        "  model.layers.0-11           LlamaDecoderLayer     12      12,636  24.7 KiB  24.5 KiB-24.8 KiB",
+        "    input_layernorm           LlamaRMSNorm           1          36     144 B               72 B",
+        "    post_attention_layernorm  LlamaRMSNorm           1          36     144 B               72 B",
+        "  model.norm                  LlamaRMSNorm           1          36     144 B               72 B",
     ]
     whole = tree(DdpConfig(), 2)[2].split()
     flat = tree(Fsdp1Config(param_dtype="float32"), 2)[2].split()
     assert (whole[:2], flat[:2]) == (["model.layers.0-11", "LlamaDecoderLayer"],) * 2
-    assert whole[-2:] == ["50.8", "kB"]
-    assert flat[-2:] == ["25.4", "kB"]
+    assert whole[-2:] == ["49.6", "KiB"]
+    assert flat[-2:] == ["24.8", "KiB"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fsdp_shard.cli import load_recipe, run_as_program
+from fsdp_shard.cli import load_recipe, run_as_program, run_command
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 _FORK = multiprocessing.get_context("fork")
@@ -53,6 +53,20 @@ def run_recipe(command: str, run_dir: Path, *overrides: str, timeout_seconds: fl
     """`fsdp-shard COMMAND run_dir=... OVERRIDES`, to its end, whatever that is."""
     started = Started(command, run_dir, *overrides)
     return started.wait(timeout_seconds)
+
+
+def run_arguments(arguments: list[str], timeout_seconds: float = 120) -> Ended:
+    """`fsdp-shard ARGUMENTS` in a forked process, to its end."""
+    with TemporaryDirectory() as directory:
+        process = _FORK.Process(target=_command, args=(arguments, directory))
+        process.start()
+        process.join(timeout_seconds)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        assert process.exitcode is not None
+        texts = [(Path(directory) / name).read_text() for name in ("out", "err")]
+        return Ended(process.exitcode, *texts, Path(directory))
 
 
 class Started:
@@ -111,9 +125,20 @@ def _program(command: str, arguments: list[str], directory: str) -> None:
     gc.freeze()  # as in tests/support/ranks.py
     stacks = os.open(Path(directory) / "stacks", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)  # also in the ranks that are forked from here
+    _redirect(directory)
+    main = load_recipe(RECIPES / f"{command}.py")
+    run_as_program(lambda: main.run(arguments, command), debug="debug=true" in arguments)
+
+
+def _command(arguments: list[str], directory: str) -> None:
+    gc.freeze()
+    _redirect(directory)
+    run_as_program(lambda: run_command(arguments), debug=False)
+
+
+def _redirect(directory: str) -> None:
+    """Let this process write to the files `out` and `err`."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(directory) / name, os.O_CREAT | os.O_WRONLY, 0o600), number)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    main = load_recipe(RECIPES / f"{command}.py")
-    run_as_program(lambda: main.run(arguments, command), debug="debug=true" in arguments)

@@ -263,9 +263,12 @@ def test_what_cannot_go_on_says_so(
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("adapter.target_modules=[q_proj,qq_proj]", ["adapter.target_modules has qq_proj"]),
+        (
+            "adapter.target_modules=[q_proj,qq_proj]",
+            ["target_modules has qq_proj", "layers are q_proj, k_proj"],
+        ),
         ("adapter.exclude_modules=[o_prj]", ["adapter.exclude_modules has o_prj"]),
-        ("adapter.target_modules=[nothing]", ["adapter=lora does not fit LlamaForCausalLM"]),
+        ("adapter.target_modules=[query]", ["has query, but LlamaForCausalLM", "q_proj, k_proj, v_proj, o_proj"]),
         ("adapter.modules_to_save=[lm_head]", ["ties to that of another module"]),
         ("adapter.dropout=1.0", ["adapter.dropout=1.0", "less than 1.0"]),
     ],

@@ -70,7 +70,7 @@ def test_plain_lines() -> None:
             progress.show(replace(report(step), loss=loss, **seen))
         progress.note("saved")
     assert stream.getvalue().splitlines() == [
-        f"step {first}  lr 1.50e-04  grad norm 0.789  {tokens} tokens  1.23 GB  {left} left"
+        f"step {first}  lr 1.50e-04  grad norm 0.789  {tokens} tokens  1.15 GiB  {left} left"
         for first, tokens, left in (
             ("3/7  epoch 0.75  loss 3.0000", "1,500 tokens/s  4.5 K", "0:00:08"),
             ("6/7  epoch 1.50  loss 5.5000", "2,500 tokens/s  18 K", "0:00:03"),
@@ -89,7 +89,7 @@ def test_sources_of_a_mixture() -> None:
     stream = io.StringIO()
     Progress(4, stream=stream).show(mixed)
     assert "epoch" not in stream.getvalue(), "each source has its own"
-    assert "1.23 GB  books 75.0% web 25.0%  0:00:00 left" in stream.getvalue()
+    assert "1.15 GiB  books 75.0% web 25.0%  0:00:00 left" in stream.getvalue()
     stream = io.StringIO()
     Progress(4, stream=stream).show(replace(mixed, sources={str(i): counts["web"] for i in range(7)}))
     assert "%" not in stream.getvalue(), "too many for a line"
@@ -98,7 +98,7 @@ def test_sources_of_a_mixture() -> None:
 def test_the_part_of_a_gpu_that_is_used() -> None:
     stream = io.StringIO()
     Progress(4, stream=stream).show(report(4), 0.4321)
-    assert "1.23 GB  MFU 43.2%" in stream.getvalue()
+    assert "1.15 GiB  MFU 43.2%" in stream.getvalue()
 
 
 class Terminal(io.StringIO):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import (
     balanced_partition,
+    environment,
     first_line,
     format_count,
     format_number,
+    format_size,
+    install_command,
     redact,
     redact_setting,
     require_package,
@@ -25,6 +30,12 @@ def test_partitions_have_each_item_once_and_about_the_same_size() -> None:
     sizes = {"a": 7, "b": 5, "c": 5, "d": 1, "e": 0}
     parts = balanced_partition(sorted(sizes), 2, sizes.__getitem__)
     assert [sum(sizes[name] for name in names) for names in parts] == [8, 10]
+
+
+def test_sizes_have_one_unit_and_three_digits() -> None:
+    sizes = (0, 512, 999, 1000, 3 * 2**20, 2**30 // 8, 1000 * 2**20, 11_406_393_344, 5 * 2**50)
+    expected = ["0 B", "512 B", "999 B", "0.98 KiB", "3.00 MiB", "128 MiB", "0.98 GiB", "10.6 GiB", "5120 TiB"]
+    assert [format_size(size) for size in sizes] == expected
 
 
 def test_the_first_line_of_an_error() -> None:
@@ -46,9 +57,19 @@ def test_numbers_with_three_digits() -> None:
 
 def test_a_missing_package_names_its_extra() -> None:
     require_package("json", "lora", "adapter=lora")
-    match = r"adapter=lora needs no-package, which is not installed.*'fsdp-shard\[lora\]', or set adapter=none\."
+    match = r"adapter=lora needs no-package, which is not installed.*\[lora\]', or set adapter=none\."
     with pytest.raises(ConfigError, match=match):
         require_package("no_package", "lora", "adapter=lora", "set adapter=none")
+
+
+def test_an_extra_is_installed_as_the_package_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    root = Path(environment.__file__).parents[2]
+    monkeypatch.chdir(root)
+    assert install_command("lora") == "pip install -e '.[lora]'"
+    monkeypatch.chdir(tmp_path)
+    assert install_command("lora") == f"pip install -e '{root}[lora]'"
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "fsdp_shard" / "utils" / "environment.py"))
+    assert install_command("lora") == "pip install 'fsdp-shard[lora]'"
 
 
 def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def _differing_bytes(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) 
             if pair.name not in different and any(a != b for _, a, b in _read(one, two, pair, start)):
                 different.add(pair.name)
 
-    in_threads(work, jobs)
+    in_threads(work, jobs, "diff")
     return [pair for pair in pairs if pair.name in different]
 
 
@@ -93,7 +93,7 @@ def _errors(one: TensorIndex, two: TensorIndex, pairs: Sequence[Pair]) -> dict[s
                 found.add(decode(pair.one.dtype, a), decode(pair.two.dtype, b), at)
             parts.append((pair.name, start, found))
 
-    in_threads(work, jobs)
+    in_threads(work, jobs, "diff, errors")
     errors = {pair.name: Errors() for pair in pairs if pair.one.shape == pair.two.shape}
     for name, _, found in sorted(parts, key=lambda part: part[:2]):  # the same sums, whatever the order of the threads
         errors[name].merge(found)

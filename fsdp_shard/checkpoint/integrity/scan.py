@@ -46,7 +46,7 @@ def scan(index: TensorIndex, digested: Collection[str], searched: Collection[str
                 if entry.name in searched and (part := find_non_finite(entry.dtype, data)):
                     parts.setdefault(entry.name, {})[number] = part
 
-    in_threads(work, list(chunk_jobs(index, {*digested, *searched})))
+    in_threads(work, list(chunk_jobs(index, {*digested, *searched})), "verify")
     found.non_finite = {name: _sum(index.tensors[name], parts[name]) for name in parts}
     return found
 

@@ -3,19 +3,22 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TypeVar
+
+from fsdp_shard.utils import report_progress
 
 NUM_THREADS = 2
 T = TypeVar("T")
 
 
-def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> None:
+def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T], title: str | None = None) -> None:
     """Divide `items` among NUM_THREADS calls of `work`, each in a thread of its own.
 
     Args:
         work: Takes an iterator of items; each item goes to the first call that asks for one.
         items: The items.
+        title: What the work is called where its progress is reported; None to report none.
 
     Raises:
         Exception: The first error of `work`; the other calls then get no more items.
@@ -26,8 +29,11 @@ def in_threads(work: Callable[[Iterator[T]], object], items: Sequence[T]) -> Non
         with suppress(IndexError):
             while True:
                 yield left.popleft()
+                count(1)
 
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
+    with ExitStack() as stack:
+        count = stack.enter_context(report_progress(len(items), title)) if title else lambda done: None
+        pool = stack.enter_context(ThreadPoolExecutor(NUM_THREADS))
         futures = [pool.submit(work, take()) for _ in range(min(NUM_THREADS, len(items)))]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)

@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.steps import BEST, MANIFEST, parse_step, step_name
 from fsdp_shard.errors import ConfigError, FsdpShardError, RemoteError, SaveError
-from fsdp_shard.utils import redact
+from fsdp_shard.utils import install_command, redact
 
 _PARTS_AT_ONCE = 2  # of 50 MB each in memory, where a large file is put in parts
 _LONGEST_REASON = 300
@@ -225,8 +225,7 @@ def _open(url: str, setting: str) -> tuple[Any, str]:
         store, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except ImportError as error:
         raise ConfigError(
-            f"{setting}={url} needs a package that is not installed: {error} For s3://, pip install "
-            "'fsdp-shard[remote]'."
+            f"{setting}={url} needs a package that is not installed: {error} For s3://, {install_command('remote')}."
         ) from error
     except ValueError as error:
         raise ConfigError(f"{setting}={url}: fsspec does not support {scheme}://: {error}") from error

@@ -152,5 +152,5 @@ def is_streamed(device: Device, main: Device) -> bool:
 
 def enough(num_bytes: int) -> str:
     """A size that `max_memory` accepts and that is at least `num_bytes`."""
-    unit, name = (10**6, "MB") if num_bytes >= 10**7 else (10**3, "kB")
+    unit, name = (2**20, "MiB") if num_bytes >= 10 * 2**20 else (2**10, "KiB")
     return f"{-(-num_bytes // unit)}{name}"

@@ -6,6 +6,7 @@ else, is never touched. Imports no torch.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from fsdp_shard.errors import DataError
 from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
-from fsdp_shard.utils import write_atomically
+from fsdp_shard.utils import check_writable, write_atomically
 
 
 class CompletionsFile:
@@ -29,15 +30,15 @@ class CompletionsFile:
         num_rows: Complete rows that it holds already.
 
     Raises:
-        DataError: The file cannot be written, or holds rows that were made from something else.
+        ConfigError, DataError: The file cannot be written, or holds rows that were made from something else.
     """
 
     def __init__(self, path: Path, inputs: Any) -> None:
         self.path = path
-        parent = next(parent for parent in path.absolute().parents if parent.exists())
-        if not parent.is_dir() or path.is_dir():
-            wrong, reason = (path, "is a directory") if path.is_dir() else (parent, "is not a directory")
-            raise DataError(f"output={path} cannot be written: {wrong} {reason}; give another name.")
+        check_writable(path.parent, f"output={path}")
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            wrong = "it cannot be replaced" if path.is_file() else "it is not a file"
+            raise DataError(f"output={path} cannot be written: {wrong}; give another name.")
         self._settings_path = path.with_name(f".{path.name}.settings")
         self._settings = json.dumps(inputs, indent=1, sort_keys=True) + "\n"
         lines = self._read_lines() if path.exists() else []
@@ -71,9 +72,13 @@ class CompletionsFile:
         return [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def open_completions(settings: GenerateSettings, run_dir: str, prompts: Sequence[Prompt], seed: int) -> CompletionsFile:
-    """The file that `settings` name, or completions.jsonl in `run_dir`; raises DataError as CompletionsFile does."""
-    path = Path(settings.output or Path(run_dir) / "completions.jsonl").expanduser()
+def open_completions(
+    settings: GenerateSettings, run_dir: str | None, prompts: Sequence[Prompt], seed: int
+) -> CompletionsFile | None:
+    """The file that `settings` name, or completions.jsonl in `run_dir`, else None; raises as CompletionsFile does."""
+    if settings.output is None and run_dir is None:
+        return None
+    path = Path(settings.output or Path(run_dir or "") / "completions.jsonl").expanduser()
     weights = settings.source.file_states()
     return CompletionsFile(path, completion_inputs(settings, [prompt.text for prompt in prompts], seed, weights))
 

@@ -49,7 +49,8 @@ def read_prompts(settings: GenerateSettings) -> list[Prompt]:
     """
     if settings.prompt is not None:
         if settings.prompt == "-":
-            return [_checked(_read("prompt", "-"), "standard input")]
+            # `echo` and editors end the last line, which would be a prompt to begin a new one.
+            return [_checked(_read("prompt", "-").removesuffix("\n").removesuffix("\r"), "standard input")]
         return [Prompt(settings.prompt, "prompt")]
     assert settings.prompts is not None, "settings.check guarantees one of them"
     is_input, path = settings.prompts == "-", Path(settings.prompts).expanduser()

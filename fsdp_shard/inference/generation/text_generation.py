@@ -1,6 +1,8 @@
 """The work of `generate`: loads a model, completes prompts or holds a conversation, and reports figures."""
 
 import time
+from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,11 +13,11 @@ from fsdp_shard.distributed import DistributedContext, LaunchConfig, init_distri
 from fsdp_shard.inference.config import GenerateSettings
 from fsdp_shard.inference.dispatch import Log, dispatch_model
 from fsdp_shard.inference.generation import batching, chat_session, kv_cache_size, prompts as prompt_files
-from fsdp_shard.inference.generation.completions_file import open_completions
+from fsdp_shard.inference.generation.completions_file import CompletionsFile, open_completions
 from fsdp_shard.inference.generation.decoder import Decoder, Figures
 from fsdp_shard.inference.generation.tokenize_prompts import tokenize_prompts
 from fsdp_shard.models import load_config, load_tokenizer
-from fsdp_shard.utils import format_count, format_size, peak_resident_bytes
+from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, report_progress
 
 _write = partial(print, end="", flush=True)
 
@@ -28,13 +30,14 @@ def join_ranks(launch: LaunchConfig, tensor_parallel: int) -> AbstractContextMan
 
 
 def generate(
-    settings: GenerateSettings, run_dir: str, seed: int, context: DistributedContext | None = None
+    settings: GenerateSettings, run_dir: str | None, seed: int, context: DistributedContext | None = None
 ) -> dict[str, Any]:
     """Complete the prompts into a file, or hold a conversation on the terminal.
 
     Args:
         settings: The model, the prompts, and how to generate.
-        run_dir: Directory of completions.jsonl, unless `settings.output` names another file.
+        run_dir: Directory of completions.jsonl, unless `settings.output` names another file; with neither, completions
+            are only printed.
         seed: Seed of sampling.
         context: The ranks that divide the work; None for a single process.
 
@@ -49,24 +52,15 @@ def generate(
     encoded = tokenize_prompts(tokenizer, prompts, config, sampling.max_new_tokens, chat=settings.chat)
 
     start, budget = time.perf_counter(), kv_cache_size.kv_cache_budget(encoded, sampling)
+    if source.is_adapter:
+        log(f"adapter {source.weights} on {source.base}")
     model = dispatch_model(source, config, settings.dispatch, budget, log=log, context=context)
     load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, sampling)
     if settings.is_conversation:
         result: dict[str, Any] = {"num_prompts": chat_session.converse(decoder, input, _write, seed)}
     else:
         file = open_completions(settings, run_dir, prompts, seed) if is_main else None
-        num_done = file.num_rows if file else 0
-        if num_done:
-            log(f"{num_done} of {format_count(len(prompts), 'completion')} exist already; resuming after them")
-        on_text = _write if file and len(prompts) == 1 else None  # a single one is shown as it is generated
-        if on_text:
-            log(f"\n> {prompts[0].text}")
-        completions = batching.complete(
-            decoder, prompts, encoded, seed=seed, num_done=num_done, context=context, on_text=on_text
-        )
-        for number, completion in enumerate(file.append(completions) if file else completions):
-            if not on_text and (text := prompt_files.format_completion(completion, number)):
-                log(text)
+        _complete(decoder, prompts, encoded, seed, file, context)
         result = {"num_prompts": len(prompts), "output": str(file.path) if file else ""}
 
     figures, peak_bytes = _total(decoder.figures, context), peak_resident_bytes()
@@ -79,12 +73,45 @@ def generate(
     )
     names = ("num_new_tokens", "first_token_seconds", "tokens_per_second", "disk_bytes_per_token")
     result |= {name: getattr(figures, name) for name in names}
+    if result.get("output"):
+        log(f"written to {result['output']}")
     return result | {
         "load_seconds": load_seconds,
         "peak_memory_bytes": peak_bytes,
         "peak_device_memory_bytes": {gpu: cuda.max_memory_allocated(gpu) for gpu in range(cuda.device_count())},
         "device_map": model.hf_device_map,
     }
+
+
+def _complete(
+    decoder: Decoder,
+    prompts: Sequence[prompt_files.Prompt],
+    encoded: Sequence[Sequence[int]],
+    seed: int,
+    file: CompletionsFile | None,
+    context: DistributedContext | None,
+) -> None:
+    """Complete the prompts into `file`, which rank 0 may have, and print the first of them there."""
+    num_done = file.num_rows if file else 0
+    if num_done:
+        print(
+            f"{num_done} of {format_count(len(prompts), 'completion')} exist already; resuming after them", flush=True
+        )
+    is_main = context is None or context.is_main
+    on_text = _write if is_main and len(prompts) == 1 else None  # a single one is shown as it is generated
+    if on_text:
+        print(f"\n> {prompts[0].text}", flush=True)
+    completions = batching.complete(
+        decoder, prompts, encoded, seed=seed, num_done=num_done, context=context, on_text=on_text
+    )
+    if not is_main:
+        deque(completions, maxlen=0)  # other ranks complete their part, and have none of the results
+        return
+    with report_progress(len(prompts) - num_done, "generate", "completions") as count:
+        for number, completion in enumerate(file.append(completions) if file else completions):
+            if not on_text and (text := prompt_files.format_completion(completion, number)):
+                print(text, flush=True)
+            count(1)
 
 
 def _total(figures: Figures, context: DistributedContext | None) -> Figures:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from fsdp_shard import checkpoint
 from fsdp_shard.data import CAUSAL, CLASSIFICATION, SEQ2SEQ
@@ -90,6 +91,7 @@ def inject_lora(
     stored = {id(tensor): names[name] for name, tensor in model.state_dict(keep_vars=True).items() if name in names}
     _check_tied(model, config)
     modules = [name for name, _ in model.named_modules()]
+    _check_targets(model, config, modules)
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it, so it may be any number
@@ -210,6 +212,18 @@ def _check_tied(model: PreTrainedModel, config: LoraConfig) -> None:
             raise ConfigError(
                 f"adapter.target_modules or adapter.modules_to_save has {module}, whose weight {type(model).__name__} "
                 f"ties to that of another module: they would no longer be the same. Leave it out."
+            )
+
+
+def _check_targets(model: PreTrainedModel, config: LoraConfig, modules: Sequence[str]) -> None:
+    """Check that each target module exists; ConfigError with the names of the linear layers for one that does not."""
+    for part in config.target_modules:
+        if not any(_matches(name, part) for name in modules):
+            linear = (torch.nn.Linear, Conv1D)  # Conv1D is a linear layer of GPT-2
+            found = (name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, linear))
+            raise ConfigError(
+                f"adapter.target_modules has {part}, but {type(model).__name__} has no such module; its linear layers "
+                f"are {', '.join(dict.fromkeys(found))}."
             )
 
 

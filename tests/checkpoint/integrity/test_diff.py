@@ -145,7 +145,7 @@ def test_what_is_told_of_many_tensors(tmp_path: Path) -> None:
     text = report.to_text()
     lines = text.splitlines()
     assert len(lines) < 75
-    assert "only in A: 400 tensors, 4.80 kB" in lines
+    assert "only in A: 400 tensors, 4.69 KiB" in lines
     assert "  heads" in lines
     assert "    0..399 (400 alike)" in lines
     assert "only in B: 1 tensor, 8 B" in lines

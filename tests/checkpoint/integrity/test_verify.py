@@ -32,7 +32,7 @@ def test_verify_names_file_tensor_and_bytes(tmp_path: Path) -> None:
     report = verify(root)
     assert report.is_sound
     assert report.content_checked
-    assert "sound (2 tensors, 2.80 MB; every byte" in str(report)
+    assert "sound (2 tensors, 2.67 MiB; every byte" in str(report)
     path = root / "shard-00001-of-00002.safetensors"
     with open(path, "r+b") as file:
         file.seek(-100, 2)

@@ -1,0 +1,55 @@
+"""What the runs of a sweep have in different settings, and at its end a table of their figures."""
+
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from fsdp_shard.config import Job, RunConfig
+from fsdp_shard.utils import RESULT, format_size, format_table, in_yaml, walk
+
+_WIDTH = 40  # of a value
+
+
+def changed_settings_of(jobs: Sequence[Job[Any]]) -> list[dict[str, str]]:
+    """For each run, the settings and options that are not the same in all runs, by name."""
+    given = [dict(override.lstrip("+").split("=", 1) for override in job.overrides if "=" in override) for job in jobs]
+    names = [name for name in given[0] if len({overrides.get(name) for overrides in given}) > 1]
+    settings = [{name: in_yaml(value) for name, _, value in walk(job.config)} for job in jobs]
+    return [
+        # group=option is not a setting
+        {name: shorten(values.get(name, overrides.get(name, "")), _WIDTH, placeholder="...") for name in names}
+        for values, overrides in zip(settings, given, strict=True)
+    ]
+
+
+def sweep_table(jobs: Sequence[Job[Any]], failed: Collection[str]) -> str:
+    """A row for each run: what is different in it, its headline figures, and its directory.
+
+    Args:
+        jobs: The runs, which have ended.
+        failed: The run_dir of each that failed.
+    """
+    results = [_result(job.config) if job.config.run_dir not in failed else {} for job in jobs]
+    figures = [name for name in jobs[0].config.headline if any(result.get(name) is not None for result in results)]
+    changed = changed_settings_of(jobs)
+    rows = [["run", *changed[0], *(name.removesuffix("_bytes") for name in figures), "status", "run_dir"]]
+    for number, (job, settings, result) in enumerate(zip(jobs, changed, results, strict=True), start=1):
+        status = "failed" if job.config.run_dir in failed else "done"
+        shown = [_format(name, result.get(name)) for name in figures]
+        rows.append([str(number), *settings.values(), *shown, status, job.config.run_dir])
+    return "\n".join(format_table(rows))
+
+
+def _result(config: RunConfig) -> dict[str, Any]:
+    file = Path(config.run_dir) / RESULT
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _format(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_bytes"):
+        return format_size(value)
+    return f"{value:.4g}" if isinstance(value, float) else in_yaml(value)

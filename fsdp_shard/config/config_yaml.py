@@ -1,0 +1,42 @@
+"""A config as the text of config.yaml, which the command composes again to the same config."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fsdp_shard.utils import redact, redact_setting
+
+
+def as_yaml(config: Any, command: str, chosen: Mapping[str, str]) -> str:
+    """Return all settings of a config dataclass, without secrets, and a defaults list of its groups.
+
+    Args:
+        config: The config.
+        command: The command that has it.
+        chosen: The option of each group.
+    """
+    from omegaconf import OmegaConf
+
+    comment = f"# To repeat this run: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
+    groups = [{name: option} for name, option in chosen.items()]
+    defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *groups, "_self_"]})
+    settings = OmegaConf.structured(_change_text(config, lambda name, text: escape(redact_setting(name, text))))
+    return redact(f"{comment}\n{defaults}{OmegaConf.to_yaml(settings)}")
+
+
+def _change_text(config: Any, change: Callable[[str, str], str], prefix: str = "") -> Any:
+    """A copy of a config dataclass whose text is what `change` makes of its dotted name and value."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changed[field.name] = _change_text(value, change, f"{name}.")
+        elif isinstance(value, str):
+            changed[field.name] = change(name, value)
+    return dataclasses.replace(config, **changed)
+
+
+def escape(text: str) -> str:
+    """Escape `${` in `text`, so that OmegaConf does not resolve it."""
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)

@@ -1,0 +1,70 @@
+"""What settings are called in transformers, peft, TRL, accelerate, torchtune and axolotl, and what they are here."""
+
+import re
+from collections.abc import Collection
+
+# What to give here -> the names elsewhere. Where a name stands twice, the first line that the command has is said.
+_NAMES = {
+    "adapter=lora": "lora lora_config peft use_lora use_peft",
+    "adapter=lora adapter.alpha": "lora_alpha",
+    "adapter=lora adapter.dropout": "lora_dropout",
+    "adapter=lora adapter.quantize=int8": "load_in_8bit",
+    "adapter=lora adapter.quantize=nf4": "load_in_4bit",
+    "adapter=lora adapter.rank": "lora_r lora_rank r",
+    "adapter=lora adapter.target_modules": "lora_target_modules target_modules",
+    "checkpoint.every": "save_steps save_strategy save_every",
+    "checkpoint.keep_last": "save_total_limit",
+    "checkpoint.optimizer=false": "save_only_model",
+    "checkpoint.save_best": "load_best_model_at_end",
+    "data.eval_fraction": "val_set_size validation_split_percentage",
+    "data.eval_path": "eval_dataset eval_file validation_file",
+    "data.path": "dataset datasets dataset_name dataset_path data_path data_files train_dataset train_file",
+    "data.sequence_length": "block_size cutoff_len max_length max_seq_len max_seq_length sequence_len seq_length",
+    "data.text_column": "dataset_text_field text_field",
+    "data.workers": "dataloader_num_workers num_workers preprocessing_num_workers",
+    "generation.max_new_tokens": "max_tokens max_length",
+    "launch.device": "use_cpu no_cuda device",
+    "launch.nodes": "nnodes num_nodes num_machines",
+    "launch.ranks": "nproc_per_node gpus num_gpus num_processes world_size ngpu",
+    "model.path": "model model_id model_name model_name_or_path model_path base_model pretrained_model_name_or_path",
+    "checkpoint": "model model.path model_id model_name model_name_or_path model_path base_model",
+    "source": "model model.path model_id model_name model_name_or_path model_path checkpoint input input_dir",
+    "target": "output output_dir output_path",
+    "model.attention": "attn_implementation flash_attention use_flash_attention_2",
+    "model.dtype": "torch_dtype dtype",
+    "dispatch.dtype": "torch_dtype dtype",
+    "dispatch.quantize": "load_in_8bit load_in_4bit quantization quantization_config",
+    "optim": "optimizer optim_type",
+    "optim.betas=[0.9,0.999]": "adam_beta1 adam_beta2",
+    "optim.eps": "adam_epsilon",
+    "optim.lr": "learning_rate lr",
+    "resume": "resume_from_checkpoint",
+    "run_dir": "output_dir logging_dir output_path",
+    "shard": "fsdp fsdp_config sharding_strategy strategy",
+    "shard.activation_checkpointing": "gradient_checkpointing",
+    "shard.compile": "torch_compile compile",
+    "shard.param_dtype=bfloat16": "bf16 fp16 mixed_precision",
+    "train.deterministic": "full_determinism",
+    "train.epochs": "num_train_epochs num_epochs epochs",
+    "train.eval_every": "eval_steps eval_strategy evaluation_strategy",
+    "train.global_batch_size": "batch_size train_batch_size",
+    "train.global_batch_size (train.micro_batch_size x ranks x accumulation steps)": "gradient_accumulation_steps",
+    "train.log_every": "logging_steps",
+    "train.max_grad_norm": "gradient_clipping gradient_clip_val clip_grad_norm",
+    "train.micro_batch_size": "per_device_train_batch_size per_gpu_train_batch_size per_device_eval_batch_size",
+    "train.patience": "early_stopping_patience",
+    "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
+    "train.steps": "max_steps num_steps",
+    "train.tracker_project": "wandb_project",
+    "train.trackers": "report_to",
+    "train.warmup_steps": "num_warmup_steps warmup_ratio",
+}
+
+
+def known_elsewhere(name: str, known: Collection[str]) -> str:
+    """Return ` (here it is X)` for the name of a setting of another library, if the command has X; else ""."""
+    name = name.lstrip("-").replace("-", "_")
+    for here, names in _NAMES.items():
+        if name in names.split() and re.findall(r"[\w.]+", here)[0] in known:
+            return f" (here it is {here})"
+    return ""

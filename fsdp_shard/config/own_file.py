@@ -1,0 +1,73 @@
+"""A YAML file of the user's, given as the first argument: settings as in a preset, or the whole config of a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fsdp_shard.config.command_configs import command_of
+from fsdp_shard.config.reference import groups_of, settings_of
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import in_yaml
+
+CONFIG_NAME = "own_file"  # of the file in Hydra's ConfigStore
+
+
+def split_own_file(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the YAML file that is the first argument but for flags, if there is one, and all other arguments."""
+    first = next((n for n, argument in enumerate(arguments) if not argument.startswith("-")), None)
+    if first is None or Path(arguments[first]).suffix not in (".yaml", ".yml"):
+        return None, list(arguments)
+    if "=" in arguments[first] and not Path(arguments[first]).is_file():  # an override such as output=a.yaml
+        return None, list(arguments)
+    rest = [*arguments[:first], *arguments[first + 1 :]]
+    if flag := next((argument for argument in rest if argument.startswith(("--config-name", "-cn"))), None):
+        raise ConfigError(f"{arguments[first]} and {flag} both name a config; give one of them.")
+    return arguments[first], rest
+
+
+def register_own_file(file: str, schema: type) -> None:
+    """Put the settings in `file` into Hydra's ConfigStore as CONFIG_NAME, on top of all that the command starts from.
+
+    Raises:
+        ConfigError: The file cannot be read, is not a mapping in YAML, or is the config of another command.
+    """
+    content, command = _read(file), command_of(schema)
+    defaults = content.pop("defaults", [])
+    if not isinstance(defaults, list):
+        raise ConfigError(f"{file}: defaults is not a list of configs, such as `- override /adapter: lora`.")
+    schemas = [entry for entry in defaults if isinstance(entry, str) and entry.endswith("_schema")]
+    if schemas and f"{command}_schema" not in schemas:
+        raise ConfigError(f"{file} is a config of {schemas[0].removesuffix('_schema')}, not of {command}.")
+    groups = groups_of(schema)
+    chosen = {key: content.pop(key) for key in list(content) if key in groups and isinstance(content[key], str)}
+    sections = {setting.name.partition(".")[0] for setting in settings_of(schema) if "." in setting.name}
+    for name in sections & content.keys():
+        if not isinstance(content[name], dict):
+            likely = "an option or settings" if name in groups else "settings"
+            raise ConfigError(f"{file}: {name} is {in_yaml(content[name])}, and must have {likely}, such as in --help.")
+    if not schemas:
+        overrides = [{f"override /{group}": option} for group, option in chosen.items()]
+        after = [entry for entry in defaults if entry != "_self_"]
+        defaults = [f"/{command}", *after, *overrides, "_self_"]
+    node = OmegaConf.create({"defaults": defaults})
+    for name, value in content.items():
+        OmegaConf.update(node, name, value)  # a name may have dots, as on the command line
+    ConfigStore.instance().store(name=CONFIG_NAME, node=node)
+
+
+def _read(file: str) -> dict[str, Any]:
+    try:
+        content = OmegaConf.load(Path(file).expanduser())
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: there is no such file of settings.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{file} must have settings such as `train: {{steps: 100}}`, and has a list or a text.")
+    settings: Any = OmegaConf.to_container(content)
+    return {str(name): value for name, value in settings.items()}

@@ -1,0 +1,169 @@
+"""Wrong commands and settings of every command: one `error:` paragraph, a status that says so, and nothing written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import run_arguments
+
+# The command line, with {m} for a model, {t} for a text and {d} for a directory of its own, and words of the error.
+_TRAIN = "finetune model.path={m} data.path={t} data.sequence_length=64 run_dir={d}/run"
+_GENERATE = "generate checkpoint={m} run_dir={d}/run"
+_EVALUATE = "evaluate checkpoint={m} run_dir={d}/run"
+_CONVERT = "convert source={m} run_dir={d}/run"
+_PLAN = "plan model.path={m} run_dir={d}/run"
+
+MISTAKES = [
+    # Commands
+    ("trian", "trian is not a command of fsdp-shard. `fsdp-shard --help`"),
+    ("finetun model.path={m}", "(did you mean finetune?)"),
+    ("--finetune", "--finetune is not a command"),
+    ("run", "run needs the path of a recipe"),
+    ("run {d}/none.py", "none.py is not a file"),
+    ("run {t}", "is not a Python file"),
+    ("ls everything", "Unrecognized arguments: everything"),
+    ("cp", "arguments are required: name, destination"),
+    ("cp nothing {d}/x", "nothing is not a shipped recipe or config"),
+    ("cp finetune {t}/x.py", "cannot be written"),
+    ("cp finetune.yaml {t}", "already exists"),
+    # Checkpoints
+    ("inspect", "arguments are required: path"),
+    ("inspect {d}/none", "there is no such file or directory"),
+    ("inspect {t}", "train.txt"),
+    ("inspect {m} --tensor x", "Unrecognized arguments: --tensor x"),
+    ("inspect {m} --tensors nothing", "has no tensor that nothing fits"),
+    ("inspect {m} {m}", "Unrecognized arguments"),
+    ("inspect checkpoint={m}", "there is no such file or directory"),
+    ("verify", "arguments are required: path"),
+    ("verify {d}/none", "there is no such file or directory"),
+    ("verify {m} --against", "expected one argument"),
+    ("verify {m} --against {d}/none", "there is no such file or directory"),
+    ("verify {m}@step-3", "there is no such file or directory"),
+    ("diff {m}", "arguments are required: b"),
+    ("diff {m} {d}/none", "there is no such file or directory"),
+    ("diff {m} {m} --logits", "expected one argument"),
+    # Settings of any command
+    (f"{_TRAIN} train.stepz=3", "train.stepz is not a setting of finetune (did you mean train.steps?)"),
+    (f"{_TRAIN} learning_rate=1e-4", "here it is optim.lr"),
+    (f"{_TRAIN} --learning_rate 1e-4", "here it is optim.lr"),
+    (f"{_TRAIN} gradient_accumulation_steps=4", "train.global_batch_size"),
+    (f"{_TRAIN} adapter.rank=4", "adapter.rank needs adapter=lora"),
+    (f"{_TRAIN} train.steps", "train.steps is not of the form name=value"),
+    (f"{_TRAIN} train.steps=ten", "train.steps=ten is not a whole number"),
+    (f"{_TRAIN} train.steps=0", "at least 1"),
+    (f"{_TRAIN} train.steps=-1", "at least 1"),
+    (f"{_TRAIN} train.steps=", "train.steps="),
+    (f"{_TRAIN} train.steps=1,2", "train.steps=1,2"),
+    (f"{_TRAIN} train.steps=[1]", "train.steps"),
+    (f"{_TRAIN} optim.lr=nan", "optim.lr=nan"),
+    (f"{_TRAIN} optim=adam", "optim has adamw"),
+    (f"{_TRAIN} shard.blocks=[a", "shard.blocks=[a cannot be parsed"),
+    (f"{_TRAIN} data=x.txt", "did you mean data.path=x.txt?"),
+    (f"{_TRAIN} seed=-1", "at least 0"),
+    (f"{_TRAIN} debug=perhaps", "debug=perhaps is not true or false"),
+    (f"{_TRAIN} mine.yaml", "one file of settings is read, and must come first"),
+    ("finetune {d}/none.yaml", "there is no such file of settings"),
+    ("finetune {d}/list.yaml", "must have settings"),
+    ("finetune {d}/typo.yaml", "typo.yaml: train.stepz is not a setting"),
+    (f"{_TRAIN} -m model.path=a,b", "is one text. Quote each"),
+    (f"{_TRAIN} --config-dir {{d}}/none", "there is no such directory"),
+    (f"{_TRAIN} --cfg", "Argument --cfg/-c: invalid choice"),
+    # What finetune is given
+    ("finetune", "model.path"),
+    ("finetune model.path={m}", "data.path"),
+    ("finetune model.path= data.path={t}", "model.path is empty"),
+    (f"{_TRAIN} model.path={{d}}/none", "does not exist"),
+    (f"{_TRAIN} data.path={{d}}/none.txt", "there is no such file"),
+    (f"{_TRAIN} data.kind=chatt", "(did you mean chat?)"),
+    (f"{_TRAIN} data.sequence_length=0", "data.sequence_length=0 is out of range"),
+    (f"{_TRAIN} run_dir=", "run_dir is empty"),
+    (f"{_TRAIN} run_dir={{t}}", "is a file, not a directory"),
+    (f"{_TRAIN} resume={{d}}/none", "does not exist"),
+    (f"{_TRAIN} model.task=masked_lm", "Set model.task=causal_lm"),
+    (f"{_TRAIN} adapter=lora adapter.target_modules=[query]", "its linear layers are q_proj"),
+    (f"{_TRAIN} train.trackers=[wandbb]", "wandbb"),
+    (f"{_TRAIN} checkpoint.max_shard_size=big", "is not a size"),
+    (f"{_TRAIN} launch.ranks=3 train.global_batch_size=4", "train.global_batch_size=4"),
+    (f"{_TRAIN} launch.device=tpu", "launch.device=tpu"),
+    # generate
+    ("generate", "checkpoint"),
+    (_GENERATE, "prompt"),
+    (f"{_GENERATE} prompt=", "prompt is empty"),
+    (f"{_GENERATE} prompt=a prompts={{d}}/p.txt", "both are given"),
+    (f"{_GENERATE} prompts={{d}}/none.txt", "no such file"),
+    (f"{_GENERATE} prompt=a output={{d}}/o.txt", "must end in .jsonl"),
+    (f"{_GENERATE} prompt=a output={{t}}/o.jsonl", "is a file, not a directory"),
+    (f"{_GENERATE} prompt=a generation.temperature=0.5", "do_sample"),
+    (f"{_GENERATE} prompt=a max_new_tokens=5", "generation.max_new_tokens"),
+    (f"{_GENERATE} prompt=a model_name_or_path=x", "here it is checkpoint"),
+    (f"{_GENERATE} prompt=a dispatch.device_map=gpu", "dispatch.device_map=gpu"),
+    (f"{_GENERATE} prompt=a dispatch.max_memory={{{{cpu:lots}}}}", "is not a size"),
+    ("generate checkpoint={d}/none prompt=a", "does not exist"),
+    # evaluate
+    ("evaluate", "checkpoint"),
+    (_EVALUATE, "data.path"),
+    (f"{_EVALUATE} data.path={{d}}/none.txt", "none.txt"),
+    (f"{_EVALUATE} data.path={{t}} task=perplexty", "perplexity"),
+    (f"{_EVALUATE} data.path={{t}} batch_size=0", "at least 1"),
+    (f"{_EVALUATE} data.path={{t}} launch.ranks=2", "has no effect"),
+    (f"{_EVALUATE} task=lm_eval", "lm_eval.tasks"),
+    # convert
+    ("convert source={m}", "target"),
+    ("convert source={m} target={m}", "exists already"),
+    (f"{_CONVERT} target={{t}}/x", "is a file, not a directory"),
+    (f"{_CONVERT} target={{d}}/x format=gguf", "format=gguf is not one of"),
+    (f"{_CONVERT} target={{d}}/x format=sharded ranks=0", "ranks"),
+    (f"{_CONVERT} target={{d}}/x dtype=int4", "dtype=int4 is not one of"),
+    (f"{_CONVERT} target={{d}}/x output_dir=y", "here it is target"),
+    # plan and doctor
+    ("plan", "model.path"),
+    (f"{_PLAN} device.memory=big", "is not a size"),
+    (f"{_PLAN} launch.ranks=0", "at least 1"),
+    (f"{_PLAN} data.path=x", "data.path is not a setting of plan"),
+    (f"{_PLAN} dispatch.device_map=everywhere", "dispatch.device_map=everywhere"),
+    ("plan model.path={d}/none", "does not exist"),
+    ("doctor train.stepz=1", "train.stepz is not a setting of doctor"),
+]
+
+
+def test_there_are_many() -> None:
+    assert len(dict(MISTAKES)) == len(MISTAKES) >= 60
+
+
+@pytest.mark.parametrize(("line", "said"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_a_mistake_is_one_error(line: str, said: str, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("[a]")
+    (tmp_path / "typo.yaml").write_text("train: {stepz: 3}")
+    before = sorted(tmp_path.rglob("*"))
+    arguments = [part.format(m=tiny_model, t=texts / "train.txt", d=tmp_path) for part in line.split()]
+    ended = run_arguments(arguments)
+    assert ended.status == 2, (ended.status, ended.err, ended.out)
+    assert ended.err.startswith("error: "), ended.err
+    assert len(ended.err.splitlines()) == 1, ended.err
+    assert said in ended.err
+    assert "Give debug=true" not in ended.err, "an error that nobody foresaw"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert", "generate", "evaluate", "finetune"])
+def test_a_damaged_checkpoint_is_one_error(command: str, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_model, copy)
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    arguments = {
+        "diff": [copy, tiny_model],
+        "convert": [f"source={copy}", f"target={tmp_path}/target", f"run_dir={tmp_path}/run"],
+        "generate": [f"checkpoint={copy}", "prompt=a"],
+        "evaluate": [f"checkpoint={copy}", f"data.path={texts}/train.txt", f"run_dir={tmp_path}/run"],
+        "finetune": [f"model.path={copy}", f"data.path={texts}/train.txt", f"run_dir={tmp_path}/run"],
+    }.get(command, [copy])
+    ended = run_arguments([command, *map(str, arguments)])
+    assert ended.status == (1 if command == "verify" else 2), (ended.status, ended.err)
+    assert ended.err.startswith("error: "), ended.err
+    assert len(ended.err.splitlines()) == 1, ended.err
+    assert "copy" in ended.err
+    assert not (tmp_path / "target").exists()
