@@ -97,7 +97,7 @@ class CheckpointConfig:
             )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SourceSettings:
     """Where to find what a checkpoint lacks."""
 
