@@ -95,21 +95,20 @@ def load_sharded(
     check_adapter(adapter, shard)
     model = run_on_all(context, lambda: empty_model(config, source))
     num_fused = run_on_all(context, lambda: use_kernels(model, config.kernels))
-    added, quantized, base = None, None, None
+    added, quantized = None, None
     with run_on_all(context, lambda: source.model_index) as index:
         run_on_all(context, lambda: checkpoint.check_loadable(index))
+        # Before names are matched, which may change the index: it is compared with that of an untouched model.
+        base = run_on_main(context, lambda: _base_model(config, source, adapter, index, resumed))
         run_on_all(context, lambda: checkpoint.untie(model, index))
         blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
         matched = run_on_all(context, lambda: checkpoint.match_names(model, index))
         names = matched.stored
         if isinstance(adapter, LoraConfig):
-            digest = run_on_main(context, lambda: checkpoint.fingerprint(index))
-            base = checkpoint.BaseModel(lora.base_path(config, source), digest, adapter.quantize)
+            assert base is not None
             added, names = lora.inject_lora(model, adapter, base.path, names, config.task)
             quantized, names = quantize_base(model, adapter.quantize, shard, names)
             added = replace(added, base=base, frozen=quantized.describe() if quantized else None)
-        else:
-            base = run_on_main(context, lambda: _base_model(config, index, resumed))
         run_on_all(context, lambda: chunk_loss(model, config, shard))  # the adapter may add an output head
         tree = unit_tree(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
@@ -132,9 +131,15 @@ def load_sharded(
 
 
 def _base_model(
-    config: ModelConfig, index: checkpoint.TensorIndex, resumed: Path | None
+    config: ModelConfig,
+    source: checkpoint.Location,
+    adapter: AdapterConfig | None,
+    index: checkpoint.TensorIndex,
+    resumed: Path | None,
 ) -> checkpoint.BaseModel | None:
     """The model that the run began from: that of the step to resume from, or the one that is loaded."""
+    if isinstance(adapter, LoraConfig):
+        return checkpoint.BaseModel(lora.base_path(config, source), checkpoint.fingerprint(index), adapter.quantize)
     if resumed is not None:
         return checkpoint.read_base_model(resumed)
     return checkpoint.BaseModel(model_name(config), checkpoint.fingerprint(index))
