@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow faults models check lint docs coverage bench-convert bench-train bench-save bench-inference clean
+.PHONY: help install demo test slow faults models check lint docs coverage bench-convert bench-train bench-save bench-inference bench-coverage clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench-convert  conversions beside cp and other libraries, in WORK (needs 30 GB and a quiet machine)"
 	@echo "make bench-train    training beside a bare loop and other trainers, in WORK; MODEL=DIR adds a real model"
 	@echo "make bench-save  what a save costs training beside plain copies, plain writes and torch, in WORK (needs 10 GB)"
+	@echo "make bench-coverage  every architecture of transformers: built, sharded, trained; goes on where it was stopped, in WORK"
 	@echo "make bench-inference  text from checkpoints beside transformers, accelerate and torch, in WORK (needs 25 GB)"
 	@echo "make clean     remove $(VENV) and everything made"
 
@@ -51,6 +52,9 @@ docs: $(STAMP)
 
 coverage: $(STAMP)
 	@scripts/coverage
+
+bench-coverage: $(STAMP)
+	@$(VENV)/bin/python -m benchmarks.coverage --work "$(WORK)/coverage"
 
 bench-inference: $(STAMP)
 	@$(VENV)/bin/python benchmarks/inference.py --work "$(WORK)"

@@ -62,3 +62,14 @@ def test_saves_are_measured(tmp_path: Path) -> None:
     rows = json.loads(table.read_text())
     assert sum("limit" in row and row["limit"] is not None for row in rows) == 8
     assert all(math.isfinite(row["value"]) for row in rows)
+
+
+def test_architectures_are_counted(tmp_path: Path) -> None:
+    report = tmp_path / "coverage.md"
+    command = [sys.executable, "-m", "benchmarks.coverage", "--work", str(tmp_path), "--report", str(report)]
+    for name in ("masked/bert/", "other/clip/"):
+        result = subprocess.run([*command, "--only", name], cwd=ROOT, capture_output=True, text=True, timeout=280)
+        assert result.returncode == 0, result.stderr
+    text = report.read_text()
+    assert "| all | 2 | 2 | 2 | 2 |" in text, "built, resolved, sharded"
+    assert "| all | 1 | 1 | 1 | 1 | 1 |" in text, "trained alone, trained, equal, dispatched"
