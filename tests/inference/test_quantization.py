@@ -21,7 +21,7 @@ IDS = token_batch(0, rows=2, length=9)
 
 @pytest.mark.skipif(HAS_TORCHAO, reason="speaks of a machine without torchao")
 def test_a_missing_torchao_is_named(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"quantize=int8 needs torchao.*fsdp-shard\[quantize\]"):
+    with pytest.raises(ConfigError, match=r"quantize=int8 needs torchao.*\[quantize\]"):
         load_dispatched(tiny_model, quantize="int8")
 
 
