@@ -6,15 +6,16 @@ from functools import partial
 
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import EvaluateConfig
-from fsdp_shard.evaluation import check_evaluation
+from fsdp_shard.evaluation import check_evaluation, settle_windows
 from fsdp_shard.inference import check_checkpoint
 from fsdp_shard.utils import write_result
 
 
 def check(config: EvaluateConfig) -> None:
-    """Checks that need no torch."""
+    """Checks that need no torch, and then the length of windows, which needs the model's config."""
     check_evaluation(config)
     check_checkpoint(config.source)
+    settle_windows(config)
 
 
 @recipe(EvaluateConfig, check=check)

@@ -24,30 +24,31 @@ def check(config: PlanConfig) -> None:
 def main(config: PlanConfig) -> None:
     """Print what each rank of `finetune` would need, and with `dispatch.device_map` where `generate` puts blocks."""
     from fsdp_shard.inference import KVCacheBudget, plan_from_config
-    from fsdp_shard.models import check_model_task, load_config
+    from fsdp_shard.models import check_model_task, context_of, load_config
     from fsdp_shard.planning import PlannedRun, figures, plan_memory, plan_report
+    from fsdp_shard.training import settle_run_length
 
-    length, num_ranks = config.data.sequence_length, config.launch.num_ranks
+    model, trusted = planned_model(config), config.model.trust_remote_code
+    model_config = load_config(model.source.directory, trusted)
+    check_model_task(model_config, config.model.task)
+    context = context_of(model_config, trusted)
+    length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
     saving = config.checkpoint.asynchronous
     run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)
-    model = planned_model(config)
-    model_config = load_config(model.source.directory, config.model.trust_remote_code)
-    check_model_task(model_config, config.model.task)
     plan = plan_memory(model_config, run)
-    print(plan_report(plan, config.device.memory_bytes))
+    print(f"{context.describe(length)}\n{plan_report(plan, config.device.memory_bytes)}")
     dispatched = {}
     if config.dispatch.device_map is not None:
-        budget = KVCacheBudget(config.train.micro_batch_size, config.data.sequence_length)
-        devices = plan_from_config(
-            load_config(model.source.directory, config.model.trust_remote_code), config.dispatch, budget
-        )
+        budget = KVCacheBudget(config.train.micro_batch_size, length)
+        devices = plan_from_config(load_config(model.source.directory, trusted), config.dispatch, budget)
         print(f"\n{devices.table()}\n{devices.describe()} of {budget}")
         dispatched = {"device_map": devices.devices, "dispatch": asdict(devices)}
     if model.step is not None:
         print(f"\nThe run would resume from {model.step}; nothing was written into its directory. {model.note or ''}")
     elif config.kept_run_dir is not None:
         write_config(config)
-        write_result(config.kept_run_dir, figures(plan, config.device.memory_bytes) | dispatched)
+        length_of_run = {"sequence_length": length}
+        write_result(config.kept_run_dir, figures(plan, config.device.memory_bytes) | dispatched | length_of_run)
 
 
 if __name__ == "__main__":

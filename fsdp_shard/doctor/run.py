@@ -101,6 +101,8 @@ def check_settings(config: FinetuneConfig, check: Callable[[FinetuneConfig], Non
     sizes = world_sizes(config.launch)
     ranks = f"{sizes[0]} to {sizes[-1]} ranks" if len(sizes) > 1 else format_count(sizes[0], "rank")
     yield ok(f"finetune accepts {config.model.path} and {text} on {ranks}")
+    for line in training.describe_lengths(config.data, _context(config)):
+        yield warning(line.removeprefix("warning: ")) if line.startswith("warning: ") else ok(line)
 
 
 def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
@@ -114,7 +116,7 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
     """
     if not config.model.path or config.shard.tensor_parallel > 1 or config.shard.expert_parallel > 1:
         return None
-    length, num_ranks = config.data.sequence_length, min(world_sizes(config.launch))
+    length, num_ranks = _settle_length(config), min(world_sizes(config.launch))
     saving = config.checkpoint.asynchronous
     run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)
     return plan_memory(models.load_config(_source(config).directory, config.model.trust_remote_code), run)
@@ -194,6 +196,7 @@ def prepare_samples(config: FinetuneConfig) -> Samples | None:
     source = _source(config)
     tokenizer = models.load_tokenizer(source.tokenizer, config.model.trust_remote_code)
     task = training.data_task(config.model, source)
+    _settle_length(config)
     tokenized = tokenize_all(config.data, tokenizer, task=task.name)
     return open_samples(config.data, tokenized, task, config.seed, lambda: tokenizer)
 
@@ -223,6 +226,17 @@ def _resumed_step(config: FinetuneConfig) -> Path | None:
 def _source(config: FinetuneConfig) -> Location:
     """Where the run would take its model from."""
     return training.model_source(config, _resumed_step(config))
+
+
+def _context(config: FinetuneConfig) -> models.Context:
+    return models.load_context(_source(config).directory, config.model.trust_remote_code)
+
+
+def _settle_length(config: FinetuneConfig) -> int:
+    """As `finetune` does, whose checks may have ended before that, with another problem."""
+    return config.data.sequence_length or training.settle_run_length(
+        config.data, _resumed_step(config), _context(config)
+    )
 
 
 def _missing(config: FinetuneConfig) -> str:

@@ -13,9 +13,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.data import MASKED, MapDataset, prepare_held_out
-from fsdp_shard.errors import ConfigError, LossError
-from fsdp_shard.evaluation.config import EvaluateSettings, Figures
-from fsdp_shard.inference import context_length
+from fsdp_shard.errors import LossError
+from fsdp_shard.evaluation.config import PERPLEXITY, EvaluateSettings, Figures
+from fsdp_shard.models import context_of, load_context, settle_length
 from fsdp_shard.utils import format_count, report_progress
 
 _MAX_LOSS = 700.0  # exp of more overflows a double
@@ -37,16 +37,17 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class PerplexityEvaluation:
-    """The perplexity of a model on `windows`, `batch_size` of them at a time."""
+    """The perplexity of a model on `windows`, `batch_size` of them at a time; `length` says how long they are."""
 
     windows: MapDataset
     batch_size: int
+    length: str
 
     def describe(self) -> str:
-        """Number of tokens and windows."""
+        """The length of windows beside the model's context, and the number of tokens and windows."""
         windows = self.windows
         tokens, count = format_count(windows.num_predictions, "token"), format_count(len(windows), "window")
-        return f"{tokens} in {count} of {windows.sequence_length}"
+        return f"{self.length}\n{tokens} in {count} of {windows.sequence_length}"
 
     def measure(self, model: PreTrainedModel) -> Figures:
         """Run all windows; raises LossError if a loss is not finite."""
@@ -55,7 +56,8 @@ class PerplexityEvaluation:
         text = (
             f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}) over {format_count(found.num_tokens, 'token')}"
         )
-        return Figures(text, {"perplexity": found.perplexity, **asdict(found)})
+        length = {"sequence_length": self.windows.sequence_length}
+        return Figures(text, {"perplexity": found.perplexity, **asdict(found), **length})
 
 
 def open_perplexity(
@@ -70,21 +72,22 @@ def open_perplexity(
         tokenizer: The model's tokenizer.
 
     Raises:
-        ConfigError: The windows are longer than the model's context.
+        ConfigError: The windows are longer than the model has positions.
         DataError: The text cannot be read.
     """
-    check_context(config, settings.data.sequence_length)
-    return PerplexityEvaluation(prepare_held_out(settings.data, tokenizer), settings.batch_size)
+    length = context_of(config, settings.dispatch.trust_remote_code).describe(settings.data.window_length)
+    return PerplexityEvaluation(prepare_held_out(settings.data, tokenizer), settings.batch_size, length)
 
 
-def check_context(config: PretrainedConfig, sequence_length: int) -> None:
-    """Raise ConfigError if the windows are longer than the context of the model."""
-    limit = context_length(config)
-    if limit is not None and sequence_length > limit:
-        raise ConfigError(
-            f"data.sequence_length={sequence_length} exceeds the model's context of {limit} tokens; give at most "
-            f"{limit}."
-        )
+def settle_windows(settings: EvaluateSettings) -> None:
+    """Set `data.sequence_length`, if windows are evaluated and it is null, by the model's context.
+
+    Raises:
+        ConfigError: The windows are longer than the model has positions.
+    """
+    if settings.task == PERPLEXITY:
+        context = load_context(settings.source.directory, settings.dispatch.trust_remote_code)
+        settle_length(settings.data, context)
 
 
 def perplexity(

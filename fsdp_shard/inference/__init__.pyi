@@ -12,6 +12,5 @@ from .dispatch import (
 )
 from .generation.kv_cache_size import KVCacheBudget as KVCacheBudget
 from .generation.text_generation import generate as generate, join_ranks as join_ranks
-from .generation.tokenize_prompts import context_length as context_length
 from .offload.mmap_tensors import MappedFiles as MappedFiles
 from .preflight import check_checkpoint as check_checkpoint, check_generation as check_generation

@@ -9,8 +9,7 @@ from fsdp_shard.checkpoint import Location
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import dispatch_model
-from fsdp_shard.inference.generation.tokenize_prompts import context_length
-from fsdp_shard.models import check_causal, load_config, load_tokenizer
+from fsdp_shard.models import check_causal, context_of, load_config, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class LogitsReport:
         max_divergence: Its largest value.
         top_agrees: For each position, whether both have the same most likely next token.
         disagreements: The other positions: (position, the prompt up to it, token of A, token of B).
+        warnings: For each model that was never trained on so many positions, a line that says so.
     """
 
     num_tokens: int
@@ -32,6 +32,7 @@ class LogitsReport:
     max_divergence: float
     top_agrees: tuple[bool, ...]
     disagreements: tuple[tuple[int, str, str, str], ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -41,6 +42,7 @@ class LogitsReport:
     def __str__(self) -> str:
         agree = sum(self.top_agrees)
         lines = [
+            *(f"warning: {line}" for line in self.warnings),
             f"logits after {self.num_tokens} tokens: the largest difference is {self.max_difference:.3g}",
             f"KL divergence of B from A: {self.mean_divergence:.3g} nats per token, {self.max_divergence:.3g} at most",
             f"the most likely next token is the same at {agree} of {self.num_tokens} positions",
@@ -62,7 +64,8 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
         The differences.
 
     Raises:
-        DataError: The prompt has no tokens, or more than the context of a model.
+        DataError: The prompt has no tokens.
+        ConfigError: It has more than a model has positions.
         ModelError: They cannot be compared: another vocabulary, not a decoder-only model, or logits that are not
             finite.
     """
@@ -70,6 +73,7 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
     tokens = list(tokenizer(prompt)["input_ids"])
     if not tokens:
         raise DataError(f"--logits {prompt!r} has no tokens that the model in {a} knows; give other text.")
+    warnings = [line for source in (a, b) if (line := _check(source, len(tokens)))]
     first, second = _logits(a, tokens), _logits(b, tokens)
     if first.shape != second.shape:
         raise ModelError(
@@ -91,17 +95,21 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
             for position, (one, two) in enumerate(tops)
             if one != two
         ),
+        warnings=tuple(warnings),
     )
+
+
+def _check(source: Location, num_tokens: int) -> str | None:
+    """Check that the model predicts the next token, and return a warning if the prompt is longer than its context."""
+    config = load_config(source.directory)
+    check_causal(config)
+    return context_of(config).check(f"{source}: --logits, with {num_tokens} tokens,", num_tokens, "shorten it")
 
 
 def _logits(source: Location, tokens: list[int]) -> torch.Tensor:
     """[num_tokens, vocabulary] of the model at `source`, as float64 on the CPU; the model is deleted afterwards."""
-    config = load_config(source.directory)
-    check_causal(config)
-    limit = context_length(config)
-    if limit is not None and len(tokens) > limit:
-        raise DataError(f"--logits has {len(tokens)} tokens, but the context of {source} is {limit}; shorten it.")
-    model = dispatch_model(source, config, DispatchConfig(), log=lambda text: None)  # diff has listed the tensors
+    # diff has listed the tensors already
+    model = dispatch_model(source, load_config(source.directory), DispatchConfig(), log=lambda text: None)
     try:
         with torch.inference_mode():
             logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double().cpu()

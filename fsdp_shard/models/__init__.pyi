@@ -1,6 +1,12 @@
 from .blocks import Block as Block, no_split_blocks as no_split_blocks, tied_names as tied_names
 from .config import REMOTE_CODE as REMOTE_CODE, ModelConfig as ModelConfig
-from .context_length import check_packing as check_packing, num_positions as num_positions
+from .context import (
+    Context as Context,
+    LengthSettings as LengthSettings,
+    context_of as context_of,
+    load_context as load_context,
+    settle_length as settle_length,
+)
 from .gguf_config import GGUF_FORMAT as GGUF_FORMAT, gguf_model_files as gguf_model_files
 from .loading import (
     build_on_meta as build_on_meta,
@@ -12,6 +18,7 @@ from .loading import (
     rebuild_buffers as rebuild_buffers,
 )
 from .model_directory import check_model_config as check_model_config, download_model as download_model
+from .packed_documents import check_packing as check_packing
 from .quantized_linear import (
     QUANTIZATION_BLOCK as QUANTIZATION_BLOCK,
     QUANTIZATION_CODES as QUANTIZATION_CODES,

@@ -20,7 +20,9 @@ class DeviceConfig:
 class PlanDataConfig:
     """The settings of the data that a plan depends on."""
 
-    sequence_length: int = setting(1024, "Length of each sample, in tokens.", minimum=1)
+    sequence_length: int | None = setting(
+        None, "Length of each sample, in tokens. Default: as in finetune, by the model's context.", minimum=1
+    )
 
 
 @dataclass

@@ -15,9 +15,9 @@ def data_figures(dataset: Dataset, num_samples: int, tokens: Mapping[str, int]) 
         tokens: Number of tokens that were trained, by source.
 
     Returns:
-        `sources` of a mixture, `stream` of a stream, or nothing.
+        `sequence_length`, and `sources` of a mixture or `stream` of a stream.
     """
-    figures = dataset.figures(num_samples)
+    figures = {"sequence_length": dataset.sequence_length, **dataset.figures(num_samples)}
     for name, source in figures.get("sources", {}).items():
         source["tokens"] = tokens.get(name, 0)
     return figures

@@ -1,6 +1,7 @@
 """What is wrong with the settings of a run, found before any rank starts: for its machine, its data and its model."""
 
 import re
+from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -19,10 +20,14 @@ from fsdp_shard.training.model_origin import decoder_start, empty_model, model_s
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.qlora import quantize_base
+from fsdp_shard.training.sample_length import describe_lengths, settle_run_length
 
 
 def check_finetune(config: FinetuneSettings) -> None:
-    """Raise an InputError for everything that can be found wrong with a run before it starts."""
+    """Raise an InputError for everything that can be found wrong with a run before it starts.
+
+    Sets `data.sequence_length` if it is null, so that the ranks, and all that is recorded, have a number.
+    """
     on_gpu = uses_gpus(config.launch)
     for num_ranks in world_sizes(config.launch):
         sharding.check_ranks(config.shard, num_ranks, on_gpu=on_gpu)
@@ -40,14 +45,19 @@ def check_finetune(config: FinetuneSettings) -> None:
         resume.check_optimizer(resumed)
     lora.check_continues(config.adapter, resumed)
     check_base_model(config, resumed)
-    check_model(config, model_source(config, resumed))
+    check_model(config, model_source(config, resumed), resumed)
     check_trackers(config.train.trackers)
     if config.train.plot:
         check_plots()
 
 
-def check_model(config: FinetuneSettings, source: checkpoint.Location) -> None:
-    """Build the model on the meta device, and check that it fits the settings.
+def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: Path | None = None) -> None:
+    """Build the model on the meta device, and check that it fits the settings, and settle `data.sequence_length`.
+
+    Args:
+        config: The settings of the run.
+        source: The model.
+        resumed: The step to resume from, if any.
 
     Raises:
         ModelError, ConfigError, DataError: The model cannot be built, sharded or adapted as the settings ask, or it or
@@ -66,7 +76,9 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location) -> None:
     if any(part.kind != "text" for part in data.all_sources(config.data)):
         data.check_tokenizer(config.data, models.load_tokenizer(source.tokenizer, config.model.trust_remote_code), task)
     model = empty_model(config.model, source)
-    _check_lengths(model, config)
+    context = models.context_of(model_config, config.model.trust_remote_code)
+    settle_run_length(config.data, resumed, context)
+    describe_lengths(config.data, context)
     if task == data.SEQ2SEQ:
         decoder_start(model)
     sharding.check_shardable(model, shard)
@@ -103,17 +115,6 @@ def _check_adapted_experts(model: PreTrainedModel, shard: sharding.ShardConfig) 
             f"adapter=lora with shard=fsdp1 cannot adapt experts ({names[0]}); use shard=fsdp2, or set "
             f"adapter.target_modules to other modules."
         )
-
-
-def _check_lengths(model: PreTrainedModel, config: FinetuneSettings) -> None:
-    """Learned positions limit the length: beyond it, a GPU stops with an error that does not name the cause."""
-    limit = models.num_positions(model)
-    lengths = {"data.sequence_length": config.data.sequence_length}
-    if config.model.task == data.SEQ2SEQ and config.data.target_length is not None:
-        lengths["data.target_length"] = config.data.target_length
-    for name, length in lengths.items():
-        if limit is not None and length > limit:
-            raise ConfigError(f"{name}={length} exceeds the {limit} positions of the model; set at most {limit}.")
 
 
 def _check_float16(model: PreTrainedModel) -> None:

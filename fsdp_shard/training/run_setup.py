@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fsdp_shard.checkpoint import BASE_MODEL, RUN_CONFIG, Location
 from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import DistributedContext, init_distributed, is_restarted, run_on_main
+from fsdp_shard.models import load_context
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.resume_report import describe_finished, describe_resume
 from fsdp_shard.training.checkpoints.run_lock import run_lock
@@ -22,6 +23,7 @@ from fsdp_shard.training.logging.trackers import public_settings
 from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import model_source
+from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
@@ -115,14 +117,16 @@ def open_log(config: FinetuneSettings, run: TrainingRun, start: RunStart, loaded
     """
     opening = run_on_main(run.context, lambda: _opening(config, run, start))
     settings = public_settings(config) | {"train.steps": run.config.num_steps}
-    mfu = utilization(loaded, config.shard.param_dtype, config.data.sequence_length, run.context)
+    mfu = utilization(loaded, config.shard.param_dtype, config.data.window_length, run.context)
     return RunLog(config.run_dir, run, start.step, settings, mfu, opening)
 
 
 def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> list[str]:
-    """What a resume says first."""
+    """What a run says first: where it resumes, and how long its samples are."""
     lines = [] if start.step is None else [describe_resume(config, start.step, run)]
-    return lines if start.note is None else [*lines, start.note]
+    lines += [] if start.note is None else [start.note]
+    context = load_context(start.source.directory, config.model.trust_remote_code)
+    return [*lines, *describe_lengths(config.data, context)]
 
 
 def run_files(config: FinetuneSettings, loaded: LoadedModel) -> dict[str, bytes]:

@@ -200,7 +200,9 @@ def test_each_row_is_tokenized_on_one_rank(tmp_path: Path, num_ranks: int, tenso
 def test_one_exchange_ahead_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = counted(monkeypatch)
     path = rows(tmp_path / "many", 0, 3000)
-    dataset = open_alone(DataConfig(path=path, streaming=True, shuffle_buffer=300, kind="instruction"), Task())
+    dataset = open_alone(
+        DataConfig(path=path, sequence_length=64, streaming=True, shuffle_buffer=300, kind="instruction"), Task()
+    )
     assert counts["read"] == 0
     for asked in (2, 3, 200):
         dataset.prepare(0, asked)
@@ -270,7 +272,8 @@ def _fail(context: DistributedContext, config: DataConfig, other: Path | None) -
 def test_a_bad_row_ends_all_ranks(tmp_path: Path, bad: str) -> None:
     good = [json.dumps({"instruction": f"say {i}", "output": "x" * i}) for i in range(1, 1000)]
     (tmp_path / "a.jsonl").write_text("\n".join([*good[:800], bad, *good[800:]]))
-    config = DataConfig(path=str(tmp_path / "a.jsonl"), kind="instruction", streaming=True, shuffle_buffer=300)
+    path, kind = str(tmp_path / "a.jsonl"), "instruction"
+    config = DataConfig(path=path, sequence_length=64, kind=kind, streaming=True, shuffle_buffer=300)
     alone = open_alone(config, Task())
     alone.prepare(0, 600)
     with pytest.raises(DataError, match=r"a\.jsonl, line 801") as caught:
@@ -285,7 +288,7 @@ def test_ranks_that_read_different_rows(tmp_path: Path, row: int) -> None:
         (tmp_path / name).mkdir()
         lines = [json.dumps({"text": "x" * (200 + (i == longer))}) + "\n" for i in range(1000)]
         (tmp_path / name / "0.jsonl").write_text("".join(lines))
-    config = DataConfig(path=str(tmp_path / "a"), streaming=True, shuffle_buffer=300)
+    config = DataConfig(path=str(tmp_path / "a"), sequence_length=64, streaming=True, shuffle_buffer=300)
     one, two = on_ranks(2, _fail, config, tmp_path / "b")
     assert (one[0], one[0] > 0) == (two[0], row > 0)
     for _, message in (one, two):
@@ -305,7 +308,8 @@ def test_streams_of_a_mixture_use_their_tokenizer_in_turn(tmp_path: Path, monkey
         return encode(texts, tokenizer)
 
     mixture = {name: {"path": rows(tmp_path / name, 0, 400)} for name in "abcd"}
-    dataset = open_alone(DataConfig(path="", mixture=mixture, streaming=True, shuffle_buffer=50), Task())
+    config = DataConfig(path="", sequence_length=64, mixture=mixture, streaming=True, shuffle_buffer=50)
+    dataset = open_alone(config, Task())
     monkeypatch.setattr(encoder, "plain_ids", noted)
     dataset.prepare(0, 40)
     settle()

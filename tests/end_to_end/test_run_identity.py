@@ -212,3 +212,75 @@ def test_other_commands_leave_a_training_run_alone(run_dir: Path, tiny_model: Pa
     plan = run_recipe("plan", run_dir, f"model.path={tiny_model}")
     assert (plan.status, "nothing was written" in plan.out) == (0, True), plan.err
     assert _contents(run_dir) == before
+
+
+def _lines(text: str, word: str) -> list[str]:
+    return [line for line in text.splitlines() if word in line]
+
+
+def test_the_length_of_samples_is_the_context_wherever_it_is_shown(settings: list[str], tmp_path: Path) -> None:
+    given = [setting for setting in settings if not setting.startswith("data.sequence_length")]
+    doctor = run_recipe("doctor", tmp_path / "run", *given)
+    assert "data.sequence_length=128 of a context of 128 tokens" in doctor.out
+    ended = run_recipe("finetune", tmp_path / "run", *given)
+    assert ended.status == 0, ended.err
+    assert len(_lines(ended.err, "data.sequence_length=128 of a context of 128 tokens")) == 1
+    for recorded in (ended.run_dir / "config.yaml", ended.checkpoint / RUN_CONFIG):
+        assert "sequence_length: 128" in recorded.read_text()
+    assert ended.result["sequence_length"] == 128
+    plan = run_recipe("plan", tmp_path / "plan", given[0])
+    assert plan.result["sequence_length"] == 128, plan.err
+    assert "data.sequence_length=128 of" in plan.out
+    assert "sequence_length: 128" in (plan.run_dir / "config.yaml").read_text()
+
+
+def test_a_length_beyond_rotary_positions_is_a_warning_everywhere(
+    settings: list[str], tiny_model: Path, texts: Path, tmp_path: Path
+) -> None:
+    warning = (
+        "data.sequence_length=160 exceeds the model's context of 128 tokens: positions beyond it were never trained"
+    )
+    longer = [*settings, "data.sequence_length=160"]
+    ended = run_recipe("finetune", tmp_path / "run", *longer)
+    assert ended.status == 0, ended.err
+    assert [line.partition("warning: ")[2] for line in _lines(ended.err, "exceeds")] == [warning]
+    assert warning in run_recipe("doctor", tmp_path / "new", *longer).out
+    assert warning in run_recipe("plan", tmp_path / "plan", longer[0], longer[-1]).out
+    data = [f"data.path={texts}/held_out.txt", "data.sequence_length=160"]
+    evaluated = run_recipe("evaluate", tmp_path / "evaluate", f"checkpoint={tiny_model}", *data)
+    assert evaluated.status == 0, evaluated.err
+    assert warning in evaluated.out
+    assert evaluated.result["sequence_length"] == 160
+    generated = run_recipe("generate", tmp_path / "generate", f"checkpoint={tiny_model}", f"prompt={'a' * 126}")
+    assert generated.status == 0, generated.err
+    assert len(_lines(generated.out, "has 126 tokens")) == 1
+    assert "exceeds the model's context of 128 tokens: positions beyond it were never trained" in generated.out
+
+
+def test_an_evaluation_has_the_context_by_default(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    ended = run_recipe("evaluate", tmp_path, f"checkpoint={tiny_model}", f"data.path={texts}/held_out.txt")
+    assert ended.status == 0, ended.err
+    assert "sequence_length: 128" in (tmp_path / "config.yaml").read_text()
+    assert ended.result["sequence_length"] == 128
+
+
+def test_a_resume_without_a_length_keeps_that_of_its_step(settings: list[str], run_dir: Path) -> None:
+    given = [setting for setting in settings if not setting.startswith("data.sequence_length")]
+    plan = run_recipe("plan", run_dir, given[0])
+    assert "data.sequence_length=64 of a context of 128" in plan.out, plan.err
+    ended = run_recipe("finetune", run_dir, *given, "train.steps=3")
+    assert ended.status == 0, ended.err
+    assert len(_lines(ended.err, "data.sequence_length=64 of a context of 128 tokens")) == 1
+    assert "changed: train.steps 2 -> 3" in ended.err
+
+    step = _step(run_dir, 3)
+    _without_records(step)
+    before = run_recipe("doctor", run_dir, *given, "train.steps=4")
+    assert "data.sequence_length=64 of a context of 128" in before.out, "config.yaml of the run has it"
+    (run_dir / "config.yaml").unlink()
+    refused = run_recipe("finetune", run_dir, *given, "train.steps=4")
+    assert (refused.status, refused.err.count("error: ")) == (2, 1), refused.err
+    assert f"{step} does not record the length" in refused.err
+    assert "set data.sequence_length to that of its run, which was 1024 unless it was given" in refused.err
+    again = run_recipe("finetune", run_dir, *settings, "train.steps=4")
+    assert again.status == 0, again.err

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from fsdp_shard.data import DataConfig, prepare_held_out
-from fsdp_shard.errors import ConfigError, DataError, LossError
+from fsdp_shard.errors import DataError, LossError
 from fsdp_shard.evaluation.config import check_text
-from fsdp_shard.evaluation.perplexity import Perplexity, check_context, perplexity
+from fsdp_shard.evaluation.perplexity import Perplexity, perplexity
 from fsdp_shard.inference import load_dispatched
 from tests.support.runs import run_recipe
-from tests.support.tiny import byte_tokenizer, llama_config
+from tests.support.tiny import byte_tokenizer
 
 LENGTH = 48
 
@@ -71,12 +71,6 @@ def test_a_part_that_is_held_out_is_evaluated_alone(tiny_model: Path, data: Data
     part = prepare_held_out(data, tokenizer)
     assert len(part) == round(len(whole) / 4)
     assert np.array_equal(part.tokens, whole.tokens[len(whole.tokens) - len(part.tokens) :])
-
-
-def test_windows_longer_than_the_context_are_refused() -> None:
-    check_context(llama_config(), 128)
-    with pytest.raises(ConfigError, match="sequence_length=129 exceeds the model's context of 128"):
-        check_context(llama_config(), 129)
 
 
 def test_a_loss_that_is_no_number_is_an_error(tiny_model: Path, data: DataConfig) -> None:

@@ -63,7 +63,7 @@ def talk(model: Any, answers: list[str], *lines: str | type[BaseException]) -> t
         raise line
 
     decoder = Scripted(model, answers)
-    count = converse(decoder, ask, said.append)
+    count = converse(decoder, ask, said.append, 128)
     return decoder, "".join(said), count
 
 
@@ -169,7 +169,7 @@ def test_a_conversation_follows_its_seed(model: Any) -> None:
         parts: list[str] = []
         lines = iter(["one", "two", "/quit"])
         sampling = GenerationSettings(max_new_tokens=12, do_sample=True)
-        converse(Decoder(model, chatty(), sampling), lambda _: next(lines), parts.append, seed)
+        converse(Decoder(model, chatty(), sampling), lambda _: next(lines), parts.append, seed=seed)
         return "".join(parts)
 
     assert said(1) == said(1) != said(2)

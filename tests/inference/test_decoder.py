@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from fsdp_shard.errors import ConfigError, DataError, ModelError
+from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.inference.config import GenerateSettings, GenerationSettings
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.generation.batching import complete
@@ -17,8 +17,8 @@ from fsdp_shard.inference.generation.decoder import Decoder, generation_config
 from fsdp_shard.inference.generation.kv_cache_size import kv_cache_budget
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
 from fsdp_shard.inference.generation.prompts import Completion, Prompt
-from fsdp_shard.inference.generation.tokenize_prompts import tokenize_prompts
-from fsdp_shard.models import check_causal
+from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize_prompts
+from fsdp_shard.models import Context, check_causal, context_of
 from fsdp_shard.utils import check
 from tests.support.tiny import byte_tokenizer, llama_config
 
@@ -32,7 +32,7 @@ def model(tiny_model: Path) -> PreTrainedModel:
 
 
 def run(model: PreTrainedModel, settings: GenerationSettings, seed: int = 0, num_done: int = 0) -> list[Completion]:
-    encoded = tokenize_prompts(TOKENIZER, PROMPTS, model.config, settings.max_new_tokens)
+    encoded = tokenize_prompts(TOKENIZER, PROMPTS, model.config)
     return list(complete(Decoder(model, TOKENIZER, settings), PROMPTS, encoded, seed=seed, num_done=num_done))
 
 
@@ -72,7 +72,7 @@ def test_what_follows_the_end_is_neither_shown_nor_counted(tiny_model: Path, mod
 
 def test_figures_count_all_batches(model: PreTrainedModel) -> None:
     decoder = Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4, batch_size=2))
-    encoded, figures = tokenize_prompts(TOKENIZER, PROMPTS, model.config, 4), decoder.figures
+    encoded, figures = tokenize_prompts(TOKENIZER, PROMPTS, model.config), decoder.figures
     completions = list(complete(decoder, PROMPTS, encoded))
     assert figures.num_new_tokens == sum(completion.num_new_tokens for completion in completions) > 0
     assert figures.first_token_seconds is not None
@@ -104,29 +104,42 @@ def test_settings_reach_the_generation_config(model: PreTrainedModel) -> None:
 def test_a_chat_goes_through_the_template() -> None:
     tokenizer = byte_tokenizer()
     with pytest.raises(ModelError, match="chat template"):
-        tokenize_prompts(tokenizer, PROMPTS, llama_config(), 4, chat=True)
+        tokenize_prompts(tokenizer, PROMPTS, llama_config(), chat=True)
     tokenizer.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    (ids, *_) = tokenize_prompts(tokenizer, PROMPTS, llama_config(), 4, chat=True)
+    (ids, *_) = tokenize_prompts(tokenizer, PROMPTS, llama_config(), chat=True)
     assert tokenizer.decode(ids) == "[user]abc[assistant]"
 
 
 def test_prompts_that_leave_no_room_are_refused() -> None:
-    long = [Prompt("x" * 100, "file.txt, line 7,")]
-    tokenize_prompts(TOKENIZER, long, llama_config(), 28)
-    with pytest.raises(DataError, match=r"line 7, has 100 tokens.*context of 128; shorten it, or generate at most 28"):
-        tokenize_prompts(TOKENIZER, long, llama_config(), 29)
-    with pytest.raises(DataError, match=r"has 200 tokens.*context of 128; shorten it\.$"):
-        tokenize_prompts(TOKENIZER, [Prompt("x" * 200, "prompt")], llama_config(), 1)
+    prompts = [Prompt("x", "file.txt, line 6,"), Prompt("x" * 100, "file.txt, line 7,")]
+    tokens, table = [[5], [5] * 100], Context(128, is_table=True)
+    assert check_room(prompts, tokens, 28, table) is None
+    with pytest.raises(ConfigError, match=r"line 7, has 100 tokens.* 128 tokens.*; shorten it, or generate at most 28"):
+        check_room(prompts, tokens, 29, table)
+    with pytest.raises(ConfigError, match=r"has 200 tokens.*context of 128 tokens.*; shorten it\.$"):
+        check_room(prompts, [[5], [5] * 200], 1, table)
+    assert check_room(prompts, tokens, 128, table, has_encoder=True) is None
+    with pytest.raises(ConfigError, match=r"max_new_tokens=129.*; shorten it, or generate at most 128"):
+        check_room(prompts, tokens, 129, table, has_encoder=True)
+
+
+def test_prompts_beyond_a_context_of_rotary_positions_are_named_once() -> None:
+    prompts, rotary = [Prompt("x", "one"), Prompt("x", "two")], context_of(llama_config())
+    warning = check_room(prompts, [[5] * 127, [5] * 200], 4, rotary)
+    assert warning is not None
+    assert "two has 200 tokens" in warning
+    assert "context of 128 tokens: positions beyond it were never trained" in warning
+    assert check_room(prompts, [[5], [5]], 127, rotary) is None
 
 
 def test_models_that_do_not_predict_the_next_token_are_refused() -> None:
     with pytest.raises(ModelError, match="a BertForSequenceClassification, which does not predict the next token"):
         check_causal(BertConfig(architectures=["BertForSequenceClassification"]))
     with pytest.raises(ModelError, match="T5EncoderModel, which does not generate text from text"):
-        tokenize_prompts(TOKENIZER, PROMPTS, T5Config(architectures=["T5EncoderModel"], is_encoder_decoder=True), 4)
+        tokenize_prompts(TOKENIZER, PROMPTS, T5Config(architectures=["T5EncoderModel"], is_encoder_decoder=True))
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "disk"])
@@ -140,7 +153,7 @@ def test_encoder_decoder_models_answer_too(tmp_path: Path, device_map: str) -> N
     plain.save_pretrained(tmp_path)
     settings = GenerationSettings(max_new_tokens=6, batch_size=2, output_scores=True)
     decoder = Decoder(load_dispatched(tmp_path, device_map), TOKENIZER, settings)
-    found = list(complete(decoder, PROMPTS, tokenize_prompts(TOKENIZER, PROMPTS, decoder.model.config, 6)))
+    found = list(complete(decoder, PROMPTS, tokenize_prompts(TOKENIZER, PROMPTS, decoder.model.config)))
     for row in found:
         ids = torch.tensor([TOKENIZER(row.prompt)["input_ids"]])
         tokens = plain.generate(ids, max_new_tokens=6, do_sample=False)

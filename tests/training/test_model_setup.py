@@ -20,9 +20,7 @@ from transformers import (
     LlamaConfig,
     MBartConfig,
     MixtralConfig,
-    OPTConfig,
     PretrainedConfig,
-    RobertaConfig,
     T5GemmaConfig,
     T5GemmaModuleConfig,
 )
@@ -32,7 +30,7 @@ from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import DataConfig
 from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.errors import ConfigError, ModelError
-from fsdp_shard.models import ModelConfig, num_positions
+from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.finetune_checks import check_model
@@ -81,24 +79,6 @@ SIZES: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attentio
 LLAMA = LlamaConfig(**SIZES, intermediate_size=8, max_position_embeddings=16, pad_token_id=None)
 
 
-@pytest.mark.parametrize(
-    ("config", "room"),
-    [
-        (GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=64), 64),
-        (BertConfig(**SIZES, intermediate_size=8, max_position_embeddings=64), 64),
-        (RobertaConfig(**SIZES, intermediate_size=8, max_position_embeddings=66, pad_token_id=1), 64),
-        (OPTConfig(**SIZES, ffn_dim=8, word_embed_proj_dim=8, max_position_embeddings=64), 64),
-        (BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, max_position_embeddings=64, vocab_size=9), 64),
-        (LLAMA, None),
-    ],
-    ids=lambda value: getattr(value, "model_type", str(value)),
-)
-def test_positions_that_a_model_has_learned(config: PretrainedConfig, room: int | None) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert num_positions(model) == room
-
-
 def save(directory: Path, config: PretrainedConfig, kind: Any = AutoModelForCausalLM) -> ModelConfig:
     kind.from_config(config).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
@@ -133,8 +113,10 @@ def test_what_would_fail_in_the_first_step(tmp_path: Path) -> None:
         look(narrow, adapter=LoraConfig(modules_to_save=["input_layernorm"]))
     short = save(tmp_path / "gpt2", GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=64, vocab_size=300))
     look(short, sequence_length=64)
-    with pytest.raises(ConfigError, match=r"data\.sequence_length=65 exceeds the 64 positions"):
+    with pytest.raises(ConfigError, match=r"data\.sequence_length=65 exceeds the model's context of 64 tokens"):
         look(short, sequence_length=65)
+    with pytest.raises(ConfigError, match=r"data\.target_length=65 exceeds the model's context of 64 tokens"):
+        look(short, target_length=65)
 
 
 def test_adapted_experts_are_not_flattened(tmp_path: Path) -> None:

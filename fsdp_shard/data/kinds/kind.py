@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from fsdp_shard.data.sources.row import Row, require_column, text_of
-from fsdp_shard.errors import DataError
+from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import is_plain_fast_tokenizer
 from fsdp_shard.utils import REQUIRED, setting
 
@@ -124,9 +124,20 @@ class RowSettings:
         "as a path, a directory, a pattern such as data/*.jsonl or an address that fsspec opens (s3://, https://, "
         "...); a directory that save_to_disk wrote; or a dataset on the hub.",
     )
-    sequence_length: int = setting(
-        1024, "Tokens in each window. Longer rows are truncated; the run reports how many.", minimum=1
+    sequence_length: int | None = setting(
+        None,
+        "Tokens in each window. Longer rows are truncated; the run reports how many. Default: the smaller of the "
+        "model's context and 2,048; a run that is resumed keeps its own. More than the context is an error under "
+        "learned positions, and a warning under rotary ones, unless the model's config has rope scaling.",
+        minimum=1,
     )
+
+    @property
+    def window_length(self) -> int:
+        """`sequence_length`, once it is known; raises ConfigError before."""
+        if self.sequence_length is None:
+            raise ConfigError("data.sequence_length is not set, and without a model there is no default; set it.")
+        return self.sequence_length
 
     def build_kind(self, task: str) -> Kind:
         """Build the kind with these settings for a value of `model.task`."""

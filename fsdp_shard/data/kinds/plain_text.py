@@ -13,13 +13,13 @@ from fsdp_shard.utils import setting
 @dataclass(frozen=True)
 class TextKind(Kind):
     """One document per row. A document of more than `longest` tokens becomes several examples. Neighboring examples
-    share one token, so that every token but the first is predicted exactly once.
+    share one token, so that every token but the first is predicted exactly once. None: rows are only checked.
     """
 
     chosen_by, required = "data.kind=text", ("text",)
 
     text: str
-    longest: int
+    longest: int | None
 
     def read(self, row: Row) -> str | None:
         text = document_of(row, self.text)
@@ -33,6 +33,7 @@ class TextKind(Kind):
         return ["text", self.text, self.longest]
 
     def _pieces(self, ids: list[int]) -> list[Example]:
+        assert self.longest is not None, "settle_length comes before tokenizing"
         step = self.longest - 1
         pieces = [ids[start : start + self.longest] for start in range(0, max(1, len(ids) - 1), step)]
         return [Example(piece, [True] * len(piece)) for piece in pieces if len(piece) > 1]
@@ -92,4 +93,4 @@ class TextSettings(kind.RowSettings):
     def build_kind(self, task: str) -> Kind:
         if task == kind.CLASSIFICATION:
             return LabeledKind(self.text_column, self.label_column)
-        return TextKind(self.text_column, self.sequence_length + 1)
+        return TextKind(self.text_column, None if self.sequence_length is None else self.sequence_length + 1)

@@ -59,7 +59,7 @@ class SampleFactory:
         return self.windows(file.tokens(), file.digest, self.seed), notes
 
     def _open_examples(self, file: TokenFile) -> tuple[SourceDataset, list[str]]:
-        config, examples, longest = self.config, file.examples(), self.config.sequence_length
+        config, examples, longest = self.config, file.examples(), self.config.window_length
         cut, what = self.cut(examples), "document" if config.kind == "text" else "row"
         notes = [format_count(file.num_rows, what), format_count(file.num_tokens, "token")]
         if file.num_dropped:
@@ -77,7 +77,7 @@ class SampleFactory:
 
     def cut(self, examples: Examples) -> Cut:
         """Truncate examples to windows of `data.sequence_length`; keep those with something left to predict."""
-        first, lengths, longest = examples.first, examples.lengths, self.config.sequence_length
+        first, lengths, longest = examples.first, examples.lengths, self.config.window_length
         if self.task.name == SEQ2SEQ:
             usable = (first > 0) & (first < lengths)
             longer = (first > longest) | (lengths - first > self._target_length)
@@ -91,7 +91,7 @@ class SampleFactory:
 
     def samples(self, examples: Examples, cut: Cut, classes: Sequence[str | int]) -> SourceDataset:
         """Make samples of the examples that `cut` kept; `classes` has the names of their labels."""
-        task, given = self.task, (examples, cut.kept, self.config.sequence_length)
+        task, given = self.task, (examples, cut.kept, self.config.window_length)
         if task.name == SEQ2SEQ:
             return Seq2SeqRows(*given, "", self._target_length, task.decoder_start, task.padding)
         if task.name == CLASSIFICATION:
@@ -100,11 +100,11 @@ class SampleFactory:
 
     @property
     def _target_length(self) -> int:
-        return self.config.target_length or self.config.sequence_length
+        return self.config.target_length or self.config.window_length
 
     def windows(self, tokens: Array, name: str, seed: int) -> SourceDataset:
         """Make windows of `tokens` [num_tokens]; `seed` decides which are masked."""
-        length = self.config.sequence_length
+        length = self.config.window_length
         if self.special is None:
             return WindowDataset(tokens, length, name)
         return MaskedWindows(tokens, length, name, self.special, self.config.mask_fraction, seed)
@@ -112,7 +112,7 @@ class SampleFactory:
     @property
     def window_tokens(self) -> int:
         """Tokens of text per window, without special tokens; raises DataError if there is no space for any."""
-        length = self.config.sequence_length
+        length = self.config.window_length
         num_tokens = length - (len(self.special.begin) + len(self.special.end) if self.special is not None else 0)
         if num_tokens < 1:
             raise DataError(f"data.sequence_length={length} leaves no space besides the tokenizer's special tokens.")

@@ -107,7 +107,7 @@ class StreamDataset(Dataset):
 
     def __post_init__(self) -> None:
         config, task = self.factory.config, self.factory.task.name
-        self.num_samples, self.sequence_length, self._buffer = None, config.sequence_length, config.shuffle_buffer
+        self.num_samples, self.sequence_length, self._buffer = None, config.window_length, config.shuffle_buffer
         names = ("sequence_length", "packing", "shuffle_buffer", "target_length", "mask_fraction")
         kept, kind = [getattr(config, name) for name in names], kind_of(config, task)
         parts = [_FORMAT_VERSION, kept, task, self.source.stream_fingerprint()]

@@ -11,20 +11,21 @@ import torch
 from fsdp_shard.distributed import noting_ctrl_c
 from fsdp_shard.inference.generation.decoder import Decoder
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
-from fsdp_shard.inference.generation.tokenize_prompts import Message, apply_chat_template, context_length
+from fsdp_shard.inference.generation.tokenize_prompts import Message, apply_chat_template
 
 HELP = "/quit ends the conversation, /new starts another; Ctrl-C stops an answer"
 
 Write = Callable[[str], object]
 
 
-def converse(decoder: Decoder, ask: Callable[[str], str], write: Write, seed: int = 0) -> int:
+def converse(decoder: Decoder, ask: Callable[[str], str], write: Write, limit: int | None = None, seed: int = 0) -> int:
     """Hold a conversation until end of input or /quit.
 
     Args:
         decoder: Generates the answers.
         ask: Returns the user's next line, as `input`; raises EOFError at the end.
         write: Called with text to show.
+        limit: The model's context in tokens, beyond which the oldest turns are dropped; None if it has no limit.
         seed: Seed of sampling; what an answer draws depends on it and on the number of answers before.
 
     Returns:
@@ -52,14 +53,16 @@ def converse(decoder: Decoder, ask: Callable[[str], str], write: Write, seed: in
         elif text:
             messages.append({"role": "user", "content": text})
             torch.manual_seed((seed * 1_000_003 + num_answers) % 2**63)
-            if (answer := _answer(decoder, messages, cache, write)) is None:
+            if (answer := _answer(decoder, messages, cache, write, limit)) is None:
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer})
             num_answers += 1
 
 
-def _answer(decoder: Decoder, messages: list[Message], cache: PrefixCache, write: Write) -> str | None:
+def _answer(
+    decoder: Decoder, messages: list[Message], cache: PrefixCache, write: Write, limit: int | None
+) -> str | None:
     """The answer, or what was generated of it before Ctrl-C; None if the question is too long."""
     parts: list[str] = []
 
@@ -69,7 +72,7 @@ def _answer(decoder: Decoder, messages: list[Message], cache: PrefixCache, write
 
     with noting_ctrl_c() as is_stopped:
         with suppress(KeyboardInterrupt):  # the second Ctrl-C: a token may take long
-            if (ids := _fitting(decoder, messages, write)) is None:
+            if (ids := _fitting(decoder, messages, write, limit)) is None:
                 return None
             decoder.run([ids], on_text, cache, is_stopped)
         if is_stopped():
@@ -78,9 +81,8 @@ def _answer(decoder: Decoder, messages: list[Message], cache: PrefixCache, write
     return "".join(parts).strip()
 
 
-def _fitting(decoder: Decoder, messages: list[Message], write: Write) -> list[int] | None:
+def _fitting(decoder: Decoder, messages: list[Message], write: Write, limit: int | None) -> list[int] | None:
     """The tokens of the conversation, without the oldest turns if the model's context cannot hold all; else None."""
-    limit = context_length(decoder.model.config)
     while True:
         ids = apply_chat_template(decoder.tokenizer, messages)
         excess = 0 if limit is None else len(ids) + decoder.settings.max_new_tokens - limit

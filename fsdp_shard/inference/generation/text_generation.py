@@ -15,8 +15,8 @@ from fsdp_shard.inference.dispatch import Log, dispatch_model
 from fsdp_shard.inference.generation import batching, chat_session, kv_cache_size, prompts as prompt_files
 from fsdp_shard.inference.generation.completions_file import CompletionsFile, open_completions
 from fsdp_shard.inference.generation.decoder import Decoder, Figures
-from fsdp_shard.inference.generation.tokenize_prompts import tokenize_prompts
-from fsdp_shard.models import load_config, load_tokenizer
+from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize_prompts
+from fsdp_shard.models import context_of, load_config, load_tokenizer
 from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, report_progress
 
 _write = partial(print, end="", flush=True)
@@ -49,7 +49,9 @@ def generate(
     sampling, trusted = settings.generation, settings.dispatch.trust_remote_code
     config, tokenizer = load_config(source.directory, trusted), load_tokenizer(source.tokenizer, trusted)
     prompts = [] if settings.is_conversation else prompt_files.read_prompts(settings)
-    encoded = tokenize_prompts(tokenizer, prompts, config, sampling.max_new_tokens, chat=settings.chat)
+    encoded, room = tokenize_prompts(tokenizer, prompts, config, chat=settings.chat), context_of(config, trusted)
+    if beyond := check_room(prompts, encoded, sampling.max_new_tokens, room, has_encoder=config.is_encoder_decoder):
+        log(f"warning: {beyond}")
 
     start, budget = time.perf_counter(), kv_cache_size.kv_cache_budget(encoded, sampling)
     if source.is_adapter:
@@ -57,7 +59,7 @@ def generate(
     model = dispatch_model(source, config, settings.dispatch, budget, log=log, context=context)
     load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, sampling)
     if settings.is_conversation:
-        result: dict[str, Any] = {"num_prompts": chat_session.converse(decoder, input, _write, seed)}
+        result: dict[str, Any] = {"num_prompts": chat_session.converse(decoder, input, _write, room.length, seed)}
     else:
         file = open_completions(settings, run_dir, prompts, seed) if is_main else None
         _complete(decoder, prompts, encoded, seed, file, context)

@@ -9,11 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import RUN_CONFIG
-from fsdp_shard.errors import CheckpointError
+from fsdp_shard.training.checkpoints.recorded_settings import parse_settings, read_settings
 from fsdp_shard.training.checkpoints.resume import read_trainer
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loop import TrainingRun
@@ -77,10 +75,9 @@ def changed_settings(config: FinetuneSettings, step_directory: Path) -> list[str
     Raises:
         CheckpointError: run_config.yaml is damaged.
     """
-    if not checkpoint.has_file(step_directory, RUN_CONFIG):
+    if (before := read_settings(step_directory / RUN_CONFIG)) is None:
         return None
-    path = checkpoint.member(step_directory, RUN_CONFIG)
-    before, now = _parse(path.read_bytes(), str(path)), _parse(config.to_yaml().encode(), "the config")
+    now = parse_settings(config.to_yaml().encode(), "the config")
     names = [
         *now["defaults"],
         *(name for name, field, value in walk(config) if not _is_new(name, field, value, before)),
@@ -105,18 +102,6 @@ def _value(document: Mapping[str, Any], name: str) -> str:
             return _ABSENT
         found = found[key]
     return "null" if found is None else in_yaml(found)
-
-
-def _parse(content: bytes, what: str) -> dict[str, Any]:
-    """Parse settings; their `defaults`, a list, become the choice of each group."""
-    try:
-        document: Any = OmegaConf.to_container(OmegaConf.create(content.decode()), resolve=False)
-        groups = [choice for choice in document["defaults"] if isinstance(choice, dict)]
-        return {**document, "defaults": {group: option for choice in groups for group, option in choice.items()}}
-    except Exception as error:  # YAML, OmegaConf and a file that is no map have no error in common
-        raise CheckpointError(
-            f"{what} is damaged: it is not the settings of a run ({type(error).__name__})."
-        ) from error
 
 
 def _manifest_mesh(step_directory: Path) -> Mapping[str, int]:

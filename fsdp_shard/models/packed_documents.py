@@ -1,7 +1,4 @@
-"""Positions of a model: how many it has learned, and whether they keep packed documents apart.
-
-The second is tested by running a tiny model of the same architecture.
-"""
+"""Whether the positions of a model keep packed documents apart, by running a tiny one of the same architecture."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,8 +11,6 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models.loading import build_on_meta, named_class, rebuild_buffers
 from fsdp_shard.utils import one_thread, persistent_buffers
-
-_LEARNED_POSITIONS = frozenset({"position_embeddings", "position_embedding", "embed_positions", "wpe"})
 
 # The settings of transformers' configs that decide the size of a model, and their values in a tiny one.
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
@@ -30,20 +25,6 @@ _MOST_PARAMETERS = 150_000_000  # half a second to initialize; larger ones are r
 _FIRST, _SECOND = 7, 9  # tokens of the two documents
 _ROUNDING = 1e-3  # relative to the largest logit: experts multiply tokens of several documents at once
 _FLASH_LIKE = "fsdp_shard_by_positions"  # transformers looks for kernels if a name contains "flash"
-
-
-def num_positions(model: PreTrainedModel) -> int | None:
-    """Return the number of positions that a model has learned; None if it computes them, so that there is no limit."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    found = []
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in _LEARNED_POSITIONS and isinstance(module, nn.Embedding):
-            # RoBERTa counts from its padding token, and OPT and BART have an offset.
-            padding = module.padding_idx
-            offset = int(getattr(module, "offset", 0)) if padding is None else padding + 1
-            if limit in (module.num_embeddings, module.num_embeddings - offset):  # others are of images
-                found.append(module.num_embeddings - offset)
-    return min(found, default=None)
 
 
 def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:

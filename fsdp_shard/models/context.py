@@ -1,0 +1,130 @@
+"""The context of a model, and the one rule for every length that is asked of it: of samples, prompts and answers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.models.loading import build_on_meta, load_config
+
+_DEFAULT_LENGTH = 2048
+_TABLES = frozenset({"position_embeddings", "position_embedding", "embed_positions", "wpe"})
+
+
+class LengthSettings(Protocol):
+    """The settings `data.*` of a command, as far as they say how long samples are; None until the context is known."""
+
+    sequence_length: int | None
+
+
+@dataclass(frozen=True)
+class Context:
+    """How many tokens a model knows the positions of.
+
+    Attributes:
+        length: The context in tokens, as rope scaling extends it; None if there is no limit, as for relative positions.
+        is_table: The positions are rows of a table, learned or not, so that there is nothing beyond the last one.
+    """
+
+    length: int | None
+    is_table: bool = False
+
+    def check(self, what: str, length: int, advice: str | None = None) -> str | None:
+        """Check a length that is asked for.
+
+        Args:
+            what: What has this length, for messages.
+            length: Number of tokens.
+            advice: What to do if there are no such positions.
+
+        Returns:
+            A warning if the model was never trained on such positions, but computes them, as rotary ones.
+
+        Raises:
+            ConfigError: The model has no such positions.
+        """
+        if self.length is None or length <= self.length:
+            return None
+        exceeded = f"{what} exceeds the model's context of {self.length} tokens"
+        if self.is_table:  # a GPU would stop with an error that does not name the cause
+            raise ConfigError(f"{exceeded}, and it has no positions beyond; {advice or f'set at most {self.length}'}.")
+        return f"{exceeded}: positions beyond it were never trained"
+
+    def describe(self, sequence_length: int, name: str = "data.sequence_length") -> str:
+        """Say in one line how long samples are beside the context; raises ConfigError as `check` does."""
+        if warning := self.check(f"{name}={sequence_length}", sequence_length):
+            return f"warning: {warning}"
+        known = "a context without limit" if self.length is None else f"a context of {self.length} tokens"
+        return f"{name}={sequence_length} of {known}"
+
+
+def settle_length(data: LengthSettings, context: Context) -> int:
+    """Set `data.sequence_length`, if it is null, to the smaller of the context and 2,048.
+
+    Args:
+        data: The settings of the data; all that comes after sees a number.
+        context: That of the model.
+
+    Returns:
+        The length.
+
+    Raises:
+        ConfigError: A length is given, and the model has no such positions.
+    """
+    if data.sequence_length is None:
+        data.sequence_length = min(context.length or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
+    context.describe(data.sequence_length)
+    return data.sequence_length
+
+
+def context_of(config: PretrainedConfig, trust_remote_code: bool = False) -> Context:
+    """Return the context of a model.
+
+    Args:
+        config: Its config; unless that has rotary positions or no limit, the model is built on the meta device.
+        trust_remote_code: Whether code that comes with the model may run.
+
+    Raises:
+        ModelError: transformers cannot build the model.
+    """
+    text = config.get_text_config()
+    stated = getattr(text, "max_position_embeddings", None)
+    if stated is None or stated < 1:  # XLNet has -1
+        return Context(None)
+    if rope := getattr(text, "rope_parameters", None):
+        return Context(_scaled(stated, rope))
+    rows = _table_rows(build_on_meta(config, trust_remote_code=trust_remote_code), stated)
+    return Context(stated if rows is None else rows, is_table=rows is not None)
+
+
+def load_context(directory: Path, trust_remote_code: bool = False) -> Context:
+    """Return the context of the model whose config.json is in `directory`; see `load_config` and `context_of`."""
+    return context_of(load_config(directory, trust_remote_code), trust_remote_code)
+
+
+def _scaled(stated: int, rope: dict[str, object]) -> int:
+    """Return the context with rope scaling: most configs state it, but the recipes for YaRN leave the trained one."""
+    found = [stated]
+    for kind in (rope, *rope.values()):  # some models have one for each type of layer
+        if isinstance(kind, dict):
+            own = stated if kind.get("rope_type") == "dynamic" else 0  # which stretches the context that is stated
+            found.append(int((kind.get("factor") or 1) * (kind.get("original_max_position_embeddings") or own)))
+    return max(found)
+
+
+def _table_rows(model: PreTrainedModel, stated: int) -> int | None:
+    """Return the number of positions in the tables of a model; None if it has none."""
+    found = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in _TABLES and isinstance(module, nn.Embedding):
+            # RoBERTa counts from its padding token, and OPT and BART have an offset.
+            padding = module.padding_idx
+            offset = int(getattr(module, "offset", 0)) if padding is None else padding + 1
+            if stated in (module.num_embeddings, module.num_embeddings - offset):  # others are of images
+                found.append(module.num_embeddings - offset)
+    buffers = (buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in _TABLES)
+    found += [stated for buffer in buffers if buffer.shape[0] == stated]  # GPT-J computes its table once
+    return min(found, default=None)
