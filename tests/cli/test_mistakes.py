@@ -41,7 +41,7 @@ MISTAKES = [
     ("verify {d}/none", "there is no such file or directory"),
     ("verify {m} --against", "expected one argument"),
     ("verify {m} --against {d}/none", "there is no such file or directory"),
-    ("verify {m}@step-3", "there is no such file or directory"),
+    ("verify {m}@step-3", "has no finished checkpoint"),
     ("diff {m}", "arguments are required: b"),
     ("diff {m} {d}/none", "there is no such file or directory"),
     ("diff {m} {m} --logits", "expected one argument"),

@@ -149,7 +149,7 @@ def test_running_mean() -> None:
 def test_plots_need_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     check_plots()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"needs matplotlib.*fsdp-shard\[plots\].*train\.plot=false"):
+    with pytest.raises(ConfigError, match=r"needs matplotlib.*\[plots\].*train\.plot=false"):
         check_plots()
 
 
