@@ -87,8 +87,7 @@ def convert(
         nest: Key to put the tensors of the format `dcp` under.
         sync: Wait until everything is on the disk.
         base: Base model of an adapter, if it is not where adapter_config.json says.
-        config: Model directory or hub id whose config to write, for weights that have none.
-        tokenizer: The same for the tokenizer.
+        config, tokenizer: Model directories or hub ids whose config and tokenizer to write, for weights without them.
 
     Returns:
         What was written. When an error is raised, the target is what it was before.

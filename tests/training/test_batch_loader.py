@@ -141,4 +141,5 @@ def test_predictions_and_figures_of_each_source(tmp_path: Path, tiny_model: Path
 def test_a_source_alone_has_no_predictions_or_figures_of_its_own() -> None:
     alone = Shuffled(stream(), SEED)
     assert source_predictions(alone, [np.arange(4)], [alone.batch(range(4))]) == []
-    assert data_figures(alone, 60, {}) == source_figures(alone, 60, {}) == {}
+    assert data_figures(alone, 60, {}) == {"sequence_length": alone.sequence_length}
+    assert source_figures(alone, 60, {}) == {}
