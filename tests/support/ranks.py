@@ -31,7 +31,24 @@ def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor, context: Distri
     return context.all_reduce([float(loss.detach())])[0] / context.world_size
 
 
-def on_ranks(
+class _NotMetError(AssertionError):
+    """The ranks did not form a process group."""
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """`function(context, *args)` on each of `world_size` ranks; what each returned, in rank order.
+
+    The first rank that raises ends the others, and its traceback is the test's failure. Now and then a forked rank
+    never meets the others, before `function` is called: then all are started once more, and what it hung in is on
+    standard error.
+    """
+    try:
+        return _on_ranks(world_size, function, *args, **options)
+    except _NotMetError:
+        return _on_ranks(world_size, function, *args, **options)
+
+
+def _on_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
@@ -40,10 +57,6 @@ def on_ranks(
     expert_parallel: int = 1,
     timeout_seconds: float = 120.0,
 ) -> list[Any]:
-    """`function(context, *args)` on each of `world_size` ranks; what each returned, in rank order.
-
-    The first rank that raises ends the others, and its traceback is the test's failure.
-    """
     with TemporaryDirectory() as directory:
         pipes, processes = [], []
         for rank in range(world_size):
@@ -80,6 +93,8 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
                 values[rank], error = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 raise AssertionError(f"rank {rank} died without a word") from None
+            if error is not None and "ProcessGroupGloo(" in error and "Wait timeout" in error:
+                raise _NotMetError(f"rank {rank} waited for the others\n{error}")
             assert error is None, f"rank {rank} raised\n{error}"
     return [values[rank] for rank in range(len(pipes))]
 
