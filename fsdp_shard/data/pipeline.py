@@ -13,9 +13,10 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from fsdp_shard.data.config import DataConfig, cache_directory, is_running_text, kind_of, mixture_of, sources_of
+from fsdp_shard.data.config import DataConfig, cache_directory, mixture_of, sources_of
 from fsdp_shard.data.kinds.chat import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
+from fsdp_shard.data.kinds.running_text import encoded_kind
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.mixture import Concatenation, Mixture, seed_of
 from fsdp_shard.data.samples.mixture_schedule import counts_per_round
@@ -23,7 +24,6 @@ from fsdp_shard.data.samples.protocol import Dataset, MapDataset, Shuffled, Sour
 from fsdp_shard.data.sources.source import open_source, skipped_files
 from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task
-from fsdp_shard.data.tokenized.encoder import Documents
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.distributed import run_on_all, run_on_main
@@ -227,9 +227,6 @@ def prepare_on_ranks(
 
 def _tokenize(config: DataConfig, held_out: bool, tokenizer: Tokenizer, cache_dir: Path | None, task: str) -> TokenFile:
     """Tokenize to one stream of tokens for running text, and to examples for everything else."""
-    source, kind, cache = open_source(config, held_out), kind_of(config, task), cache_dir or cache_directory(config)
+    source, cache = open_source(config, held_out), cache_dir or cache_directory(config)
     tokenizer = with_chat_template(tokenizer, config)
-    if is_running_text(config, task):
-        # Each window of a masked language model begins with special tokens, so documents do not.
-        kind = Documents.of(kind, tokenizer, begins=task != MASKED_LM)
-    return tokenize(source, kind, tokenizer, cache, config.workers)
+    return tokenize(source, encoded_kind(config, task, tokenizer), tokenizer, cache, config.workers)

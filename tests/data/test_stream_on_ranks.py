@@ -14,16 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import xxhash
 
 from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.kinds import running_text
 from fsdp_shard.data.kinds.kind import MASKED_LM
 from fsdp_shard.data.pipeline import Tokenized, open_samples, prepare_on_ranks
 from fsdp_shard.data.samples.protocol import Dataset
 from fsdp_shard.data.streaming import block_reader, stream as stream_module
 from fsdp_shard.data.task import SpecialTokens, Task
-from fsdp_shard.data.tokenized import encoder
 from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import DataError
@@ -268,8 +269,9 @@ def _fail(context: DistributedContext, config: DataConfig, other: Path | None) -
         return num, str(error)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("bad", ['{"instruction": "a", "output": 7}', '{"instruction": "a"}', "no JSON"])
-def test_a_bad_row_ends_all_ranks(tmp_path: Path, bad: str) -> None:
+def test_a_bad_row_ends_all_ranks(tmp_path: Path, bad: str, workers: int) -> None:
     good = [json.dumps({"instruction": f"say {i}", "output": "x" * i}) for i in range(1, 1000)]
     (tmp_path / "a.jsonl").write_text("\n".join([*good[:800], bad, *good[800:]]))
     path, kind = str(tmp_path / "a.jsonl"), "instruction"
@@ -278,7 +280,57 @@ def test_a_bad_row_ends_all_ranks(tmp_path: Path, bad: str) -> None:
     alone.prepare(0, 600)
     with pytest.raises(DataError, match=r"a\.jsonl, line 801") as caught:
         alone.prepare(600, 1)
+    config.workers = workers
     assert set(on_ranks(3, _fail, config, None)) == {(600, str(caught.value))}, "at the same sample"
+
+
+def _kill_a_worker(context: DistributedContext, config: DataConfig) -> str:
+    dataset = prepare_on_ranks(config, tokenizer, context, seed=SEED).train
+    dataset.prepare(0, BATCH)
+    psutil.Process().children()[0].kill()
+    try:
+        for first in range(BATCH, 100_000, BATCH):
+            dataset.prepare(first, BATCH)
+    except (DataError, RuntimeError) as error:  # torch may raise it from a signal handler, between two steps
+        return str(error)
+    return ""
+
+
+def test_a_killed_worker_is_an_error(tmp_path: Path) -> None:
+    path = rows(tmp_path / "many", 0, 20_000)
+    config = DataConfig(path=path, sequence_length=64, kind="instruction", streaming=True, workers=2)
+    (message,) = on_ranks(1, _kill_a_worker, config)
+    assert "data.workers=2" in message or "DataLoader worker" in message
+
+
+ORPHANS = """
+import psutil, sys
+from pathlib import Path
+from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.task import Task
+from tests.data.test_stream_on_ranks import open_alone
+
+config = DataConfig(path=sys.argv[1], sequence_length=64, kind="instruction", streaming=True, workers=2)
+open_alone(config, Task()).prepare(0, 12)
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_workers_end_with_their_rank(tmp_path: Path) -> None:
+    """Although more is ready than a pipe holds, which nobody reads once the rank is killed."""
+    path = rows(tmp_path / "many", 0, 20_000)
+    args = [sys.executable, "-c", ORPHANS, path]
+    with subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        assert len(workers) == 2
+        time.sleep(2)  # until both have parts ready
+        process.kill()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    for worker in alive:
+        worker.kill()
+    assert not alive
 
 
 @pytest.mark.parametrize("row", [0, 400])
@@ -298,7 +350,7 @@ def test_ranks_that_read_different_rows(tmp_path: Path, row: int) -> None:
 def test_streams_of_a_mixture_use_their_tokenizer_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is not safe in several threads, as a call may change its settings."""
     users, at_once = list[int](), list[int]()
-    encode = encoder.plain_ids
+    encode = running_text.plain_ids
 
     def noted(texts: list[str], tokenizer: Any) -> Any:
         users.append(1)
@@ -310,7 +362,7 @@ def test_streams_of_a_mixture_use_their_tokenizer_in_turn(tmp_path: Path, monkey
     mixture = {name: {"path": rows(tmp_path / name, 0, 400)} for name in "abcd"}
     config = DataConfig(path="", sequence_length=64, mixture=mixture, streaming=True, shuffle_buffer=50)
     dataset = open_alone(config, Task())
-    monkeypatch.setattr(encoder, "plain_ids", noted)
+    monkeypatch.setattr(running_text, "plain_ids", noted)
     dataset.prepare(0, 40)
     settle()
     assert len(at_once) >= 8

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data.kinds import running_text
 from fsdp_shard.data.kinds.kind import MASKED_LM
 from fsdp_shard.data.pipeline import open_samples, prepare_data, tokenize_all
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.sources import source as source_module
 from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task
-from fsdp_shard.data.tokenized import encoder
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
 from fsdp_shard.evaluation import check_text
@@ -161,13 +161,13 @@ def test_only_what_is_needed_is_read_and_tokenized(tmp_path: Path, monkeypatch: 
             yield row, place
 
     tokenizer, texts = byte_tokenizer(), list[str]()
-    encode = encoder.plain_ids
+    encode = running_text.plain_ids
 
     def noted(some: list[str], tokenizer: Any) -> Any:
         texts.extend(some)
         return encode(some, tokenizer)
 
-    monkeypatch.setattr(encoder, "plain_ids", noted)
+    monkeypatch.setattr(running_text, "plain_ids", noted)
     config = DataConfig(path=str(path), sequence_length=64, streaming=True, shuffle_buffer=20)
     check_data(config)
     monkeypatch.setattr(source_module, "read_rows", counted)

@@ -25,9 +25,10 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.kinds.kind import plain_ids
 from fsdp_shard.data.kinds.plain_text import TextKind
+from fsdp_shard.data.kinds.running_text import RunningText
 from fsdp_shard.data.sources.readers import Row
 from fsdp_shard.data.sources.source import DatasetSource, open_source
-from fsdp_shard.data.tokenized.token_cache import Documents, tokenize
+from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.errors import DataError
 from tests.data.conftest import END, byte_tokenizer
@@ -38,7 +39,7 @@ KIND = TextKind("text", 9)
 
 def file_of(config: DataConfig, tokenizer: Any, cache: Path) -> TokenFile:
     return tokenize(
-        open_source(config, False), Documents.of(kind_of(config), tokenizer), tokenizer, cache, config.workers
+        open_source(config, False), RunningText.of(kind_of(config), tokenizer), tokenizer, cache, config.workers
     )
 
 
@@ -81,6 +82,16 @@ def test_formats_with_columns_give_the_same_stream(tmp_path: Path, tokenizer: An
     file = file_of(config, tokenizer, tmp_path / "cache")
     assert (file.num_rows, file.num_dropped, file.num_tokens) == (4, 1, len(STREAM))
     assert np.asarray(file.tokens()).dtype == np.uint16
+
+
+def test_text_that_begins_with_many_empty_documents(tmp_path: Path, tokenizer: Any) -> None:
+    """More than the digest takes together: the first document that is left has no separator before it."""
+    lines = [json.dumps({"text": text}) + "\n" for text in [*[" "] * 300, "one", "two"]]
+    path = write(tmp_path / "a.jsonl", "".join(lines))
+    file = file_of(DataConfig(path=path), tokenizer, tmp_path / "cache")
+    assert ids(file) == [*b"one", END, *b"two"]
+    path = write(tmp_path / "b.jsonl", "".join(lines[300:]))
+    assert file_of(DataConfig(path=path), tokenizer, tmp_path / "cache").digest == file.digest
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -154,7 +165,7 @@ class OneRead:
 
 
 def made(source: Any, tokenizer: Any, cache: Path) -> TokenFile:
-    return tokenize(source, Documents.of(KIND, tokenizer), tokenizer, cache)
+    return tokenize(source, RunningText.of(KIND, tokenizer), tokenizer, cache)
 
 
 def test_the_cache_is_found_again(tmp_path: Path, tokenizer: Any) -> None:

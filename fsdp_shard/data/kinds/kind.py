@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
@@ -31,7 +32,7 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class Kind(ABC):
     """How rows become examples. Plain data, so that it can be sent to other processes.
 
     A subclass reads a row, and makes examples of what it has read.
@@ -51,13 +52,18 @@ class Kind:
         """The columns that it reads."""
         return tuple(getattr(self, field) for field in self.required)
 
+    @property
+    def stream_separators(self) -> tuple[int, ...] | None:
+        """The tokens before each example of one stream but for the first; None if examples are separate."""
+        return None
+
+    @abstractmethod
     def read(self, row: Row) -> Any:
         """Return what `row` has to train on, None for nothing; raise DataError if a column is missing or wrong."""
-        raise NotImplementedError
 
+    @abstractmethod
     def examples(self, read: list[Any], tokenizer: Tokenizer) -> list[list[Example]]:
         """Return the examples of each row that has been read."""
-        raise NotImplementedError
 
     def check_row(self, row: Row) -> bool:
         """Return whether `row` has anything to train on; raise DataError if a column is missing or of a wrong type."""
@@ -70,6 +76,9 @@ class Kind:
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise DataError if `tokenizer` lacks something that this kind needs: by default the end-of-text token."""
         self.end(tokenizer)
+
+    def check_num_rows(self, num_rows: int | None, name: str) -> None:  # noqa: B027  # most kinds take any number
+        """Raise DataError if there are too many rows, of which `name` is the source; None is any number."""
 
     def encode(self, rows: Sequence[Row], tokenizer: Tokenizer) -> list[list[Example]]:
         """Return the examples of each row; none for a row with nothing to predict."""
@@ -108,7 +117,7 @@ class Kind:
 
 
 @dataclass
-class RowSettings:
+class RowSettings(ABC):
     """Base of the settings of each kind of row, all of which are settings of `data.*`.
 
     A subclass has the name of its kind, one sentence of help, the tasks that it can train, and its own settings.
@@ -139,11 +148,11 @@ class RowSettings:
             raise ConfigError("data.sequence_length is not set, and without a model there is no default; set it.")
         return self.sequence_length
 
+    @abstractmethod
     def build_kind(self, task: str) -> Kind:
         """Build the kind with these settings for a value of `model.task`."""
-        raise NotImplementedError
 
-    def check_kind(self, prefix: str) -> None:
+    def check_kind(self, prefix: str) -> None:  # noqa: B027  # not all have something to check
         """Raise ConfigError if the settings of this kind are wrong; `prefix` is that of their names."""
 
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from fsdp_shard.data.kinds.chat import ChatSettings
+from fsdp_shard.data.kinds.instruction import InstructionSettings
 from fsdp_shard.data.kinds.kind import RowSettings
+from fsdp_shard.data.kinds.pairs import PairsSettings
 from fsdp_shard.data.kinds.plain_text import TextSettings
-from fsdp_shard.data.kinds.prompt_and_answer import InstructionSettings, PairsSettings
 
 
 @dataclass

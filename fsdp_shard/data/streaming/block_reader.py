@@ -6,10 +6,14 @@ They make no collective: the exchange is where a block is asked for, which all r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain, islice
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+from signal import SIGKILL
 from threading import Thread, main_thread
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -17,7 +21,7 @@ from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import Source
 from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import DataError
-from fsdp_shard.utils import set_environment
+from fsdp_shard.utils import first_line, set_environment
 
 if TYPE_CHECKING:
     import pyarrow
@@ -105,7 +109,8 @@ _Part: TypeAlias = "tuple[list[Block[int]], pyarrow.Table]"  # the number of row
 class _Parts:
     """The part of one rank of each exchange, which is a range of the rows in it.
 
-    Each of several processes reads all blocks, and tokenizes every n-th exchange: a DataLoader takes turns.
+    Each of several processes reads all blocks, and tokenizes every n-th exchange: a DataLoader takes one from each in
+    order.
     """
 
     blocks: Iterator[Block[list[Row]]]
@@ -167,11 +172,33 @@ def _in_processes(parts: _Parts, num_workers: int) -> Iterator[_Part]:
                 yield error
 
     with set_environment({"TOKENIZERS_PARALLELISM": "false"}):  # processes are enough, and they are forked
-        ahead = iter(DataLoader(Ahead(), batch_size=None, num_workers=num_workers))
-    for part in ahead:
+        ahead = iter(DataLoader(Ahead(), batch_size=None, num_workers=num_workers, worker_init_fn=_end_with_parent))
+    while True:
+        try:
+            part = next(ahead)
+        except RuntimeError as error:
+            raise DataError(
+                f"One of the data.workers={num_workers} processes that read and tokenize has died, possibly by the "
+                f"out-of-memory killer ({first_line(error)}); reduce it."
+            ) from error
         if isinstance(part, Exception):
             raise part
         yield part
+
+
+def _end_with_parent(_: int) -> None:
+    """End this worker when its rank is killed.
+
+    A DataLoader's worker notices that, but then waits until its last part has been read, which nobody does any more.
+    """
+    parent = parent_process()
+    assert parent is not None
+
+    def run() -> None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), SIGKILL)
+
+    Thread(target=run, name="end with parent", daemon=True).start()
 
 
 def _end_with_main_thread() -> None:

@@ -15,7 +15,6 @@ import xxhash
 
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.protocol import SourceDataset
-from fsdp_shard.data.tokenized.encoder import Documents
 from fsdp_shard.data.tokenized.token_file import Examples, classes_of
 
 if TYPE_CHECKING:
@@ -60,10 +59,10 @@ class RowSamples:
 
 @dataclass(frozen=True)
 class TextSamples:
-    """Documents that continue from window to window."""
+    """Documents that continue from window to window, each after `num_separators` tokens but for the first one."""
 
     factory: SampleFactory
-    documents: Documents
+    num_separators: int
 
     def __call__(self, table: pyarrow.Table, carry: list[int], counts: Counts, first: int) -> list[SourceDataset]:
         step = self.factory.window_tokens
@@ -73,7 +72,7 @@ class TextSamples:
             documents = Examples.of(table[start : start + _ROWS_OF_A_PART], [])
             added = np.asarray(documents.tokens)
             if not counts.used:
-                added = added[len(self.documents.separator) :]
+                added = added[self.num_separators :]
             counts.used += len(documents)
             counts.tokens += len(added)
             tokens = np.concatenate([left, added])

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdp_shard.data.config import is_running_text, kind_of
-from fsdp_shard.data.kinds.kind import MASKED_LM, Tokenizer, ends_in_special
+from fsdp_shard.data.config import kind_of
+from fsdp_shard.data.kinds.kind import Tokenizer, ends_in_special
+from fsdp_shard.data.kinds.running_text import encoded_kind
 from fsdp_shard.data.sample_order import permutation
 from fsdp_shard.data.samples.batch import Ints, Sample
 from fsdp_shard.data.samples.factory import SampleFactory
@@ -25,7 +26,7 @@ from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.streaming.block_reader import Block, encode_blocks, read_blocks
 from fsdp_shard.data.streaming.block_samples import Counts, MakeSamples, RowSamples, TextSamples
-from fsdp_shard.data.tokenized.encoder import Documents, Encoder
+from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.data.tokenized.token_cache import cache_key
 from fsdp_shard.errors import CheckpointError, DataError
 
@@ -83,7 +84,7 @@ class ReadBlock:
     counts: Counts
 
 
-@dataclass
+@dataclass(eq=False)
 class StreamDataset(Dataset):
     """The samples of one source, which are read in the order of training.
 
@@ -219,13 +220,11 @@ def open_stream(
         DataError: The source cannot be read, or the tokenizer lacks a token.
     """
     config, task = factory.config, factory.task.name
-    source, kind = open_source(config, held_out=False), kind_of(config, task)
+    source, kind = open_source(config, held_out=False), encoded_kind(config, task, tokenizer)
     source.check_stream()
-    make_samples: MakeSamples = RowSamples(factory, ends_in_special(tokenizer))
-    if is_running_text(config, task):
-        # Each window of a masked language model begins with special tokens, so documents do not.
-        kind = Documents.of(kind, tokenizer, begins=task != MASKED_LM)
-        kind.require_separator(f"{config.where}.path={config.path}")
-        make_samples = TextSamples(factory, kind)
     kind.check_tokenizer(tokenizer)
+    kind.check_num_rows(None, source.name)
+    make_samples: MakeSamples = RowSamples(factory, ends_in_special(tokenizer))
+    if kind.stream_separators is not None:
+        make_samples = TextSamples(factory, len(kind.stream_separators))
     return StreamDataset(source, Encoder(kind, tokenizer), make_samples, factory, ranks, lock)

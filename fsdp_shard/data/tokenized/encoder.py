@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer, beginning, plain_ids
+from fsdp_shard.data.kinds.kind import Kind, Tokenizer, beginning
 from fsdp_shard.data.sources.row import Row
-from fsdp_shard.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -65,49 +64,6 @@ class Encoder:
 
 def _first(predicted: list[bool]) -> int:
     return predicted.index(True) if True in predicted else NONE
-
-
-@dataclass(frozen=True)
-class Documents(Kind):
-    """Documents of one stream of tokens, each after a separator, which is cut off the first one, and its beginning."""
-
-    kind: Kind
-    separator: tuple[int, ...]
-    begin: tuple[int, ...]
-
-    @classmethod
-    def of(cls, kind: Kind, tokenizer: Tokenizer, begins: bool = True) -> Documents:
-        """Return documents of which `kind` has the text.
-
-        They are separated by the end-of-text token. If the tokenizer adds the beginning-of-text token to a text and
-        `begins` is true, each of them begins with it.
-        """
-        end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id  # [SEP], as in BERT
-        return cls(kind, () if end is None else (int(end),), tuple(beginning(tokenizer)) if begins else ())
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return self.kind.columns
-
-    def read(self, row: Row) -> Any:
-        return self.kind.read(row)
-
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Every tokenizer is suitable for a single document."""
-
-    def examples(self, read: list[str], tokenizer: Tokenizer) -> list[list[Example]]:
-        return [[Example([*self.separator, *self.begin, *ids], [])] for ids in plain_ids(read, tokenizer)]
-
-    def fingerprint(self) -> Any:
-        return ["stream", self.columns, self.separator, self.begin]
-
-    def require_separator(self, name: str) -> None:
-        """Raise DataError unless there is a separator for the documents of `name`."""
-        if not self.separator:
-            raise DataError(
-                f"{name} has several documents, but the model's tokenizer has no end-of-text token to put between "
-                f"them. Set eos_token in its tokenizer_config.json, or join the text into one document."
-            )
 
 
 def tokenizer_state(tokenizer: Tokenizer) -> list[Any]:

@@ -23,7 +23,7 @@ from fsdp_shard.data.kinds.kind import Kind, Tokenizer
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.data.sources.source import Source
-from fsdp_shard.data.tokenized.encoder import Documents, Encoder
+from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.data.tokenized.token_file import TokenFile, summarize
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import atomic_directory, set_environment
@@ -41,7 +41,7 @@ def tokenize(source: Source, kind: Kind, tokenizer: Tokenizer, cache_dir: Path, 
 
     Args:
         source: The rows.
-        kind: How rows become examples, or `Documents` of one stream.
+        kind: How rows become examples, or `RunningText`.
         tokenizer: The tokenizer.
         cache_dir: Directory of the cache.
         num_workers: Processes that tokenize.
@@ -85,8 +85,7 @@ def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) 
     with TemporaryDirectory(dir=directory) as held, quiet_datasets(), _errors_of_map(num_workers):
         file = Path(held) / "rows"
         ends, num_rows = _store(source, encoder.kind.columns, file)
-        if isinstance(encoder.kind, Documents) and num_rows > 1:
-            encoder.kind.require_separator(source.name)
+        encoder.kind.check_num_rows(num_rows, source.name)
         places = datasets.Dataset.from_dict({"start": [0, *ends[:-1]], "stop": ends})
         num_workers = min(num_workers, len(places))
         tokens = places.map(

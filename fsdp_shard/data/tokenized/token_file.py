@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from fsdp_shard.data.kinds.kind import ends_in_special
-from fsdp_shard.data.tokenized.encoder import NONE, Documents, Encoder
+from fsdp_shard.data.tokenized.encoder import NONE, Encoder
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import format_count, fsync_path, write_file
 
@@ -170,31 +170,29 @@ def summarize(files: Sequence[Path], encoder: Encoder, name: str) -> TokenFile:
     from pyarrow import compute
 
     dtype = np.dtype(encoder.schema.field("tokens").type.value_type.to_pandas_dtype()).newbyteorder("<").str
-    separator = encoder.kind.separator if isinstance(encoder.kind, Documents) else None
+    separators = encoder.kind.stream_separators
     num_rows = num_tokens = num_examples = num_used = 0
     digest, classes = xxhash.xxh3_128(), dict[str | int, int]()
     for table in _groups(files):
         for label in classes_of(table):
             classes.setdefault(label, len(classes))
         examples = Examples.of(table, list(classes))
-        tokens = np.asarray(examples.tokens)[0 if num_rows else len(separator or ()) :]
+        tokens = np.asarray(examples.tokens)[0 if num_examples else len(separators or ()) :]
         digest.update(tokens.data)
-        if separator is None:
+        if separators is None:
             for array in (np.asarray(examples.predicted), num_tokens + examples.ends, examples.labels):
                 digest.update(array.data)
-        num_rows, num_tokens, num_examples = (
-            num_rows + len(table),
-            num_tokens + len(tokens),
-            num_examples + len(examples),
-        )
+        num_rows += len(table)
+        num_tokens += len(tokens)
+        num_examples += len(examples)
         num_used += int(np.count_nonzero(compute.list_value_length(table["lengths"]).to_numpy()))
-    if separator is not None and num_tokens < 2:
+    if separators is not None and num_tokens < 2:
         count, documents = format_count(num_tokens, "token"), format_count(num_rows, "document")
         raise DataError(f"{name} has {count} in {documents}; at least two are needed.")
     if not num_examples:
         rows = format_count(num_rows, "row")
         raise DataError(f"{name} has nothing to train on: no token to predict in {rows}.")
-    digest.update((json.dumps([dtype, list(classes)]) if separator is None else dtype).encode())
+    digest.update((json.dumps([dtype, list(classes)]) if separators is None else dtype).encode())
     return TokenFile(
         directory=str(files[0].parent),
         sizes={file.name: file.stat().st_size for file in files},

@@ -1,0 +1,66 @@
+"""Documents that continue from window to window: one stream of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_shard.data.config import DataConfig, is_running_text, kind_of
+from fsdp_shard.data.kinds.kind import MASKED_LM, Example, Kind, Tokenizer, beginning, plain_ids
+from fsdp_shard.data.sources.row import Row
+from fsdp_shard.errors import DataError
+
+
+@dataclass(frozen=True)
+class RunningText(Kind):
+    """Documents of one stream of tokens, each after `separators`, which are cut off the first one, and `begin`."""
+
+    kind: Kind
+    separators: tuple[int, ...]
+    begin: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kind: Kind, tokenizer: Tokenizer, begins: bool = True) -> RunningText:
+        """Return documents of which `kind` has the text.
+
+        They are separated by the end-of-text token. If the tokenizer adds the beginning-of-text token to a text and
+        `begins` is true, each of them begins with it.
+        """
+        end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id  # [SEP], as in BERT
+        return cls(kind, () if end is None else (int(end),), tuple(beginning(tokenizer)) if begins else ())
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.kind.columns
+
+    @property
+    def stream_separators(self) -> tuple[int, ...]:
+        return self.separators
+
+    def read(self, row: Row) -> Any:
+        return self.kind.read(row)
+
+    def examples(self, read: list[str], tokenizer: Tokenizer) -> list[list[Example]]:
+        return [[Example([*self.separators, *self.begin, *ids], [])] for ids in plain_ids(read, tokenizer)]
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Every tokenizer is suitable for a single document."""
+
+    def check_num_rows(self, num_rows: int | None, name: str) -> None:
+        if num_rows != 1 and not self.separators:
+            raise DataError(
+                f"{name} has several documents, but the model's tokenizer has no end-of-text token to put between "
+                f"them. Set eos_token in its tokenizer_config.json, or join the text into one document."
+            )
+
+    def fingerprint(self) -> Any:
+        return ["stream", self.columns, self.separators, self.begin]
+
+
+def encoded_kind(config: DataConfig, task: str, tokenizer: Tokenizer) -> Kind:
+    """Return how rows are tokenized: as running text, or as examples by `data.kind`."""
+    kind = kind_of(config, task)
+    if not is_running_text(config, task):
+        return kind
+    # Each window of a masked language model begins with special tokens, so documents do not.
+    return RunningText.of(kind, tokenizer, begins=task != MASKED_LM)
