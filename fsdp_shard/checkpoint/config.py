@@ -145,6 +145,11 @@ class ConvertSettings(SourceSettings):
         "Dtype to cast floating-point tensors to; those with 8 bits keep theirs. Quantized weights are not cast.",
         choices=("keep", "float32", "bfloat16", "float16"),
     )
+    dequantize: bool = setting(
+        False,
+        "Write quantized weights in floating point, without their scales: fp8 with block scales, as DeepSeek publishes "
+        "it, and MXFP4, as gpt-oss. In dtype, or else in that of config.json. Needed to run or train them.",
+    )
     verify: bool = setting(True, "Read the target back and compare it with what was written.")
     sync: bool = setting(
         True,

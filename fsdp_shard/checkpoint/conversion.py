@@ -18,7 +18,8 @@ from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tenso
 from fsdp_shard.checkpoint.formats.registry import recognize, writer
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
-from fsdp_shard.checkpoint.keys.quantized_weights import quantization
+from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
+from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, stored_twice, with_own_head
 from fsdp_shard.checkpoint.location import locate
 from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
@@ -72,6 +73,7 @@ def convert(
     base: str | Path | None = None,
     config: str | Path | None = None,
     tokenizer: str | Path | None = None,
+    dequantize: bool = False,
 ) -> ConvertReport:
     """Write the checkpoint at `source` in another format, file size or dtype to the directory `target`.
 
@@ -88,6 +90,8 @@ def convert(
         sync: Wait until everything is on the disk.
         base: Base model of an adapter, if it is not where adapter_config.json says.
         config, tokenizer: Model directories or hub ids whose config and tokenizer to write, for weights without them.
+        dequantize: Write quantized weights (fp8 with block scales, MXFP4) in floating point, in `dtype` or that of
+            config.json.
 
     Returns:
         What was written. When an error is raised, the target is what it was before.
@@ -114,6 +118,7 @@ def convert(
         base=None if base is None else str(base),
         config=None if config is None else str(config),
         tokenizer=None if tokenizer is None else str(tokenizer),
+        dequantize=dequantize,
     )
     check(settings)
     return run_conversion(settings)
@@ -124,9 +129,8 @@ def run_conversion(settings: ConvertSettings) -> ConvertReport:
     start = time.perf_counter()
     target = Path(settings.target).expanduser().absolute()
     source = locate(settings.source, base=settings.base, config=settings.config, tokenizer=settings.tokenizer)
-    with source.model_index as stored, _to_write(stored, settings.format) as index:
+    with source.model_index as stored, _to_write(stored, settings) as index:
         _refuse_part(index)
-        _refuse_cast(index, settings.dtype)
         _check_target(target, index, source.model_files if settings.overwrite else None)
         plan = plan_conversion(index, settings, source.model_files)
         stamps = _stamps(index)
@@ -160,6 +164,7 @@ class ConversionPlan:
     model_files: Mapping[str, Path]
     verify: bool
     sync: bool
+    is_dequantized: bool = False
 
     @property
     def num_weight_bytes(self) -> int:
@@ -190,7 +195,9 @@ def plan_conversion(
     request = WriteRequest(limit, settings.ranks, index.step, aliases, settings.nest, phases)
     target = writer(settings.format).plan(specs, request)
     moves = [Move(spec, index.tensors[spec.name].dtype, target.extents[spec.name]) for spec in specs]
-    return ConversionPlan(target, tuple(moves), aliases, model_files or {}, settings.verify, settings.sync)
+    return ConversionPlan(
+        target, tuple(moves), aliases, model_files or {}, settings.verify, settings.sync, settings.dequantize
+    )
 
 
 def _is_copied(index: TensorIndex, target: TensorSpec) -> bool:
@@ -199,9 +206,13 @@ def _is_copied(index: TensorIndex, target: TensorSpec) -> bool:
     return target.dtype == entry.dtype and target.num_elements > 0 and entry.is_in_long_runs
 
 
-def _to_write(index: TensorIndex, format: str) -> TensorIndex:
-    """`index` with a tensor of each name that readers of `format` look for."""
-    return index if writer(format).LISTS_TIED_NAMES else with_own_head(index, index.model_directory)
+def _to_write(index: TensorIndex, settings: ConvertSettings) -> TensorIndex:
+    """`index` dequantized if that is asked for, with a tensor of each name that readers of the format look for."""
+    if settings.dequantize:
+        index = dequantize_weights(index, None if settings.dtype == "keep" else from_torch_name(settings.dtype))
+    else:
+        _refuse_cast(index, settings.dtype)
+    return index if writer(settings.format).LISTS_TIED_NAMES else with_own_head(index, index.model_directory)
 
 
 def _ties(index: TensorIndex, format: str) -> dict[str, str]:
@@ -221,7 +232,7 @@ def _write(index: TensorIndex, plan: ConversionPlan, root: Path) -> None:
     """Fill the temporary directory `root`."""
     for name, content in plan.target.small_files.items():
         write_file(root / name, content, sync=False)
-    names = copy_model_files(plan.model_files, root, _written_dtype(plan))
+    names = copy_model_files(plan.model_files, root, _written_dtype(plan), is_dequantized=plan.is_dequantized)
     with report_progress(plan.num_weight_bytes * (2 if plan.verify else 1), "convert", "B") as progress:
         digests = move_tensors(
             index, plan.moves, plan.target.files, root, _known_digests(index), progress, sync=plan.sync
@@ -281,7 +292,8 @@ def _refuse_cast(index: TensorIndex, dtype: str) -> None:
     if dtype != "keep" and (method := quantization(index)) is not None:
         raise CheckpointError(
             f"{index.path} is quantized ({method}), and dtype={dtype} would cast its scales and so change its weights; "
-            f"leave dtype out to keep them as they are, or give the model that it was made from."
+            f"leave dtype out to keep them as they are, or "
+            + ("add dequantize=true." if method in DEQUANTIZED else "give the model that it was made from.")
         )
 
 

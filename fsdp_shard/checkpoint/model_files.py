@@ -111,13 +111,16 @@ def set_chat_template(
     return kept | {"chat_template.jinja": template.encode()} | named
 
 
-def copy_model_files(files: Mapping[str, Path], target: Path, dtype: str | None) -> list[str]:
+def copy_model_files(
+    files: Mapping[str, Path], target: Path, dtype: str | None, *, is_dequantized: bool = False
+) -> list[str]:
     """Copy model files into a directory.
 
     Args:
         files: Name -> path.
         target: The directory.
         dtype: torch's name of the dtype to set in config.json; None leaves it as it is.
+        is_dequantized: Remove from config.json how the weights were quantized.
 
     Returns:
         The names of all files that are in the directory now, sorted.
@@ -129,7 +132,7 @@ def copy_model_files(files: Mapping[str, Path], target: Path, dtype: str | None)
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(path.read_bytes())
     if dtype is not None and has_file(target, CONFIG):
-        _set_dtype(target / CONFIG, dtype)
+        _change_config(target / CONFIG, dtype, is_dequantized=is_dequantized)
     return [str(entry.relative_to(target)) for entry in sorted(target.rglob("*")) if entry.is_file()]
 
 
@@ -137,11 +140,14 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _set_dtype(path: Path, dtype: str) -> None:
+def _change_config(path: Path, dtype: str, *, is_dequantized: bool) -> None:
     config = read_json(path)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object, so it is not the config of a model.")
-    if (changed := _with_dtype(config, dtype)) != config:
+    changed = _with_dtype(config, dtype)
+    if is_dequantized:
+        changed = _without_quantization(changed)
+    if changed != config:
         path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -157,3 +163,12 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
         and part.keys() & {"dtype", "torch_dtype"}
     }
     return {**config, **dict.fromkeys(keys, dtype), **parts}
+
+
+def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy without `quantization_config`, also in the configs of parts."""
+    return {
+        key: _without_quantization(value) if key.endswith("_config") and isinstance(value, dict) else value
+        for key, value in config.items()
+        if key != "quantization_config"
+    }

@@ -18,6 +18,9 @@ _MARKS = {
     "quanto": r"\.weight\._data$",
     "compressed-tensors": r"\.weight_(packed|scale)$",
 }
+DEQUANTIZED = frozenset({"fp8", "mxfp4"})
+"""The methods that `convert dequantize=true` knows."""
+
 _PACKED = frozenset({"U8", "I8", "I32", "F8_E4M3", "F8_E5M2"})
 
 
@@ -47,7 +50,11 @@ def configured_quantization(directory: Path) -> str | None:
 def refuse_quantized(path: Path, method: str | None) -> None:
     """Raise CheckpointError if the weights at `path` are quantized by a `method`."""
     if method is not None:
+        advice = (
+            "convert it with dequantize=true first"
+            if method in DEQUANTIZED
+            else "give the model that it was made from, or one that transformers has dequantized and saved"
+        )
         raise CheckpointError(
-            f"{path} is quantized ({method}), and only weights in floating point can be run or trained here; give the "
-            f"model that it was made from, or one that transformers has dequantized and saved."
+            f"{path} is quantized ({method}), and only weights in floating point can be run or trained here; {advice}."
         )

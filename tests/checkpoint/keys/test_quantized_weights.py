@@ -89,7 +89,7 @@ def test_the_commands_say_so(command: str, tmp_path: Path, texts: Path, monkeypa
         "finetune": [f"model.path={source}", *text],
         "plan": [f"model.path={source}"],
     }[command]
-    with pytest.raises(CheckpointError, match=r"is quantized \(fp8\), and only weights in floating point"):
+    with pytest.raises(CheckpointError, match=r"is quantized \(fp8\).*; convert it with dequantize=true first"):
         run_command([command, *settings, f"run_dir={tmp_path / 'run'}"])
 
 

@@ -1,0 +1,215 @@
+"""Weights in floating point, computed from quantized ones as they are read: fp8 with block scales, and MXFP4.
+
+These are the forms in which DeepSeek and gpt-oss are published. The values are bit-equal to those of transformers'
+`from_pretrained` with `dequantize=True` (`integrations/finegrained_fp8.py`, `integrations/mxfp4.py`), but are made a
+range or an expert at a time. torch is imported only to decode.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import find_torch_name, itemsize, to_torch
+from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
+from fsdp_shard.checkpoint.keys.tied_weights import read_config
+from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
+from fsdp_shard.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
+_FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
+_SCALE_DTYPES = frozenset({"F32", "BF16", "F16", "F8_E8M0", "U8"})
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_MXFP4_BLOCK = (16, 32)  # bytes and elements of a block
+_NUM_EXPERTS_KEPT = 4  # two threads read neighboring ranges, and each may lie in two experts
+
+
+def dequantize(index: TensorIndex, dtype: str | None) -> TensorIndex:
+    """The same model with its quantized weights in floating point, without their scales.
+
+    Args:
+        index: Weights that are quantized as fp8 with block scales, or as MXFP4.
+        dtype: safetensors name of the dtype of those weights; None: that in config.json, else BF16.
+
+    Raises:
+        CheckpointError: They are not quantized, by another method, or scales do not fit their weights.
+    """
+    method = quantization(index)
+    if method not in DEQUANTIZED:
+        found = "is not quantized" if method is None else f"is quantized by {method}"
+        raise CheckpointError(
+            f"{index.path} {found}, and dequantize=true is for weights in {' or '.join(sorted(DEQUANTIZED))}; leave "
+            f"it out, or give the model that it was made from."
+        )
+    make = _Dequantization(index, dtype or _configured_dtype(index))
+    tensors = {name: entry for name, entry in index.tensors.items() if not name.endswith((_SCALE, _BLOCKS))}
+    for name in index.names:
+        if name.endswith(_SCALE):
+            weight = name.removesuffix(_SCALE)
+            tensors.pop(f"{weight.removesuffix('weight')}activation_scale", None)
+            tensors[weight] = make.fp8(weight)
+        elif name.endswith(_BLOCKS):
+            weight = name.removesuffix(_BLOCKS)
+            tensors.pop(weight + _SCALES, None)
+            tensors[weight] = make.mxfp4(weight)
+    left = next((name for name, entry in tensors.items() if entry.dtype in _FP8 and len(entry.shape) > 1), None)
+    if left is not None:
+        raise CheckpointError(f"{index.path}: {left} is {tensors[left].dtype}, but there is no {left}{_SCALE} for it.")
+    return replace(index, tensors=tensors, parts=(index,))
+
+
+def _configured_dtype(index: TensorIndex) -> str:
+    config = read_config(index.model_directory)
+    name = config.get("dtype", config.get("torch_dtype"))
+    found = find_torch_name(name) if isinstance(name, str) else None
+    return found if found in {"BF16", "F16", "F32"} else "BF16"
+
+
+class _Dequantization:
+    """Makes the entries of dequantized weights."""
+
+    def __init__(self, index: TensorIndex, dtype: str) -> None:
+        self._index, self._dtype = index, dtype
+        config = read_config(index.model_directory).get("quantization_config")
+        block = config.get("weight_block_size") if isinstance(config, dict) else None
+        is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+        self._configured_block = tuple(block) if is_pair and block is not None else None
+        self._expert = functools.lru_cache(maxsize=_NUM_EXPERTS_KEPT)(self._decode_expert)
+
+    def fp8(self, name: str) -> TensorEntry:
+        """A weight of one byte per element, of which each block has a scale: [..., rows, columns]."""
+        weight, scale = self._entry(name), self._entry(name + _SCALE)
+        if weight.dtype not in _FP8 or len(weight.shape) < 2 or scale.dtype not in _SCALE_DTYPES:
+            raise self._misfit(weight, scale)
+        grid = scale.shape if math.prod(scale.shape) != 1 else (1,) * len(weight.shape)
+        if len(grid) != len(weight.shape) or grid[:-2] != weight.shape[:-2] or 0 in grid:
+            raise self._misfit(weight, scale)
+        codec = _Fp8(self._index, weight, scale, grid, self._block(weight, scale, grid), self._dtype)
+        return _computed(weight, self._dtype, weight.shape, codec)
+
+    def mxfp4(self, name: str) -> TensorEntry:
+        """Experts of 4 bits per element: blocks [experts, columns, groups, 16] -> [experts, groups * 32, columns]."""
+        blocks, scales = self._entry(name + _BLOCKS), self._entry(name + _SCALES)
+        is_packed = {blocks.dtype, scales.dtype} == {"U8"} and len(blocks.shape) == 4
+        if not is_packed or blocks.shape[3] != _MXFP4_BLOCK[0] or blocks.shape[:3] != scales.shape:
+            raise self._misfit(blocks, scales)
+        experts, columns, groups, _ = blocks.shape
+        shape = (experts, groups * _MXFP4_BLOCK[1], columns)
+        codec = _Experts(blocks.num_bytes, shape[1] * shape[2], functools.partial(self._expert, name))
+        return _computed(blocks, self._dtype, shape, codec)._replace(name=name)
+
+    def _block(self, weight: TensorEntry, scale: TensorEntry, grid: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns of a block; the last of a row or column may be smaller if config.json gives the size."""
+        sizes = (weight.shape[-2], weight.shape[-1])
+        block = self._configured_block
+        if block is not None and all(-(-n // b) == g for n, b, g in zip(sizes, block, grid[-2:], strict=True)):
+            return block[0], block[1]
+        if any(size % number for size, number in zip(sizes, grid[-2:], strict=True)):
+            raise self._misfit(weight, scale)
+        return sizes[0] // grid[-2], sizes[1] // grid[-1]
+
+    def _decode_expert(self, name: str, expert: int) -> torch.Tensor:
+        """One expert, [groups * 32, columns], in the final dtype."""
+        import torch
+
+        blocks, scales = self._index.read(name + _BLOCKS, expert), self._index.read(name + _SCALES, expert)
+        nibbles = torch.stack([blocks & 0xF, blocks >> 4], dim=-1)  # [columns, groups, 16, 2]
+        values = torch.tensor(_FP4_VALUES)[nibbles.int()].view(*scales.shape, -1)
+        values = torch.ldexp(values, scales.int()[..., None] - 127)
+        return _cast(name, values, self._dtype).view(len(blocks), -1).T.contiguous()
+
+    def _entry(self, name: str) -> TensorEntry:
+        found = self._index.tensors.get(name)
+        if found is None:
+            raise CheckpointError(f"{self._index.path} lacks {name}, a part of a quantized weight.")
+        return found
+
+    def _misfit(self, weight: TensorEntry, scale: TensorEntry) -> CheckpointError:
+        return CheckpointError(
+            f"{self._index.path}: {scale.name} of {scale.dtype} {list(scale.shape)} cannot be the scales of "
+            f"{weight.name} of {weight.dtype} {list(weight.shape)}, so it is not dequantized; the file is damaged, or "
+            f"of a form that is not known."
+        )
+
+
+def _computed(stored: TensorEntry, dtype: str, shape: tuple[int, ...], codec: Codec) -> TensorEntry:
+    """An entry of one piece that `codec` decodes; its file only stands for those of `stored`."""
+    first = stored.pieces[0]
+    return TensorEntry(stored.name, dtype, shape, (Piece(first.file, first.start, (0,) * len(shape), shape, codec),))
+
+
+def _cast(name: str, values: torch.Tensor, dtype: str) -> torch.Tensor:
+    cast = values.to(to_torch(dtype))
+    if dtype == "F16" and (values.isfinite() & ~cast.isfinite()).any():
+        raise CheckpointError(
+            f"Dequantized, {name} holds values that are too large for float16 and would become infinite; choose "
+            f"another dtype, such as bfloat16."
+        )
+    return cast
+
+
+@dataclass(frozen=True, slots=True)
+class _Fp8:
+    """Decodes ranges of a weight; `grid` is the shape of its scales, and `block` the elements that share one."""
+
+    index: TensorIndex
+    weight: TensorEntry
+    scale: TensorEntry
+    grid: Sequence[int]
+    block: tuple[int, int]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes
+
+    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
+        import torch
+
+        *_, num_rows, num_columns = self.weight.shape
+        stop = start + len(out) // itemsize(self.dtype)
+        first, last = start // num_columns, -(-stop // num_columns)
+        rows = torch.arange(first, last)
+        of_scales = rows // num_rows * self.grid[-2] + rows % num_rows // self.block[0]  # row in the flat grid
+        low, high = int(of_scales[0]), int(of_scales[-1]) + 1
+        scales = self._read(self.scale, low * self.grid[-1], high * self.grid[-1]).view(-1, self.grid[-1])
+        scales = torch.exp2(scales.float() - 127.0) if self.scale.dtype == "U8" else scales.float()
+        scales = scales.repeat_interleave(self.block[1], dim=1)[:, :num_columns]
+        values = self._read(self.weight, first * num_columns, last * num_columns).float().view(-1, num_columns)
+        values *= scales[of_scales - low]
+        values = values.view(-1)[start - first * num_columns : stop - first * num_columns]
+        torch.frombuffer(out, dtype=to_torch(self.dtype)).copy_(_cast(self.weight.name, values, self.dtype))
+
+    def _read(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
+        """The flat elements [start, stop) of a stored tensor."""
+        import torch
+
+        data = bytearray((stop - start) * itemsize(entry.dtype))
+        self.index.read_into(entry.name, start, data)
+        return torch.frombuffer(data, dtype=to_torch(entry.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """Decodes ranges of a stack of experts, each of which is decoded as a whole."""
+
+    num_bytes: int
+    num_elements: int
+    expert: Callable[[int], torch.Tensor] = field(repr=False)
+
+    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
+        import torch
+
+        number, inside = divmod(start, self.num_elements)
+        while out:
+            values = self.expert(number).view(-1)[inside:]
+            part, out = out[: values.nbytes], out[values.nbytes :]
+            torch.frombuffer(part, dtype=values.dtype).copy_(values[: len(part) // values.itemsize])
+            number, inside = number + 1, 0

@@ -1,0 +1,195 @@
+"""`convert dequantize=true`: the weights that transformers itself makes of the same quantized files, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, FineGrainedFP8Config, GptOssConfig
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from fsdp_shard.checkpoint import convert, open_checkpoint
+from fsdp_shard.checkpoint.keys.dequantized import dequantize
+from fsdp_shard.errors import CheckpointError
+from fsdp_shard.inference import load_dispatched
+from tests.support.tiny import byte_tokenizer, save_model
+
+Tensors = dict[str, torch.Tensor]
+BLOCK = (16, 32)
+
+
+def deepseek() -> DeepseekV3Config:
+    return DeepseekV3Config(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=32,
+        q_lora_rank=32,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        dtype="bfloat16",
+    )
+
+
+def gpt_oss() -> GptOssConfig:
+    return GptOssConfig(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        dtype="bfloat16",
+    )
+
+
+def write(directory: Path, config: Any, tensors: Tensors, quantization: dict[str, Any]) -> Path:
+    directory.mkdir()
+    document = {**json.loads(config.to_json_string()), "quantization_config": quantization}
+    (directory / "config.json").write_text(json.dumps(document))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def plain(config: Any, directory: Path) -> Tensors:
+    """The tensors of a model as transformers stores them."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def fp8_model(root: Path, scale_format: str = "float", block: tuple[int, int] = BLOCK) -> Path:
+    """As DeepSeek publishes its models, by the operation of transformers that quantizes."""
+    settings = FineGrainedFP8Config(weight_block_size=block, scale_fmt=scale_format)
+    quantize = Fp8Quantize(SimpleNamespace(quantization_config=settings))
+    tensors: Tensors = {}
+    for name, tensor in plain(deepseek(), root / "plain").items():
+        is_linear = "_proj" in name and tensor.dim() == 2
+        tensors |= quantize.convert({name: tensor}) if is_linear else {name: tensor}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    assert sum(name.endswith("_scale_inv") for name in tensors) > 10
+    return write(root / "fp8", deepseek(), tensors, settings.to_dict())
+
+
+def mxfp4_model(root: Path) -> Path:
+    """As gpt-oss is published: the experts as blocks of 4-bit numbers and one exponent for each."""
+    tensors = plain(gpt_oss(), root / "plain")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(110, 125, (experts, columns, rows // 32), dtype=torch.uint8)
+    return write(root / "mxfp4", gpt_oss(), tensors, {"quant_method": "mxfp4"})
+
+
+MODELS = {
+    "fp8": fp8_model,
+    "fp8 with exponents as scales": lambda root: fp8_model(root, "ue8m0"),
+    "fp8 with one scale a weight": lambda root: fp8_model(root, block=None),  # a scale of shape [1, 1]
+    "mxfp4": mxfp4_model,
+}
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_transformers(name: str, dtype: str | None, tmp_path: Path) -> None:
+    source, target = MODELS[name](tmp_path), tmp_path / "target"
+    convert(source, target, dequantize=True, dtype=dtype)
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto").state_dict()
+    assert not hasattr(AutoConfig.from_pretrained(target), "quantization_config")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():  # transformers leaves the others of fp8 as they are stored
+        assert dtype is not None or tensor.dtype == expected[key].dtype, key
+        assert torch.equal(tensor, expected[key].to(tensor.dtype)), key
+    batch = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(load_dispatched(target, device_map="cpu")(batch).logits, model(batch).logits)
+
+
+@pytest.mark.parametrize("format", ["sharded", "dcp"])
+def test_rank_files(format: str, tmp_path: Path) -> None:
+    source = fp8_model(tmp_path)
+    convert(source, tmp_path / "whole", dequantize=True)
+    convert(source, tmp_path / "ranks", dequantize=True, format=format, ranks=3)
+    with open_checkpoint(tmp_path / "whole") as whole, open_checkpoint(tmp_path / "ranks") as ranks:
+        assert set(whole.names) == set(ranks.names)
+        assert all(torch.equal(whole.read(name), ranks.read(name)) for name in whole.names)
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_any_range(name: str, tmp_path: Path) -> None:
+    """Ranges that begin and end inside rows, blocks and experts."""
+    source = MODELS[name](tmp_path)
+    with open_checkpoint(source) as stored:
+        index = dequantize(stored, "F32")
+        weight = next(n for n, e in index.tensors.items() if e.pieces[0].codec is not None)
+        whole = index.read(weight).flatten()
+        for start, count in ((0, 1), (5, 7), (63, 2), (1000, 1500), (len(whole) - 3, 3)):
+            data = bytearray(4 * count)
+            index.read_into(weight, start, data)
+            assert torch.equal(torch.frombuffer(data, dtype=torch.float32), whole[start : start + count])
+
+
+def test_blocks_that_do_not_divide_a_weight(tmp_path: Path) -> None:
+    """DeepSeek-V3 has 576 rows in blocks of 128: the last block is smaller. transformers refuses or misreads them."""
+    (tmp_path / "plain").mkdir()
+    weight = (torch.randn(40, 48) * 10).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]])
+    tensors = {"x.weight": weight, "x.weight_scale_inv": scale}
+    settings = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    convert(write(tmp_path / "model", deepseek(), tensors, settings), tmp_path / "target", dequantize=True)
+    expected = weight.float() * scale.repeat_interleave(16, 0)[:40].repeat_interleave(32, 1)[:, :48]
+    with open_checkpoint(tmp_path / "target") as index:
+        assert torch.equal(index.read("x.weight"), expected.to(torch.bfloat16))
+
+
+def test_what_cannot_be_dequantized(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not quantized, and dequantize=true is for weights in fp8 or mxfp4"):
+        convert(save_model(tmp_path / "model"), tmp_path / "target", dequantize=True)
+    weight = torch.ones(32, 32).to(torch.float8_e4m3fn)
+    cases: list[tuple[Tensors, str]] = [
+        ({"x.weight": weight, "x.weight_scale_inv": torch.ones(3, 1)}, r"x.weight_scale_inv of F32 \[3, 1\] cannot be"),
+        ({"x.weight": weight, "x.weight_scale_inv": torch.ones(2, 1, dtype=torch.int32)}, "of I32"),
+        ({"x.weight_scale_inv": torch.ones(1, 1)}, "lacks x.weight, a part of a quantized weight"),
+        (
+            {"x.weight": weight, "y.weight": weight.clone(), "y.weight_scale_inv": torch.ones(1, 1)},
+            "there is no x.weight_scale",
+        ),
+    ]
+    settings = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    for number, (tensors, message) in enumerate(cases):
+        source = write(tmp_path / f"model-{number}", deepseek(), tensors, settings)
+        with pytest.raises(CheckpointError, match=message):
+            convert(source, tmp_path / "target", dequantize=True)
+    tensors = {
+        "x_blocks": torch.ones(2, 4, 2, 16, dtype=torch.uint8),
+        "x_scales": torch.ones(2, 4, 3, dtype=torch.uint8),
+    }
+    source = write(tmp_path / "mxfp4", gpt_oss(), tensors, {"quant_method": "mxfp4"})
+    with pytest.raises(CheckpointError, match=r"x_scales of U8 \[2, 4, 3\] cannot be the scales"):
+        convert(source, tmp_path / "target", dequantize=True)
+    weight, scale = torch.full((32, 32), 400.0).to(torch.float8_e4m3fn), torch.full((2, 1), 1000.0)
+    source = write(tmp_path / "large", deepseek(), {"x.weight": weight, "x.weight_scale_inv": scale}, settings)
+    with pytest.raises(CheckpointError, match=r"x\.weight holds values that are too large for float16"):
+        convert(source, tmp_path / "target", dequantize=True, dtype="float16")
+    assert not (tmp_path / "target").exists()
