@@ -53,7 +53,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> TensorIndex:
-    """Merge a LoRA adapter into its base model; of the weights, only what tells the base from other models is read.
+    """Merge a LoRA adapter into its base model; of the weights, only what identifies the base is read.
 
     Args:
         adapter: The adapter's own tensors.

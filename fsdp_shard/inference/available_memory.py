@@ -18,7 +18,7 @@ def machine_budgets(local_rank: int = 0, num_ranks: int = 1) -> dict[Device, int
 
     Args:
         local_rank: The number of this rank on the machine, which is that of its GPU.
-        num_ranks: Ranks that share the machine; with several, each has one GPU and its part of the CPU memory.
+        num_ranks: Ranks on the machine; with several, each has one GPU and its part of the CPU memory.
 
     Returns:
         GPU number or `cpu` -> bytes.

@@ -25,7 +25,7 @@ from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.device_map.device_plan import DevicePlan
 from fsdp_shard.inference.device_map.strategies import plan_device_map
 from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes
-from fsdp_shard.inference.offload.placement import PageBudget, place_blocks
+from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config, no_split_blocks
 from fsdp_shard.utils import check
@@ -136,7 +136,7 @@ def dispatch_model(
         if kind := QUANTIZATIONS.get(settings.quantize):
             layers = quantization.quantized_layers(model, blocks, kind)
             quantizer = kind.quantizer(model, layers, "cpu" if plan.main == "cpu" else "cuda")
-        place_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
+        dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
         device_map = dict(plan.devices)
     model.__dict__["hf_device_map"] = device_map  # the name in transformers and accelerate
     _load_generation_config(model, source)
@@ -159,7 +159,7 @@ def plan_dispatch(
         model: The model, which may be on meta.
         settings: Device map, budgets, prefetch and quantization.
         kv_cache: What the KV cache must hold, if its memory is to be reserved.
-        context: The ranks that share this machine; None for a single process.
+        context: The ranks on this machine; None for a single process.
 
     Returns:
         The blocks, with their bytes once quantized, and the plan.

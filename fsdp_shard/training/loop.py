@@ -232,7 +232,7 @@ def forward_loss(model: ShardedModel, batch: DeviceBatch, divisor: float) -> tor
     """Run the forward pass and return the summed cross-entropy of a batch over `divisor`, a float32 scalar in nats.
 
     A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
-    that share a window are separated by their positions (`data/samples/packing.py`).
+    in one window are separated by their positions (`data/samples/packing.py`).
     """
     with giving_loss(model.module, batch.labels, divisor) as is_loss, warnings.catch_warnings():
         # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.

@@ -1,6 +1,6 @@
 """Checks whether a config.json and the shapes of a checkpoint can belong to one model. Pure; imports no torch.
 
-The rules use names that transformers' models share, and apply only if the config has the key and the checkpoint has the
+The rules use common names of transformers' models, and apply only if the config has the key and the checkpoint has the
 tensor. Unknown architectures are skipped: a sound model must never be reported. So this finds a config of another size
 of the same architecture, missing layers, a missing head, and a resized embedding; it proves nothing.
 """

@@ -148,8 +148,8 @@ class Shuffled(Dataset):
 
     def index_of(self, position: int) -> int:
         """Return the index in `dataset` of the sample at this position."""
-        epoch, place = divmod(position, len(self.dataset))
-        return int(self._order(epoch)[place])
+        epoch, index = divmod(position, len(self.dataset))
+        return int(self._order(epoch)[index])
 
     def sample(self, position: int) -> Sample:
         return self.dataset.sample(self.index_of(position), position // len(self.dataset))
