@@ -199,7 +199,7 @@ def _elements(text: str, stream: TextIO, name: str) -> Iterator[tuple[Any, str]]
 
     def next_mark() -> str:
         nonlocal at
-        while (at := _BLANKS.match(text, at).end()) == len(text) and reads_more():  # type: ignore[union-attr]
+        while (at := _BLANKS.match(text, at).end()) == len(text) and reads_more():  # type: ignore[union-attr]  # it always matches
             pass
         return text[at : at + 1]
 
