@@ -87,7 +87,8 @@ def convert(
         nest: Key to put the tensors of the format `dcp` under.
         sync: Wait until everything is on the disk.
         base: Base model of an adapter, if it is not where adapter_config.json says.
-        config, tokenizer: Model directories or hub ids whose config and tokenizer to write, for weights without them.
+        config, tokenizer: Model directories or hub ids whose config and tokenizer to write, for weights without them,
+            or instead of theirs.
 
     Returns:
         What was written. When an error is raised, the target is what it was before.

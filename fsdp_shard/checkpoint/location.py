@@ -197,7 +197,7 @@ def locate(
             model directory, a weight file, the address of a run or a step on a remote store, or a hub id.
         gguf_file: Name of the GGUF file in a directory or hub repository.
         base: Base model of an adapter, if it is not the one that adapter_config.json names.
-        config: The model whose config to use, for weights that have none of their own.
+        config: The model whose config to use, for weights that have none, or instead of theirs.
         tokenizer: The model whose tokenizer to use.
         fetch_weights: Whether to download the weights of a hub id; config and tokenizer are always downloaded.
 

@@ -53,12 +53,12 @@ def load_dispatched(
     Args:
         path: A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id.
         device_map: auto, balanced, balanced_low_0, sequential, cpu, disk, or {module: GPU number, cpu or disk}.
-        max_memory: Sizes such as {0: "20GB", "cpu": "64GB"}; by default the memory that is free now.
+        max_memory: Sizes such as {0: "20GB", "cpu": "64GB"}, of the devices to use; by default what is free now.
         dtype: The dtype to load in; None or "keep" for that of the stored weights.
         prefetch_blocks: Blocks on disk to read while one computes.
         quantize: none, int8 or int4, for the weights of linear layers.
         trust_remote_code: Run Python code that comes with the model.
-        config: Model directory or hub id whose config to use, for weights that have none.
+        config: Model directory or hub id whose config to use, for weights that have none, or instead of theirs.
         base: Base model of an adapter, if it is not where adapter_config.json says.
 
     Returns:
