@@ -28,7 +28,7 @@ from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_b
 from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config, no_split_blocks
-from fsdp_shard.utils import check
+from fsdp_shard.utils import check, format_count
 
 Log = Callable[[str], object]
 
@@ -180,9 +180,9 @@ def plan_dispatch(
     streamed = [fqn for fqn in plan.devices if plan.is_streamed(fqn)]
     if kind and streamed:  # each would be quantized again for each token
         raise PlanError(
-            f"dispatch.quantize={settings.quantize} is for models that fit when quantized, and {len(streamed)} blocks "
-            f"({streamed[0]} first) would be on disk, or on the CPU while a GPU computes; give more memory, or leave "
-            "quantize out."
+            f"dispatch.quantize={settings.quantize} is for models that fit when quantized, and "
+            f"{format_count(len(streamed), 'block')} ({streamed[0]} first) would be on disk, or on the CPU while a "
+            f"GPU computes; give more memory, or leave quantize out."
         )
     return blocks, plan
 

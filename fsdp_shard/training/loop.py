@@ -31,7 +31,7 @@ from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
-from fsdp_shard.utils import device_peak_bytes
+from fsdp_shard.utils import device_peak_bytes, format_count
 
 
 @dataclass
@@ -265,7 +265,7 @@ def _message(fault: str, state: TrainerState, config: TrainConfig) -> str:
     """The message of the LossError that ends a run in the step after `state`."""
     before, remedy = "", "skip such steps with train.non_finite=skip"
     if config.non_finite == "skip":
-        before = f", after {state.num_skipped_in_row} steps in a row that were skipped"
+        before = f", after {format_count(state.num_skipped_in_row, 'skipped step')} in a row"
         remedy = f"allow more than train.max_skips={config.max_skips}"
     return (
         f"Step {state.step + 1} has {fault}{before}. It did not change the weights. Lower optim.lr, lengthen "

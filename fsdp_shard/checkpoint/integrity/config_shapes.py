@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from fsdp_shard.utils import format_count
+
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -118,10 +120,11 @@ def _layer_problems(sizes: _Sizes, names: list[str]) -> Iterator[str]:
     ((stack, numbers),) = stacks.items()
     key, count = expected
     missing = sorted(set(range(count)) - numbers)
+    has = f"{key}={count}, but {stack} has {format_count(len(numbers), 'layer')}"
     if missing:
-        yield f"{key}={count}, but {stack} has {len(numbers)} layers, and {stack}.{missing[0]} is not among them."
+        yield f"{has}, and {stack}.{missing[0]} is not among them."
     elif max(numbers) >= count and not sizes.predicts_further:
-        yield f"{key}={count}, but {stack} has {len(numbers)} layers, up to {stack}.{max(numbers)}."
+        yield f"{has}, up to {stack}.{max(numbers)}."
 
 
 def _head_problems(config: Mapping[str, Any], sizes: _Sizes, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
