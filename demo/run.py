@@ -59,7 +59,7 @@ def main() -> None:
         f"in {seconds:.0f} s"
     )
     print(
-        f"while loading, no rank had more than {format_size(load['excess_bytes'])} in use beside its shard and a block"
+        f"while loading, no rank had more than {format_size(load['excess_bytes'])} in use besides its shard and a block"
     )
     print(
         f"loss curve   {run}/loss.png\nmetrics      {run}/metrics.jsonl\n"

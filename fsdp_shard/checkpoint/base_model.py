@@ -1,4 +1,4 @@
-"""The model that a run began from, as its steps record it: enough to tell it from any other without its weights.
+"""The model that a run began from, as its steps record it: enough to distinguish it from any other without its weights.
 
 It is a file of its own in a step: earlier versions refuse unknown entries of manifest.json and trainer.json, but no
 file that the manifest lists.

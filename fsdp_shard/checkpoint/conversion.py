@@ -27,7 +27,7 @@ from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps import DCP_METADATA, INDEX_FILE, MANIFEST, Manifest, TargetPlan, WriteRequest
 from fsdp_shard.checkpoint.transfer import Digests, Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
-from fsdp_shard.utils import check, fsync_path, peak_resident_bytes, report_progress, write_file
+from fsdp_shard.utils import check, format_count, fsync_path, peak_resident_bytes, report_progress, write_file
 
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf"})
 _STATES = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")  # other files of trainers
@@ -89,7 +89,8 @@ def convert(
         nest: Key to put the tensors of the format `dcp` under.
         sync: Wait until everything is on the disk.
         base: Base model of an adapter, if it is not where adapter_config.json says.
-        config, tokenizer: Model directories or hub ids whose config and tokenizer to write, for weights without them.
+        config, tokenizer: Model directories or hub ids whose config and tokenizer to write, for weights without them,
+            or instead of theirs.
         dequantize: Write quantized weights (fp8 with block scales, MXFP4) in floating point, in `dtype` or that of
             config.json.
 
@@ -327,7 +328,7 @@ def _other_files(target: Path, replaced: Collection[str]) -> list[str]:
     try:
         with open_weights(target) as index:
             known = {piece.file for entry in index.tensors.values() for piece in entry.pieces}
-            extras = [f"{extra.num_tensors} {kind} tensors" for kind, extra in index.extras.items()]
+            extras = [format_count(extra.num_tensors, f"{kind} tensor") for kind, extra in index.extras.items()]
     except CheckpointError:  # a damaged checkpoint may be replaced too: its weights are recognized by their names
         files = (entry.name for entry in target.iterdir() if entry.suffix in _WEIGHTS and not entry.is_dir())
         known = {name for name in files if not name.startswith(_STATES)}

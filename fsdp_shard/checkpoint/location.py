@@ -38,9 +38,9 @@ class Location:
         weights: The directory or file that holds the weights, on this machine.
         format: Name of their format; None if nothing in `weights` is recognized as weights.
         side: The directory with config and tokenizer, if it is not that of the weights.
-        step: The training step, if the names of directories tell it.
+        step: The training step, if the name of a directory has it.
         base_path: Path or hub id of an adapter's base model; None for that in its adapter_config.json.
-        config_path: Path or hub id of the model whose config is used; None for the config beside the weights.
+        config_path: Path or hub id of the model whose config is used; None for that of the weights' own directory.
         tokenizer_path: The same for the tokenizer.
         fetch_weights: Whether weights of a base model on the hub are downloaded.
     """
@@ -96,7 +96,7 @@ class Location:
 
     @property
     def _home(self) -> Path:
-        """The directory beside or around the weights that config and tokenizer are expected in."""
+        """The directory of the weights, or `side`, that config and tokenizer are expected in."""
         return self.side or (self.weights if self.weights.is_dir() else self.weights.parent)
 
     @property
@@ -197,7 +197,7 @@ def locate(
             model directory, a weight file, the address of a run or a step on a remote store, or a hub id.
         gguf_file: Name of the GGUF file in a directory or hub repository.
         base: Base model of an adapter, if it is not the one that adapter_config.json names.
-        config: The model whose config to use, for weights that have none beside them.
+        config: The model whose config to use, for weights that have none, or instead of theirs.
         tokenizer: The model whose tokenizer to use.
         fetch_weights: Whether to download the weights of a hub id; config and tokenizer are always downloaded.
 
@@ -221,7 +221,7 @@ def locate(
         root = root / gguf_file
         if not root.is_file():
             raise CheckpointError(f"There is no GGUF file {root}.")
-    found = find_checkpoint(latest_step_directory(root), lambda place: recognize(place) is not None)
+    found = find_checkpoint(latest_step_directory(root), lambda candidate: recognize(candidate) is not None)
     known = recognize(found.weights)
     location = Location(
         os.fspath(path),

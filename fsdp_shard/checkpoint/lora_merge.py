@@ -23,6 +23,7 @@ from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import format_count
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> TensorIndex:
-    """Merge a LoRA adapter into its base model; of the weights, only what tells the base from other models is read.
+    """Merge a LoRA adapter into its base model; of the weights, only what identifies the base is read.
 
     Args:
         adapter: The adapter's own tensors.
@@ -107,10 +108,10 @@ def check_loadable(index: TensorIndex) -> None:
     """
     refuse_quantized(index.path, quantization(index))
     if ADAPTER in index.extras:
+        found = format_count(index.extras[ADAPTER].num_tensors, "tensor")
         raise CheckpointError(
-            f"{index.path} holds {index.extras[ADAPTER].num_tensors} tensors of an adapter together with the weights "
-            f"of its base, which alone are another model; merge the two with peft, or save the adapter by its "
-            f"save_pretrained."
+            f"{index.path} holds {found} of an adapter together with the weights of its base, which alone are another "
+            f"model; merge the two with peft, or save the adapter by its save_pretrained."
         )
 
 

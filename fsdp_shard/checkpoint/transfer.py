@@ -180,7 +180,7 @@ class _Writer:
         self._index, self._root, self._sync = index, root, sync
         self._handles = Handles(lambda name: os.open(root / name, os.O_WRONLY | os.O_CLOEXEC))
         self._locks = {name: Lock() for name in names}
-        self._clones = True  # until the file system turns out not to support it
+        self._clones = True  # until the file system refuses to
 
     def write(self, move: Move, start: int, data: memoryview) -> None:
         """Write `data`, the elements of `move` from element `start` on, to its extents."""

@@ -181,6 +181,10 @@ def diff(arguments: Sequence[str]) -> None:
         checkpoint.locate(_existing(path)).completed(options.config, options.tokenizer)
         for path in (options.a, options.b)
     )
+    if options.config is not None and a.config_path is b.config_path is None:
+        parser.error(f"--config {options.config} has no effect: both checkpoints have a config.json; leave it out")
+    if options.tokenizer is not None and options.logits is None:
+        parser.error(f"--tokenizer {options.tokenizer} needs --logits PROMPT; add that, or leave it out")
     report = checkpoint.diff(a, b)
     if not options.json:
         print(report.to_text(options.all), flush=True)

@@ -38,7 +38,7 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
 
 
 def start_garbage_collection() -> None:
-    """Turn on the garbage collector once a program has imported what it needs, without visiting that again.
+    """Enable the garbage collector once a program has imported what it needs, without visiting that again.
 
     Does nothing in a process that `run_as_program` has not started.
     """

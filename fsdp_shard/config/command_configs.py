@@ -80,7 +80,7 @@ class RunConfig:
 class FinetuneConfig(RunConfig):
     """Fine-tune a causal language model under FSDP."""
 
-    # `shard`, `adapter` and `optim` have the type that all options of a group share; conf/finetune.yaml chooses one.
+    # `shard`, `adapter` and `optim` have the common type of all options of their group; conf/finetune.yaml chooses one.
     command: ClassVar[str] = "finetune"
     headline: ClassVar[tuple[str, ...]] = ("final_loss", "best_loss", "tokens_per_second", "peak_memory_bytes")
     ranks_are: ClassVar[Ranks] = "started"

@@ -190,8 +190,8 @@ def _parse_source(config: DataConfig, source_name: str, given: Any, name: str) -
         check_one(f"{name}.{key}", _SOURCE_FIELDS[key], value)
     if not math.isfinite(given.get("weight", 1.0)):
         raise ConfigError(f"{name}.weight={given['weight']} is not finite; give a number.")
-    shared = {member.name: getattr(config, member.name) for member in fields(DataConfig)} | {"mixture": None}
-    return MixtureSource(**(shared | _given(given)), source_name=source_name)
+    inherited = {member.name: getattr(config, member.name) for member in fields(DataConfig)} | {"mixture": None}
+    return MixtureSource(**(inherited | _given(given)), source_name=source_name)
 
 
 def _given(source: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class Agent(OverridableAgent):
         if died and self._death_seen is None:
             self._death_seen = time.monotonic()
             self._first_death = min(died.items(), key=lambda death: death[1] >= 0)  # killed ones come first
-            # Wrong input would be wrong again. A fixed number of machines cannot continue after one was told to leave.
+            # Wrong input would be wrong again. A fixed number of machines cannot continue after one was asked to stop.
             status = self._first_death[1]
             if status == InputError.exit_status or (status > 128 and not self._settings.is_elastic):
                 self.forbid_restarts()

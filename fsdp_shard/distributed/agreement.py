@@ -13,7 +13,7 @@ T = TypeVar("T")
 def run_on_all(context: Communicator, work: Callable[[], T]) -> T:
     """Call `work` on every rank, and raise on every rank what any rank raised. A collective.
 
-    Only errors of this package and of the operating system are shared; any other is a bug and ends its rank.
+    Only errors of this package and of the operating system are raised on all; any other is a bug and ends its rank.
 
     Args:
         context: The ranks.

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import set_environment
+from fsdp_shard.utils import format_count, set_environment
 
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
 _computed: list[str] = []  # the runs of which this process has been the only rank
@@ -190,8 +190,8 @@ def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:
         raise ConfigError(f"{prefix}device=cuda, but torch finds no GPU; use {prefix}device=auto or cpu.")
     if 0 < num_gpus < settings.ranks:
         raise ConfigError(
-            f"{prefix}ranks={settings.ranks} is more than the {num_gpus} GPU(s) of this machine, and each rank needs "
-            f"one; use {prefix}ranks={num_gpus}, or {prefix}device=cpu to run on the CPU."
+            f"{prefix}ranks={settings.ranks} is more than the {format_count(num_gpus, 'GPU')} of this machine, and "
+            f"each rank needs one; use {prefix}ranks={num_gpus}, or {prefix}device=cpu to run on the CPU."
         )
 
 

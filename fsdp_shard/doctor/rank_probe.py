@@ -20,7 +20,7 @@ from fsdp_shard.distributed import DistributedContext, init_distributed, launch,
 from fsdp_shard.doctor.findings import Finding, ok, problem
 from fsdp_shard.doctor.machine import versions
 from fsdp_shard.doctor.run import nearest_existing, scratch_directory
-from fsdp_shard.utils import format_size
+from fsdp_shard.utils import format_count, format_size
 
 _REDUCED_BYTES = 16 << 20
 _ROUNDS = 3
@@ -91,8 +91,8 @@ def judge(facts: Sequence[Facts], seconds: float, bytes_per_second: float) -> It
         yield problem(f"two ranks use {shared[1]} of {shared[0]}; each needs a GPU of its own.")
     machines = f"on {len(hosts)} machines " if len(hosts) > 1 else ""
     yield ok(
-        f"{len(facts)} ranks {machines}({', '.join(dict.fromkeys(fact.device for fact in facts))}) met in "
-        f"{seconds:.1f} s; all-reduce of {format_size(_REDUCED_BYTES)} at {format_size(bytes_per_second)}/s"
+        f"{format_count(len(facts), 'rank')} {machines}({', '.join(dict.fromkeys(fact.device for fact in facts))}) met "
+        f"in {seconds:.1f} s; all-reduce of {format_size(_REDUCED_BYTES)} at {format_size(bytes_per_second)}/s"
     )
 
 

@@ -129,7 +129,7 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
         unknown = "memory is not estimated with tensor or expert parallelism; watch memory_bytes in metrics.jsonl"
         yield warning(unknown) if config.model.path else skipped("model.path=...")
         return
-    what = f"{plan.model_class}, {plan.num_params / 1e6:,.1f} M parameters in {len(plan.blocks)} blocks"
+    what = f"{plan.model_class}, {plan.num_params / 1e6:,.1f} M parameters in {format_count(len(plan.blocks), 'block')}"
     if plan.peak_bytes is None:
         yield warning(f"{what}; the activations of its forward pass could not be measured ({plan.problem})")
         return
@@ -211,11 +211,11 @@ def check_data(config: FinetuneConfig, prepare_samples: SamplesFunction) -> Iter
     num_samples = samples.train.num_samples
     num_steps = config.train.for_data(num_samples).num_steps
     needed = num_steps * config.train.global_batch_size
-    text = f"{num_steps:,} steps take {needed:,} samples of"
+    text = f"{format_count(num_steps, 'step')} with {format_count(needed, 'sample')} of"
     if num_samples is None:
         yield ok(f"{text} the stream")
     else:
-        yield ok(f"{text} {num_samples:,}: {needed / num_samples:.3g} epochs")
+        yield ok(f"{text} {num_samples:,}: {format_count(needed / num_samples, 'epoch')}")
 
 
 def _resumed_step(config: FinetuneConfig) -> Path | None:

@@ -44,7 +44,7 @@ class PerplexityEvaluation:
     length: str
 
     def describe(self) -> str:
-        """The length of windows beside the model's context, and the number of tokens and windows."""
+        """The length of windows and the model's context, and the number of tokens and windows."""
         windows = self.windows
         tokens, count = format_count(windows.num_predictions, "token"), format_count(len(windows), "window")
         return f"{self.length}\n{tokens} in {count} of {windows.sequence_length}"

@@ -8,6 +8,7 @@ import psutil
 
 from fsdp_shard.errors import PlanError
 from fsdp_shard.inference.config import Device
+from fsdp_shard.utils import format_count
 
 _RESERVED = 0.1  # for activations, the KV cache and other processes
 _CGROUP = Path("/sys/fs/cgroup")
@@ -18,7 +19,7 @@ def machine_budgets(local_rank: int = 0, num_ranks: int = 1) -> dict[Device, int
 
     Args:
         local_rank: The number of this rank on the machine, which is that of its GPU.
-        num_ranks: Ranks that share the machine; with several, each has one GPU and its part of the CPU memory.
+        num_ranks: Ranks on the machine; with several, each has one GPU and its part of the CPU memory.
 
     Returns:
         GPU number or `cpu` -> bytes.
@@ -39,7 +40,7 @@ def check_devices(devices: Iterable[Device]) -> None:
     wanted = sorted(device for device in devices if isinstance(device, int))
     count = torch.cuda.device_count() if wanted and torch.cuda.is_available() else 0
     if wanted and wanted[-1] >= count:
-        has = f"has only {count} GPUs, numbered from 0" if count else "has no GPU that torch can use"
+        has = f"has only {format_count(count, 'GPU')}, numbered from 0" if count else "has no GPU that torch can use"
         raise PlanError(f"The device map names GPU {wanted[-1]}, but this machine {has}; name existing devices.")
 
 

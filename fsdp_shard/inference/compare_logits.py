@@ -10,6 +10,7 @@ from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import dispatch_model
 from fsdp_shard.models import check_causal, context_of, load_config, load_tokenizer
+from fsdp_shard.utils import format_count
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class LogitsReport:
         return self.max_difference == 0
 
     def __str__(self) -> str:
-        agree = sum(self.top_agrees)
+        agree, tokens = sum(self.top_agrees), format_count(self.num_tokens, "token")
         lines = [
             *(f"warning: {line}" for line in self.warnings),
-            f"logits after {self.num_tokens} tokens: the largest difference is {self.max_difference:.3g}",
+            f"logits after {tokens}: the largest difference is {self.max_difference:.3g}",
             f"KL divergence of B from A: {self.mean_divergence:.3g} nats per token, {self.max_divergence:.3g} at most",
-            f"the most likely next token is the same at {agree} of {self.num_tokens} positions",
+            f"the most likely next token is the same at {agree} of {format_count(self.num_tokens, 'position')}",
         ]
         for position, text, first, second in self.disagreements:
             lines.append(f"  {position}: after ...{text[-30:]!r} A predicts {first!r}, B {second!r}")

@@ -117,9 +117,35 @@ class DispatchConfig:
     budgets = Parsed("max_memory", parse_budgets)
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError if a package for `quantize` is not installed."""
+        """Raise ConfigError if a package for `quantize` is not installed, or for settings that have no effect."""
         if self.quantize != "none":
             QUANTIZATIONS[self.quantize].check_installed(f"{prefix}quantize={self.quantize}")
+            self._refuse_prefetch(prefix, f"{prefix}quantize={self.quantize}")
+        if isinstance(self.assignment, dict):
+            self._check_fixed(prefix, {*self.assignment.values()})
+        elif self.assignment == "cpu":
+            self._check_fixed(prefix, {"cpu"})
+        elif self.assignment == "disk":
+            gpus = sorted(device for device in self.budgets or () if isinstance(device, int))
+            self._check_fixed(prefix, {"disk", *gpus[:1]})
+
+    def _check_fixed(self, prefix: str, used: set[Device]) -> None:
+        """Check budgets and prefetch of a map that is no strategy: it uses these devices, and no others."""
+        named, budgets = f"{prefix}device_map={self.device_map}", set(self.budgets or ())
+        pages = {"cpu"} if "disk" in used else set()  # what was read from the disk stays in CPU memory
+        if unused := sorted(budgets - used - pages, key=str):
+            raise ConfigError(f"{prefix}max_memory has {unused[0]}, which {named} does not use; remove it.")
+        if budgets and (missing := sorted(used - budgets - {"disk"}, key=str)):
+            raise ConfigError(f"{prefix}max_memory lacks {missing[0]}, which {named} uses; add its size.")
+        if "disk" not in used and (used == {"cpu"} or "cpu" not in used):
+            self._refuse_prefetch(prefix, named)
+
+    def _refuse_prefetch(self, prefix: str, given: str) -> None:
+        if self.prefetch_blocks != DispatchConfig.prefetch_blocks:
+            raise ConfigError(
+                f"{prefix}prefetch_blocks={self.prefetch_blocks} has no effect with {given}, where no block is "
+                f"streamed; remove it."
+            )
 
 
 @dataclass

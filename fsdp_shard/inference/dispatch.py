@@ -25,10 +25,10 @@ from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.device_map.device_plan import DevicePlan
 from fsdp_shard.inference.device_map.strategies import plan_device_map
 from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_bytes
-from fsdp_shard.inference.offload.placement import PageBudget, place_blocks
+from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config, no_split_blocks
-from fsdp_shard.utils import check
+from fsdp_shard.utils import check, format_count
 
 Log = Callable[[str], object]
 
@@ -53,12 +53,12 @@ def load_dispatched(
     Args:
         path: A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id.
         device_map: auto, balanced, balanced_low_0, sequential, cpu, disk, or {module: GPU number, cpu or disk}.
-        max_memory: Sizes such as {0: "20GB", "cpu": "64GB"}; by default the memory that is free now.
+        max_memory: Sizes such as {0: "20GB", "cpu": "64GB"}, of the devices to use; by default what is free now.
         dtype: The dtype to load in; None or "keep" for that of the stored weights.
         prefetch_blocks: Blocks on disk to read while one computes.
         quantize: none, int8 or int4, for the weights of linear layers.
         trust_remote_code: Run Python code that comes with the model.
-        config: Model directory or hub id whose config to use, for weights that have none.
+        config: Model directory or hub id whose config to use, for weights that have none, or instead of theirs.
         base: Base model of an adapter, if it is not where adapter_config.json says.
 
     Returns:
@@ -136,7 +136,7 @@ def dispatch_model(
         if kind := QUANTIZATIONS.get(settings.quantize):
             layers = quantization.quantized_layers(model, blocks, kind)
             quantizer = kind.quantizer(model, layers, "cpu" if plan.main == "cpu" else "cuda")
-        place_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
+        dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
         device_map = dict(plan.devices)
     model.__dict__["hf_device_map"] = device_map  # the name in transformers and accelerate
     _load_generation_config(model, source)
@@ -159,7 +159,7 @@ def plan_dispatch(
         model: The model, which may be on meta.
         settings: Device map, budgets, prefetch and quantization.
         kv_cache: What the KV cache must hold, if its memory is to be reserved.
-        context: The ranks that share this machine; None for a single process.
+        context: The ranks on this machine; None for a single process.
 
     Returns:
         The blocks, with their bytes once quantized, and the plan.
@@ -180,9 +180,9 @@ def plan_dispatch(
     streamed = [fqn for fqn in plan.devices if plan.is_streamed(fqn)]
     if kind and streamed:  # each would be quantized again for each token
         raise PlanError(
-            f"dispatch.quantize={settings.quantize} is for models that fit when quantized, and {len(streamed)} blocks "
-            f"({streamed[0]} first) would be on disk, or on the CPU while a GPU computes; give more memory, or leave "
-            "quantize out."
+            f"dispatch.quantize={settings.quantize} is for models that fit when quantized, and "
+            f"{format_count(len(streamed), 'block')} ({streamed[0]} first) would be on disk, or on the CPU while a "
+            f"GPU computes; give more memory, or leave quantize out."
         )
     return blocks, plan
 

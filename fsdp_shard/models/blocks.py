@@ -92,7 +92,7 @@ def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
                 )
         return list(_outermost(model, set(names)))
     layers = _own(model) or list(_structural(model, _classes(model, _is_layer)))
-    if not layers:  # one that all layers share (ALBERT), or the only one
+    if not layers:  # one that is used for all layers (ALBERT), or the only one
         layers = list(_structural(model, _classes(model, _is_listed)))
     if not layers:
         raise ModelError(

@@ -54,7 +54,7 @@ class Context:
         return f"{exceeded}: positions beyond it were never trained"
 
     def describe(self, sequence_length: int, name: str = "data.sequence_length") -> str:
-        """Say in one line how long samples are beside the context; raises ConfigError as `check` does."""
+        """Describe the length of samples and the context in one line; raises ConfigError as `check` does."""
         if warning := self.check(f"{name}={sequence_length}", sequence_length):
             return f"warning: {warning}"
         known = "a context without limit" if self.length is None else f"a context of {self.length} tokens"

@@ -181,7 +181,7 @@ def take_out_head(model: PreTrainedModel, chunked_loss: bool | str, num_rows: in
         return None
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear), "use_loss_head has checked it"
-    head.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]
+    head.forward = lambda hidden: hidden  # type: ignore[method-assign, assignment]  # of an instance
     shape, dtype, is_trained = tuple(head.weight.shape), head.weight.dtype, head.weight.requires_grad
     return head_bytes(num_rows, shape, dtype, is_capped=softcap is not None, is_trained=is_trained)
 

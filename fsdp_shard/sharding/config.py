@@ -33,7 +33,7 @@ CHECKPOINTING_MODES = ("none", "all", "selective")
 
 @dataclass
 class ShardConfig:
-    """Settings that all wrappers share.
+    """Settings common to all wrappers.
 
     Attributes:
         wrapper: Name of the wrapper: its option of `shard=`, and its module in this folder.

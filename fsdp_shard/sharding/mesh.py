@@ -2,6 +2,7 @@
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.config import ShardConfig
+from fsdp_shard.utils import format_count
 
 
 def num_shards(shard: ShardConfig, num_ranks: int) -> int:
@@ -19,16 +20,18 @@ def check_mesh(shard: ShardConfig, num_ranks: int) -> None:
     for divided in ("tensor_parallel", "expert_parallel"):
         if (ranks := getattr(shard, divided)) > 1 and num_ranks % (shard.replicas * ranks):
             raise ConfigError(
-                f"shard.replicas={shard.replicas} times shard.{divided}={ranks} does not divide the {num_ranks} "
-                f"ranks of this run."
+                f"shard.replicas={shard.replicas} times shard.{divided}={ranks} does not divide the "
+                f"{format_count(num_ranks, 'rank')} of this run."
             )
     if num_ranks % shard.replicas:
-        raise ConfigError(f"shard.replicas={shard.replicas} does not divide the {num_ranks} ranks of this run.")
+        raise ConfigError(
+            f"shard.replicas={shard.replicas} does not divide the {format_count(num_ranks, 'rank')} of this run."
+        )
     every, shards = shard.reshard_after_forward, num_shards(shard, num_ranks)
     if type(every) is int and (shards % every or every >= shards):
         raise ConfigError(
-            f"shard.reshard_after_forward={every} must divide the {shards} ranks that a replica is sharded over, and "
-            f"be less; true reshards over all of them."
+            f"shard.reshard_after_forward={every} must divide the {format_count(shards, 'rank')} that a replica is "
+            f"sharded over, and be less; true reshards over all of them."
         )
 
 

@@ -34,7 +34,7 @@ def check_tensor_parallel(
 ) -> None:
     """Raise ConfigError, naming `setting`, unless `model` has a plan that can be followed on `num_ranks` ranks.
 
-    `also` are styles that are understood beside those that can be trained.
+    `also` are styles that are understood in addition to those that can be trained.
     """
     styles = _STYLES | also
     where, name = f"{setting}={num_ranks}", type(model).__name__
@@ -65,14 +65,14 @@ def check_tensor_parallel(
 
 
 def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
-    """A module with parameters, as a norm of queries, that gets what a layer beside it was cut to; or nothing."""
+    """A module with parameters in the same parent as a cut layer, such as a norm of its queries; empty if none."""
     cut = {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}
-    beside = (
+    siblings = (
         name
         for name, module in model.named_modules()
         if name.rpartition(".")[0] in cut and name not in plan and next(module.parameters(), None) is not None
     )
-    return next(beside, "")
+    return next(siblings, "")
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

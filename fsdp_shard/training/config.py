@@ -16,7 +16,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.peft.config import AdapterConfig
-from fsdp_shard.utils import changed_settings, setting
+from fsdp_shard.utils import changed_settings, format_count, setting
 
 _DEFAULT_STEPS = 100
 SCHEDULES = (
@@ -113,12 +113,12 @@ class TrainConfig:
         last = self.num_steps
         steps = f"{prefix}steps={last}"
         if self.epochs is not None:
-            steps = f"{prefix}epochs={self.epochs:g}, which is {last} steps"
+            steps = f"{prefix}epochs={self.epochs:g}, which is {format_count(last, 'step')}"
         if self.patience is not None and not 0 < self.eval_every < last:
             raise ConfigError(
                 f"{prefix}patience={self.patience} needs evaluations during training, but with {prefix}eval_every="
-                f"{self.eval_every} there are none before the last of {last} steps. Set {prefix}eval_every=N to less "
-                f"than that."
+                f"{self.eval_every} there are none before the last of {format_count(last, 'step')}. Set "
+                f"{prefix}eval_every=N to less than that."
             )
         if outside := [step for step in self.profile if not 1 <= step <= last]:
             raise ConfigError(
@@ -130,9 +130,10 @@ class TrainConfig:
                 f"reach optim.lr. Set it to at most {last}."
             )
         if num_decay_steps(self) > last - self.warmup_steps:
+            left = format_count(last - self.warmup_steps, "step")
             raise ConfigError(
-                f"{prefix}decay_steps={num_decay_steps(self)} is more than the {last - self.warmup_steps} steps that "
-                f"{prefix}warmup_steps={self.warmup_steps} leaves of {steps}."
+                f"{prefix}decay_steps={num_decay_steps(self)} is more than the {left} that {prefix}warmup_steps="
+                f"{self.warmup_steps} leaves of {steps}."
             )
 
     @property

@@ -171,7 +171,7 @@ def describe_model(
 ) -> list[str]:
     """Describe the model, how it is sharded, and what loading it cost, one line each."""
     figures = loaded.figures
-    mesh = f"{context.world_size} {context.device.type} rank{'s' if context.world_size > 1 else ''}"
+    mesh = format_count(context.world_size, f"{context.device.type} rank")
     for what, num_ranks in (("layers", context.num_tensor_ranks), ("experts", context.num_expert_ranks)):
         if num_ranks > 1:
             mesh += f" ({what} divided over {num_ranks})"

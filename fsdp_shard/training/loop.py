@@ -31,7 +31,7 @@ from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
-from fsdp_shard.utils import device_peak_bytes
+from fsdp_shard.utils import device_peak_bytes, format_count
 
 
 @dataclass
@@ -232,7 +232,7 @@ def forward_loss(model: ShardedModel, batch: DeviceBatch, divisor: float) -> tor
     """Run the forward pass and return the summed cross-entropy of a batch over `divisor`, a float32 scalar in nats.
 
     A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
-    that share a window are separated by their positions (`data/samples/packing.py`).
+    in one window are separated by their positions (`data/samples/packing.py`).
     """
     with giving_loss(model.module, batch.labels, divisor) as is_loss, warnings.catch_warnings():
         # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
@@ -265,7 +265,7 @@ def _message(fault: str, state: TrainerState, config: TrainConfig) -> str:
     """The message of the LossError that ends a run in the step after `state`."""
     before, remedy = "", "skip such steps with train.non_finite=skip"
     if config.non_finite == "skip":
-        before = f", after {state.num_skipped_in_row} steps in a row that were skipped"
+        before = f", after {format_count(state.num_skipped_in_row, 'skipped step')} in a row"
         remedy = f"allow more than train.max_skips={config.max_skips}"
     return (
         f"Step {state.step + 1} has {fault}{before}. It did not change the weights. Lower optim.lr, lengthen "

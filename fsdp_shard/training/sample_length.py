@@ -30,7 +30,7 @@ def settle_run_length(data: models.LengthSettings, step_directory: Path | None, 
 
 
 def describe_lengths(data: DataConfig, context: models.Context) -> list[str]:
-    """Say how long samples are beside the context; raises ConfigError if the model has no such positions."""
+    """Describe the length of samples and the context; raises ConfigError if the model has no such positions."""
     lines = [context.describe(data.window_length)]
     return lines if data.target_length is None else [*lines, context.describe(data.target_length, "data.target_length")]
 

@@ -41,9 +41,10 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.{digits}f} {unit}"
 
 
-def format_count(count: int, noun: str) -> str:
-    """Format a number of things: `1 tensor`, `2,048 tensors`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def format_count(count: float, noun: str) -> str:
+    """Format a number of things, a float with three significant digits: `1 tensor`, `2,048 tensors`, `0.5 epochs`."""
+    number = f"{count:.3g}" if isinstance(count, float) else f"{count:,}"
+    return f"{number} {noun}{'' if number == '1' else 's'}"
 
 
 def format_number(number: int) -> str:

@@ -1,6 +1,6 @@
 """All private names of torch that the package uses; CONTRIBUTING.md says where each would break.
 
-Reached through the lazy door of `utils`, so that torch is loaded only where one of these is used.
+Imported through the lazy door of `utils`, so that torch is loaded only where one of these is used.
 """
 
 from collections.abc import Iterator

@@ -415,7 +415,7 @@ def test_overwrite_deletes_no_file_that_it_does_not_write(tmp_path: Path, model_
     trained = tmp_path / "trained"
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"model": {"w": torch.ones(2)}, "optimizer": {"w": torch.ones(2)}}, checkpoint_id=trained)
-    with pytest.raises(CheckpointError, match=r"holds 1 optimizer tensors besides its weights"):
+    with pytest.raises(CheckpointError, match=r"holds 1 optimizer tensor besides its weights"):
         convert(bare, trained, overwrite=True)
 
 

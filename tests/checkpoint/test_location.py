@@ -275,6 +275,16 @@ def test_a_tokenizer_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
     assert locate(alone, config=tiny_model).tokenizer == alone.parent, "theirs, rather than that of the config"
 
 
+def test_what_is_named_is_used_instead_of_what_the_weights_have(tiny_model: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other")
+    for file, change in (("config.json", {"rms_norm_eps": 0.5}), ("tokenizer_config.json", {"model_max_length": 77})):
+        (other / file).write_text(json.dumps(json.loads((other / file).read_text()) | change))
+    assert load_dispatched(tiny_model, config=other).config.rms_norm_eps == 0.5
+    convert(tiny_model, tmp_path / "converted", config=other, tokenizer=other)
+    assert json.loads((tmp_path / "converted" / "config.json").read_text())["rms_norm_eps"] == 0.5
+    assert json.loads((tmp_path / "converted" / "tokenizer_config.json").read_text())["model_max_length"] == 77
+
+
 @pytest.mark.parametrize("name", ["config", "tokenizer"])
 def test_a_named_model_that_is_not_there(name: str, tmp_path: Path) -> None:
     found = locate(write_alone("weights.pt", tmp_path), **{name: tmp_path / "nowhere"})

@@ -45,6 +45,8 @@ MISTAKES = [
     ("diff {m}", "arguments are required: b"),
     ("diff {m} {d}/none", "there is no such file or directory"),
     ("diff {m} {m} --logits", "expected one argument"),
+    ("diff {m} {m} --logits a --config {m}", "both checkpoints have a config.json"),
+    ("diff {m} {m} --tokenizer {m}", "needs --logits PROMPT"),
     # Settings of any command
     (f"{_TRAIN} train.stepz=3", "train.stepz is not a setting of finetune (did you mean train.steps?)"),
     (f"{_TRAIN} learning_rate=1e-4", "here it is optim.lr"),
@@ -101,6 +103,7 @@ MISTAKES = [
     (f"{_GENERATE} prompt=a model_name_or_path=x", "here it is checkpoint"),
     (f"{_GENERATE} prompt=a dispatch.device_map=gpu", "dispatch.device_map=gpu"),
     (f"{_GENERATE} prompt=a dispatch.max_memory={{{{cpu:lots}}}}", "is not a size"),
+    (f"{_GENERATE} prompt=a dispatch.device_map=cpu dispatch.max_memory={{{{0:1GB}}}}", "does not use; remove it"),
     ("generate checkpoint={d}/none prompt=a", "does not exist"),
     # evaluate
     ("evaluate", "checkpoint"),

@@ -136,9 +136,9 @@ def test_steps_or_epochs() -> None:
 
 
 def test_mappings_can_be_given_whole() -> None:
-    config = _one("generate", "dispatch.max_memory={0: 3GB, cpu: 2GB}", "dispatch.device_map={model: cpu}")
+    config = _one("generate", "dispatch.max_memory={0: 3GB, cpu: 2GB}", "dispatch.device_map={lm_head: 0, model: cpu}")
     assert config.dispatch.budgets == {0: 3 * 10**9, "cpu": 2 * 10**9}, "parsed when it was composed"
-    assert config.dispatch.device_map == {"model": "cpu"}
+    assert config.dispatch.device_map == {"lm_head": 0, "model": "cpu"}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -23,6 +26,12 @@ def byte_tokenizer(end: str | None = "<|end|>") -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return byte_tokenizer()
+
+
+def predicted_texts(example: Any, tokenizer: Any) -> list[str]:
+    """The stretches of an example's text that are predicted, each as it is written."""
+    runs = groupby(zip(example.ids, example.predicted, strict=True), lambda pair: bool(pair[1]))
+    return [tokenizer.decode([token for token, _ in run]) for predicted, run in runs if predicted]
 
 
 def positions_of_rank(first: int, count: int, rank: int, num_ranks: int) -> range:

@@ -18,7 +18,7 @@ from fsdp_shard.data.validate import check_data, check_tokenizer
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import check
 from tests.data.chat_templates import CHATML, FAMILIES, QWEN2, Family
-from tests.data.conftest import byte_tokenizer
+from tests.data.conftest import byte_tokenizer, predicted_texts
 from tests.data.test_config import write
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -58,13 +58,7 @@ def learnt(tokenizer: Any, row: dict[str, Any], **settings: Any) -> tuple[str, l
     kind = kind_of(DataConfig(kind="chat", **settings))
     assert kind.check_row(Row("row 0", row))
     ((example,),) = kind.encode([Row("row 0", row)], tokenizer)
-    pieces: list[list[int]] = [[]]
-    for token, predicted in zip(example.ids, example.predicted, strict=True):
-        if predicted:
-            pieces[-1].append(token)
-        elif pieces[-1]:
-            pieces.append([])
-    return tokenizer.decode(example.ids), [tokenizer.decode(piece) for piece in pieces if piece]
+    return tokenizer.decode(example.ids), predicted_texts(example, tokenizer)
 
 
 def rendered(family: Family, messages: list[Any], tools: Any = None, *, prompt: bool = False) -> str:

@@ -20,7 +20,7 @@ from fsdp_shard.data.tokenized.token_file import TokenFile
 from fsdp_shard.data.validate import check_data, check_tokenizer
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import check
-from tests.data.conftest import END, byte_tokenizer
+from tests.data.conftest import END, byte_tokenizer, predicted_texts
 from tests.data.test_config import write
 
 # ChatML, which marks nothing; the same with marks; Qwen3's way of changing with the last turn; Llama 2's of trimming.
@@ -64,13 +64,7 @@ def chat_tokenizer(template: str | None) -> Any:
 def learnt(config: DataConfig, values: dict[str, Any], tokenizer: Any) -> list[str]:
     """The stretches of text that are predicted, each as it is written."""
     ((example,),) = kind_of(config).encode([Row("row 0", values)], tokenizer)
-    pieces: list[list[int]] = [[]]
-    for token, predicted in zip(example.ids, example.predicted, strict=True):
-        if predicted:
-            pieces[-1].append(token)
-        elif pieces[-1]:
-            pieces.append([])
-    return [tokenizer.decode(piece) for piece in pieces if piece]
+    return predicted_texts(example, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,10 @@ def test_the_order_is_fixed_for_ever() -> None:
     assert order(7, 5, 12, 6) == FROZEN_LATER
 
 
+def test_a_single_source_has_the_number_0() -> None:
+    assert Shuffled(WindowDataset(np.arange(9), 1, "x"), 0).sources_of(np.arange(3)).tolist() == [0, 0, 0]
+
+
 def test_no_samples() -> None:
     with pytest.raises(ValueError, match="no samples"):
         order(0, 0, 0, 1)

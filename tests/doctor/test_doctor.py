@@ -48,7 +48,7 @@ def test_a_run_that_would_work(settings: list[str], tmp_path: Path) -> None:
     assert "a new run starts" in lines["run_dir"]
     assert "LlamaForCausalLM" in lines["memory"]
     assert "up to 2 checkpoints" in lines["space"]
-    assert "4 steps take 32 samples of" in lines["data"]
+    assert "4 steps with 32 samples of" in lines["data"]
     assert "2 ranks (cpu) met" in lines["ranks"]
     assert ended.out.endswith("\nNo problem found.\n")
     assert list(place.iterdir()) == []  # no run directory, and nothing of what was tried
@@ -78,7 +78,7 @@ def test_the_steps_of_epochs(settings: list[str], tmp_path: Path) -> None:
     ended = run_recipe("doctor", tmp_path / "run", *given, "train.epochs=2", "train.warmup_steps=40")
     assert ended.status == 0, ended.err
     lines = _lines(ended)
-    match = re.search(r"(\d+) steps take [0-9,]+ samples of (\d+): 2", lines["data"][-1][1])
+    match = re.search(r"(\d+) steps with [0-9,]+ samples of (\d+): 2", lines["data"][-1][1])
     assert match is not None
     num_steps = int(match[1])
     assert num_steps == math.ceil(2 * int(match[2]) / 8) > 40

@@ -141,7 +141,7 @@ def test_a_loss_that_is_not_finite(settings: list[str], tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path / "skip", *arguments, "train.non_finite=skip", "train.max_skips=2")
     assert ended.status == 1
     assert "step 3 changed no weights" in ended.err
-    assert "after 2 steps in a row that were skipped" in ended.err
+    assert "after 2 skipped steps in a row" in ended.err
     assert [(row["grad_norm"] is None, row["skipped"]) for row in ended.metrics] == [(False, 0), (True, 1), (True, 2)]
     assert not (ended.run_dir / "result.json").exists()
 

@@ -40,6 +40,12 @@ def test_budgets_are_bytes_by_device() -> None:
         (DispatchConfig(max_memory={"tpu": "1GB"}), "a key of max_memory=tpu is not a device"),
         (DispatchConfig(max_memory={"disk": "1GB"}), "disk, which needs none"),
         (DispatchConfig(max_memory={}), "not a mapping from devices"),
+        (DispatchConfig("cpu", {"cpu": "1GB", 0: "1GB"}), "max_memory has 0, which device_map=cpu does not use"),
+        (DispatchConfig("disk", {1: "1GB", 2: "1GB"}), "max_memory has 2, which device_map=disk does not use"),
+        (DispatchConfig({"": 0}, {0: "1GB", "cpu": "1GB"}), "max_memory has cpu, which device_map=.* does not use"),
+        (DispatchConfig({"": 0, "a": "disk"}, {"cpu": "1GB"}), "max_memory lacks 0, which device_map=.* uses"),
+        (DispatchConfig({"": 0, "a": 1}, prefetch_blocks=3), "prefetch_blocks=3 has no effect with device_map="),
+        (DispatchConfig("cpu", prefetch_blocks=0), "prefetch_blocks=0 has no effect with device_map=cpu"),
         (DispatchConfig(dtype="int4"), "dtype=int4 is not one of"),
         (GenerationSettings(temperature=0.5), "has no effect while do_sample=false"),
         (GenerationSettings(max_new_tokens=-1), "max_new_tokens=-1 is out of range"),
@@ -54,6 +60,20 @@ def test_budgets_are_bytes_by_device() -> None:
 def test_what_cannot_be_is_refused(config: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DispatchConfig("cpu", {"cpu": "1GB"}),
+        DispatchConfig("disk", {1: "1GB", "cpu": "1GB"}, prefetch_blocks=0),
+        DispatchConfig({"": "disk"}, {"cpu": "1GB"}, prefetch_blocks=3),
+        DispatchConfig({"": 0, "a": "cpu"}, {0: "1GB", "cpu": "1GB"}, prefetch_blocks=3),
+        DispatchConfig({"": 0, "a": "disk"}, {0: "1GB", "cpu": "1GB"}),
+    ],
+)
+def test_what_has_an_effect_is_accepted(config: DispatchConfig) -> None:
+    check(config)
 
 
 def test_the_defaults_are_accepted() -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,19 +33,22 @@ def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor, context: Distri
 
 
 class _NotMetError(AssertionError):
-    """The ranks did not form a process group."""
+    """The ranks did not form a process group, so a rank has not called the function."""
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     """`function(context, *args)` on each of `world_size` ranks; what each returned, in rank order.
 
     The first rank that raises ends the others, and its traceback is the test's failure. Now and then a forked rank
-    never meets the others, before `function` is called: then all are started once more, and what it hung in is on
-    standard error.
+    never meets the others, before `function` is called: then all are started once more, with a warning in the summary
+    of the tests, and what it hung in is on standard error. What `function` raises is never tried again.
     """
     try:
         return _on_ranks(world_size, function, *args, **options)
-    except _NotMetError:
+    except _NotMetError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")  # elsewhere a warning is an error
+            warnings.warn(f"started once more: {error}", stacklevel=2)
         return _on_ranks(world_size, function, *args, **options)
 
 
@@ -90,10 +94,10 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                values[rank], error = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                values[rank], error, has_met = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 raise AssertionError(f"rank {rank} died without a word") from None
-            if error is not None and "ProcessGroupGloo(" in error and "Wait timeout" in error:
+            if error is not None and not has_met and "Wait timeout" in error:
                 raise _NotMetError(f"rank {rank} waited for the others\n{error}")
             assert error is None, f"rank {rank} raised\n{error}"
     return [values[rank] for rank in range(len(pipes))]
@@ -113,6 +117,7 @@ def _rank_main(
     faulthandler.dump_traceback_later(50, file=sys.__stderr__)  # what keeps it from meeting the others
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    has_met = False
     try:
         with init_distributed(
             "cpu",
@@ -123,11 +128,12 @@ def _rank_main(
             expert_parallel=experts,
         ) as context:
             faulthandler.cancel_dump_traceback_later()
+            has_met = True
             value = function(context, *args)
             context.barrier()
-        answer = (value, None)
+        answer = (value, None, True)
     except BaseException:
-        answer = (None, traceback.format_exc())
+        answer = (None, traceback.format_exc(), has_met)
     out.send_bytes(pickle.dumps(answer))  # plain bytes: a tensor sent as an object would live in this process's memory
     out.close()
 

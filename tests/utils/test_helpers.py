@@ -46,6 +46,7 @@ def test_the_first_line_of_an_error() -> None:
 
 def test_counts() -> None:
     assert [format_count(count, "rank") for count in (0, 1, 2048)] == ["0 ranks", "1 rank", "2,048 ranks"]
+    assert [format_count(count, "epoch") for count in (0.33333, 1.0, 12.0)] == ["0.333 epochs", "1 epoch", "12 epochs"]
 
 
 def test_numbers_with_three_digits() -> None:

@@ -1,7 +1,7 @@
 """Format `dcp`: directories of torch.distributed.checkpoint, with a `.metadata` and `.distcp` files.
 
 `.metadata` is a pickle; it and the header of each item are read through our own allow-list (`torch_pickle`). Weights
-are told from optimizer and trainer states by the nesting that DCP records. torch is not imported.
+are distinguished from optimizer and trainer states by the nesting that DCP records. torch is not imported.
 """
 
 import math
@@ -99,7 +99,7 @@ class _Items:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._handles = Handles(lambda name: open_regular(member(root, name)))
-        self._heads: dict[int, list[tuple[bytes, StoredTensor]]] = {}  # by length of the item
+        self._headers: dict[int, list[tuple[bytes, StoredTensor]]] = {}  # by length of the item
 
     def tensor(self, info: StorageInfo, key: str) -> StoredTensor:
         """The tensor in the item, which must be one plain tensor."""
@@ -110,10 +110,10 @@ class _Items:
                     f"{self._root / info.relative_path} has {size} bytes, but tensor {key} ends at byte {end} of it: "
                     "the file was cut short."
                 )
-            known = self._heads.setdefault(info.length, [])
-            for head, tensor in known:
-                if os.pread(handle, len(head), info.offset) == head:
-                    return replace(tensor, start=info.offset + len(head))
+            known = self._headers.setdefault(info.length, [])
+            for header, tensor in known:
+                if os.pread(handle, len(header), info.offset) == header:
+                    return replace(tensor, start=info.offset + len(header))
             where = self._root / info.relative_path
             item = f"{where} (tensor {key}, from byte {info.offset} on)"
             found = torch_pickle.read_torch_bytes(handle, info.offset, info.length, item)

@@ -14,6 +14,7 @@ from fsdp_shard.checkpoint.io import has_file, itemsize, member, open_regular
 from fsdp_shard.checkpoint.tensor_entry import Piece
 from fsdp_shard.checkpoint.torch_pickle import Record, counts, piece_of, read_torch_file, readable
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import format_count
 
 _LATEST = "latest"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -116,7 +117,8 @@ def check_ranks(directory: Path, states: Sequence[State], zeros: Sequence[Zero])
         saves.check("the optimizer state", state.where, "of ZeRO stage", *description)
     if zeros[0].world_size != len(zeros):
         raise CheckpointError(
-            f"{directory} has the optimizer files of {len(zeros)} ranks, but {zeros[0].world_size} ranks wrote it."
+            f"{directory} has the optimizer files of {format_count(len(zeros), 'rank')}, but was written by "
+            f"{format_count(zeros[0].world_size, 'rank')}."
         )
 
 

@@ -7,6 +7,7 @@ from fsdp_shard.checkpoint.io import TensorSpec, itemsize
 from fsdp_shard.checkpoint.steps import Extent, FilePlan, chunk_rows
 from fsdp_shard.checkpoint.tensor_entry import Extra, TensorEntry
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import format_count
 
 
 def files_by_rank(
@@ -29,11 +30,12 @@ def files_by_rank(
     missing = next((rank for rank in range(num_ranks) if rank not in names), None)
     if missing is not None:
         raise CheckpointError(
-            f"{root}: the {kind} of rank {missing} is missing; the checkpoint was written by {num_ranks} ranks."
+            f"{root}: the {kind} of rank {missing} is missing; the checkpoint was written by "
+            f"{format_count(num_ranks, 'rank')}."
         )
     if len(names) > num_ranks:
         raise CheckpointError(
-            f"{root / names[max(names)]} is of a rank that a save by {num_ranks} ranks does not have."
+            f"{root / names[max(names)]} is of a rank that a save by {format_count(num_ranks, 'rank')} does not have."
         )
     return list(names.values())
 

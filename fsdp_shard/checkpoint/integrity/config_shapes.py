@@ -1,6 +1,6 @@
 """Checks whether a config.json and the shapes of a checkpoint can belong to one model. Pure; imports no torch.
 
-The rules use names that transformers' models share, and apply only if the config has the key and the checkpoint has the
+The rules use common names of transformers' models, and apply only if the config has the key and the checkpoint has the
 tensor. Unknown architectures are skipped: a sound model must never be reported. So this finds a config of another size
 of the same architecture, missing layers, a missing head, and a resized embedding; it proves nothing.
 """
@@ -8,6 +8,8 @@ of the same architecture, missing layers, a missing head, and a resized embeddin
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from fsdp_shard.utils import format_count
 
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
@@ -118,10 +120,11 @@ def _layer_problems(sizes: _Sizes, names: list[str]) -> Iterator[str]:
     ((stack, numbers),) = stacks.items()
     key, count = expected
     missing = sorted(set(range(count)) - numbers)
+    has = f"{key}={count}, but {stack} has {format_count(len(numbers), 'layer')}"
     if missing:
-        yield f"{key}={count}, but {stack} has {len(numbers)} layers, and {stack}.{missing[0]} is not among them."
+        yield f"{has}, and {stack}.{missing[0]} is not among them."
     elif max(numbers) >= count and not sizes.predicts_further:
-        yield f"{key}={count}, but {stack} has {len(numbers)} layers, up to {stack}.{max(numbers)}."
+        yield f"{has}, up to {stack}.{max(numbers)}."
 
 
 def _head_problems(config: Mapping[str, Any], sizes: _Sizes, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

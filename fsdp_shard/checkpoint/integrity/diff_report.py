@@ -84,7 +84,7 @@ class DiffReport:
     def to_text(self, everything: bool = False) -> str:
         """Text for a terminal; of many tensors only the worst ones of the worst layers, unless `everything` is set."""
         if self.is_equal:
-            size = f"{self.num_equal:,} tensors, {format_size(self.a.num_bytes)}"
+            size = f"{format_count(self.num_equal, 'tensor')}, {format_size(self.a.num_bytes)}"
             return f"{self.a.path} and {self.b.path} are equal, byte for byte ({size}; {self.seconds:.1f} s)."
         lines = [_head("A", self.a), _head("B", self.b)]
         lines += _one_sided("only in A", self.missing, everything)

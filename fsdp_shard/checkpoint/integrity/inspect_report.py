@@ -253,7 +253,7 @@ def printable(name: str) -> str:
 
 
 def fold(tensors: Sequence[TensorSummary | TensorSpec]) -> list[str]:
-    """The tensors as an indented tree, where neighboring layers (numbered parts) that are alike share one line."""
+    """The tensors as an indented tree, where neighboring layers (numbered parts) that are alike have one line."""
     root: dict[str, Any] = {}
     for entry in tensors:
         name = printable(entry.name)

@@ -1,6 +1,6 @@
 """Reads all of a checkpoint once, by several threads: digests of its chunks, and NaN or infinite values.
 
-Also turns the results into problems with file, tensor and bytes. Imports no torch.
+Also reports the results as problems with file, tensor and bytes. Imports no torch.
 """
 
 import itertools

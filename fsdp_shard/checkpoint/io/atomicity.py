@@ -125,7 +125,7 @@ def _exchange(one: Path, other: Path) -> bool:
 def new_directory(target: Path, num_bytes: int, *, replace: bool, sync: bool = True) -> Iterator[Path]:
     """A temporary directory next to `target` that is renamed to it when the block succeeds, and deleted when it fails.
 
-    The directory is locked while it is in use, which tells it from one that a killed process left: those are deleted.
+    It is locked while it is in use, which distinguishes it from one that a killed process left: those are deleted.
 
     Args:
         target: The final name.

@@ -15,7 +15,7 @@ POINTS = (
     "weights-written",  # this rank's weights are in the files, not yet synced
     "optimizer-written",  # and its optimizer state, and the small files
     "synced",  # all files that this rank wrote are on the disk
-    "hashed",  # the chunks that ranks share are read back and hashed
+    "hashed",  # the chunks that several ranks wrote are read back and hashed
     "manifest-written",  # rank 0: the manifest is written and on the disk
     "directory-synced",  # rank 0: all names in the temporary directory are on the disk
     "renamed",  # rank 0: the step has its name

@@ -119,7 +119,7 @@ def _moved(piece: Piece, expert: int, row: int) -> Piece:
 
 
 class _Conversion:
-    """A conversion by transformers. Of all that share `cache`, the last result is kept: its parts are read in turn."""
+    """A conversion by transformers. Of all with one `cache`, the last result is kept: its parts are read in turn."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Tells weights that are quantized, by the scales and codes that are stored with them. Imports no torch."""
+"""Detects quantized weights by the scales and codes that are stored with them. Imports no torch."""
 
 import re
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Tied weights of a checkpoint that does not record which of its tensors are tied.
 
 A Hugging Face directory leaves tied tensors out and its model adds them again; a DCP directory holds each of them
-twice. Only the model's config and class tell, so these are read, and only if it matters.
+twice. Only the model's config and class define them, so these are read, and only if it matters.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _HEADS = (_HEAD, "output.weight", "embed_out.weight", "proj_out.weight")
 def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
     """Find the names that a model ties to stored tensors, and that are not stored themselves.
 
-    If config.json alone does not tell, the model is built on the meta device, which imports transformers.
+    If config.json alone does not decide it, the model is built on the meta device, which imports transformers.
 
     Args:
         index: The checkpoint.
@@ -91,7 +91,7 @@ def read_config(side: Path) -> Mapping[str, Any]:
 
 
 def _ties_in_config(index: TensorIndex, config: Mapping[str, Any]) -> dict[str, str] | None:
-    """The ties of a decoder with the usual names, {} if it has none; None if the config alone does not tell."""
+    """The ties of a decoder with the usual names, {} if it has none; None if the config alone does not decide it."""
     is_tied, classes = config.get("tie_word_embeddings"), config.get("architectures")
     is_decoder = isinstance(classes, list) and str(next(iter(classes), "")).endswith(("ForCausalLM", "LMHeadModel"))
     if not is_decoder or config.get("is_encoder_decoder"):

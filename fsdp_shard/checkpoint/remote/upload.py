@@ -1,6 +1,6 @@
 """Uploading a committed step, all ranks together: each puts some of the files, and the manifest comes last.
 
-The local step stays: the run directory is the source of an upload, and the first place that a run resumes from.
+The local step stays: the run directory is the source of an upload, and what a run resumes from first.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The state of a run written to a step directory, by all ranks: each writes its own ranges only (`write_shards`).
 
-Saving: plan, create the files, write and hash, sync, hash the chunks that ranks share, commit. No rank ever holds more
-than its part plus a small buffer. All collectives are in `save_step` itself; every phase between them is local, and
-fault points name the moments in between.
+Saving: plan, create the files, write and hash, sync, hash the chunks that several ranks wrote, commit. No rank ever
+holds more than its part plus a small buffer. All collectives are in `save_step` itself; every phase between them is
+local, and fault points name the moments in between.
 """
 
 import json

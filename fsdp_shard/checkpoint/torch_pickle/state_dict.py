@@ -11,6 +11,7 @@ from fsdp_shard.checkpoint.torch_pickle.dtensor import AnyTensor, StoredDTensor,
 from fsdp_shard.checkpoint.torch_pickle.strided import piece_of
 from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor, Unreadable
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import format_count
 
 _MAX_CONTAINERS = 200_000  # a pickle can refer to one list many times, also within itself; each time it is walked
 _MAX_DEPTH = 24
@@ -46,7 +47,7 @@ def select_weights(paths: Mapping[str, Sequence[object]], where: Path) -> Select
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
     if not selection.names:
-        kinds = " and ".join(f"{len(names)} tensors of the kind {kind}" for kind, names in selection.extras.items())
+        kinds = " and ".join(format_count(len(names), f"{kind} tensor") for kind, names in selection.extras.items())
         raise CheckpointError(f"{where} holds {kinds or 'no tensors at all'}, and no weights.")
     return selection
 

@@ -168,8 +168,8 @@ class Renderer:
         said: Message = {"role": "assistant", "content": "\ue000"}
         other = self._render(earlier, prompt=True) if first == "reasoning" else self._render([*earlier, said])
         whole, known = self._render([*earlier, turn])[0], self._render(earlier)[0] if earlier else ""
-        header, marks = _shared(whole, other[0]), list(_MARK.finditer(whole))
-        if not header.startswith(_shared(known, other[0]).rstrip()):
+        header, marks = _common_prefix(whole, other[0]), list(_MARK.finditer(whole))
+        if not header.startswith(_common_prefix(known, other[0]).rstrip()):
             raise self._refusal("the template changes earlier turns with a tool call or reasoning")
         lead = whole[len(header) : marks[0].start()] if first != "text" else ""
         return lead, whole[marks[-1].end() :].rstrip() if last == "tool call" else ""
@@ -195,8 +195,8 @@ def _form(messages: list[Message], write: Callable[[Any], Any], absent: Message,
     return changed
 
 
-def _shared(one: str, other: str) -> str:
-    """Return the beginning that two texts share."""
+def _common_prefix(one: str, other: str) -> str:
+    """Return the common prefix of two texts."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return one[: sum(1 for _ in same)]
 

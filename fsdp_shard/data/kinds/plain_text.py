@@ -13,7 +13,7 @@ from fsdp_shard.utils import setting
 @dataclass(frozen=True)
 class TextKind(Kind):
     """One document per row. A document of more than `longest` tokens becomes several examples. Neighboring examples
-    share one token, so that every token but the first is predicted exactly once. None: rows are only checked.
+    overlap by one token, so that every token but the first is predicted exactly once. None: rows are only checked.
     """
 
     chosen_by, required = "data.kind=text", ("text",)

@@ -14,6 +14,7 @@ from fsdp_shard.data.samples.batch import Ints, Sample
 from fsdp_shard.data.samples.mixture_schedule import one_round
 from fsdp_shard.data.samples.protocol import Dataset, MapDataset
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import format_count
 
 
 class Mixture(Dataset):
@@ -83,7 +84,7 @@ class Mixture(Dataset):
     def describe_progress(self, num_samples: int, state: dict[str, Any] | None) -> str:
         given = self._states(state)
         return ", ".join(
-            f"{name} {samples:,} samples ({part.describe_progress(samples, given.get(name))})"
+            f"{name} {format_count(samples, 'sample')} ({part.describe_progress(samples, given.get(name))})"
             for name, part, samples in self._parts_after(num_samples)
         )
 

@@ -2,7 +2,7 @@
 
 Positions restart at each example. transformers detects the boundaries from that, and its masks (sdpa, eager, flash,
 sliding windows) then let no token attend to another example. It does so only without an attention mask, so none is
-given. `models.check_packing` tells which models support this.
+given. `models.check_packing` refuses models that do not support this.
 """
 
 from bisect import bisect_left, insort

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Self
 
+import numpy as np
+
 from fsdp_shard.data.sample_order import permutation
 from fsdp_shard.data.samples.batch import NO_WINDOW, Batch, Indices, Ints, Sample, collate
 
@@ -106,8 +108,8 @@ class Dataset(ABC):
         return str(sorted({int(position) for position in positions}))
 
     def sources_of(self, positions: Ints) -> Ints:
-        """Return the number in `source_names` of the source of each sample."""
-        raise NotImplementedError("only mixtures have sources")
+        """Return the number of the source of each sample, in the order of `source_names`; a single source is 0."""
+        return np.zeros_like(positions)
 
     def figures(self, num_samples: int) -> dict[str, Any]:
         """Return what result.json has about the first `num_samples` samples: `sources` or `stream`, or nothing."""
@@ -148,8 +150,8 @@ class Shuffled(Dataset):
 
     def index_of(self, position: int) -> int:
         """Return the index in `dataset` of the sample at this position."""
-        epoch, place = divmod(position, len(self.dataset))
-        return int(self._order(epoch)[place])
+        epoch, index = divmod(position, len(self.dataset))
+        return int(self._order(epoch)[index])
 
     def sample(self, position: int) -> Sample:
         return self.dataset.sample(self.index_of(position), position // len(self.dataset))

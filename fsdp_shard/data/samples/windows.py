@@ -53,7 +53,7 @@ class TokenWindows(SourceDataset):
 
 @dataclass(frozen=True)
 class WindowDataset(TokenWindows):
-    """Windows in which each token is predicted from those before it; neighbors share one, the last of the earlier."""
+    """Windows in which each token is predicted from those before it; neighbors overlap by one token."""
 
     overlap: ClassVar[int] = 1
 

@@ -52,7 +52,7 @@ class DataFile:
         return _format(self.address)
 
     def info(self) -> dict[str, Any]:
-        """Return what the store has about the file, such as its `size` in bytes, which some web servers do not tell."""
+        """Return what the store has about the file, such as its `size` in bytes, which some web servers leave out."""
         if not is_url(self.address):
             return {"size": os.stat(self.address).st_size}
         store, path = _store(self.address)

@@ -25,7 +25,7 @@ from fsdp_shard.utils import first_line, format_size, redact
 Position = tuple[int, int]
 START: Position = (0, 0)
 
-# Bytes of a document, characters of a line and of a value: there is no telling what is in a small compressed file.
+# Bytes of a document, characters of a line and of a value: a small compressed file may hold any amount of data.
 LARGEST_DOCUMENT = 256 << 20
 _CSV_LIMIT = threading.Lock()  # of a field, 128 KiB: there is one for the process, and streams are read in threads
 _ROWS_AT_ONCE = 64
@@ -42,7 +42,7 @@ def read_rows(file: DataFile, sample_by: str, columns: Sequence[str], start: Pos
     """Read the rows of a file.
 
     Args:
-        file: The file; its extension tells the format.
+        file: The file; its extension gives the format.
         sample_by: What one row of a plain text file is: document, paragraph or line.
         columns: The columns that are needed; rows may have others.
         start: The position to start from, as returned with an earlier row.
@@ -199,7 +199,7 @@ def _elements(text: str, stream: TextIO, name: str) -> Iterator[tuple[Any, str]]
 
     def next_mark() -> str:
         nonlocal at
-        while (at := _BLANKS.match(text, at).end()) == len(text) and reads_more():  # type: ignore[union-attr]
+        while (at := _BLANKS.match(text, at).end()) == len(text) and reads_more():  # type: ignore[union-attr]  # it always matches
             pass
         return text[at : at + 1]
 

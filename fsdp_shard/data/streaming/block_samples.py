@@ -1,7 +1,7 @@
 """The samples of a block of a stream, made in the same way as those of a tokenized file.
 
-Text continues from row to row and from block to block: tokens that do not fill a window are carried over. Rows of other
-kinds have their own windows. Packed rows are packed with those of their block.
+Text continues from row to row and from block to block: tokens that do not fill a window are prepended to the next
+block's. Rows of other kinds have their own windows. Packed rows are packed with those of their block.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowSamples:
     factory: SampleFactory
     keeps_last: bool
 
-    def __call__(self, table: pyarrow.Table, carry: list[int], counts: Counts, first: int) -> list[SourceDataset]:
+    def __call__(self, table: pyarrow.Table, leftover: list[int], counts: Counts, first: int) -> list[SourceDataset]:
         classes = classes_of(table)
         examples = Examples.of(table, classes, keeps_last=self.keeps_last)
         cut = self.factory.cut(examples)
@@ -64,10 +64,10 @@ class TextSamples:
     factory: SampleFactory
     num_separators: int
 
-    def __call__(self, table: pyarrow.Table, carry: list[int], counts: Counts, first: int) -> list[SourceDataset]:
+    def __call__(self, table: pyarrow.Table, leftover: list[int], counts: Counts, first: int) -> list[SourceDataset]:
         step = self.factory.window_tokens
         overlap = int(self.factory.special is None)  # the last token that a window predicts is the first of the next
-        left, parts = np.asarray(carry, np.int64), list[SourceDataset]()
+        left, parts = np.asarray(leftover, np.int64), list[SourceDataset]()
         for start in range(0, len(table), _ROWS_OF_A_PART):
             documents = Examples.of(table[start : start + _ROWS_OF_A_PART], [])
             added = np.asarray(documents.tokens)
@@ -81,5 +81,5 @@ class TextSamples:
                 seed = xxhash.xxh3_64_intdigest(f"{self.factory.seed} {first}".encode())
                 parts.append(self.factory.windows(tokens[: num * step + overlap], "", seed))
             left, first = tokens[num * step :], first + num
-        carry[:] = left.tolist()
+        leftover[:] = left.tolist()
         return parts

@@ -178,17 +178,17 @@ class StreamDataset(Dataset):
             workers = self.factory.config.workers
             self._reading = encode_blocks(self.source.name, blocks, self._encode, self.ranks, workers)
         block = next(self._reading)
-        table, carry = block.rows.take(self._permutation(len(block.rows))), list(state.carry)
+        table, leftover = block.rows.take(self._permutation(len(block.rows))), list(state.carry)
         dropped = int(np.count_nonzero(compute.list_value_length(table["lengths"]).to_numpy() == 0))
         counts = replace(state.counts, rows=state.counts.rows + len(table), dropped=state.counts.dropped + dropped)
-        parts = self.make_samples(table, carry, counts, state.first)
+        parts = self.make_samples(table, leftover, counts, state.first)
         if self.factory.config.packing:  # which sorts windows
             samples = [(part, int(inner)) for part in parts for inner in self._permutation(len(part), purpose=1)]
         else:
             samples = [(part, inner) for part in parts for inner in range(len(part))]
         if samples:
             self._blocks.append(ReadBlock(state, samples, counts))
-        state = replace(state, first=state.first + len(samples), carry=carry, counts=counts)
+        state = replace(state, first=state.first + len(samples), carry=leftover, counts=counts)
         self._next = replace(state, block=state.block + 1, rows=block.after)
         if block.is_last:
             if counts.used == state.used_before:

@@ -77,8 +77,8 @@ def cache_key(parts: Sequence[Any]) -> str:
 def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) -> list[Path]:
     """Write Arrow files of tokens into `directory`.
 
-    The rows are read once, into a file that is deleted then, and a dataset of the places of batches in it is mapped:
-    each process reads its batches there, and the dataset itself stays small, as mapped files count as memory.
+    The rows are read once, into a file that is deleted then, and a dataset of the byte ranges of batches in it is
+    mapped: each process reads its batches there, and the dataset itself stays small, as mapped files count as memory.
     """
     import datasets
 
@@ -86,13 +86,13 @@ def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) 
         file = Path(held) / "rows"
         ends, num_rows = _store(source, encoder.kind.columns, file)
         encoder.kind.check_num_rows(num_rows, source.name)
-        places = datasets.Dataset.from_dict({"start": [0, *ends[:-1]], "stop": ends})
-        num_workers = min(num_workers, len(places))
-        tokens = places.map(
+        ranges = datasets.Dataset.from_dict({"start": [0, *ends[:-1]], "stop": ends})
+        num_workers = min(num_workers, len(ranges))
+        tokens = ranges.map(
             _EncodeBatch(file, encoder),
             batched=True,
             batch_size=1,
-            remove_columns=places.column_names,
+            remove_columns=ranges.column_names,
             features=datasets.Features.from_arrow_schema(encoder.schema),
             cache_file_name=str(directory / "tokens.arrow"),
             new_fingerprint="tokens",
@@ -122,13 +122,13 @@ def _store(source: Source, columns: tuple[str, ...], file: Path) -> tuple[list[i
 
 @dataclass(frozen=True)
 class _EncodeBatch:
-    """Tokenizes a batch of rows at a place in a file; plain data, as it is sent to processes."""
+    """Tokenizes a batch of rows, a byte range of a file; plain data, as it is sent to processes."""
 
     file: Path
     encoder: Encoder
 
-    def __call__(self, places: dict[str, list[int]]) -> pyarrow.Table:
-        start, stop = places["start"][0], places["stop"][0]
+    def __call__(self, ranges: dict[str, list[int]]) -> pyarrow.Table:
+        start, stop = ranges["start"][0], ranges["stop"][0]
         with self.file.open("rb") as stream:
             stream.seek(start)
             rows = [json.loads(line) for line in stream.read(stop - start).splitlines()]
@@ -138,7 +138,7 @@ class _EncodeBatch:
 @contextmanager
 def _errors_of_map(num_workers: int) -> Iterator[None]:
     """Raise our own errors as they are, name the setting if a process died, and restore what `map` changes."""
-    environment = os.environ  # `map` with several processes puts another object in its place
+    environment = os.environ  # `map` with several processes replaces it
     with set_environment({"TOKENIZERS_PARALLELISM": "false"} if num_workers > 1 else {}):
         try:
             yield
@@ -156,7 +156,7 @@ def _errors_of_map(num_workers: int) -> Iterator[None]:
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Delete what killed runs left behind, by its age: machines that share the cache share no lock."""
+    """Delete what killed runs left behind, by its age: machines with one cache have no lock in common."""
     for entry in cache.glob(".*.partial"):
         with suppress(OSError):  # it may be finished by now, or belong to another user
             changed = max(path.lstat().st_mtime for path in (entry, *entry.rglob("*")))

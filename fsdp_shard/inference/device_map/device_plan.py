@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fsdp_shard.errors import PlanError
 from fsdp_shard.inference.config import Device
 from fsdp_shard.models import Block
-from fsdp_shard.utils import format_size
+from fsdp_shard.utils import format_count, format_size
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DevicePlan:
         """One line: the number of blocks and bytes on each device."""
         counts = Counter(self.devices.values())
         parts = [
-            f"{device_name(device)} {counts[device]} blocks, {format_size(num_bytes)}"
+            f"{device_name(device)} {format_count(counts[device], 'block')}, {format_size(num_bytes)}"
             for device, num_bytes in self.resident_bytes.items()
         ]
         if self.buffer_bytes:

@@ -86,7 +86,7 @@ def open_completions(
 def completion_inputs(
     settings: GenerateSettings, prompts: Sequence[str], seed: int, weights: Sequence[tuple[str, int, int]]
 ) -> dict[str, Any]:
-    """What completions are made from; equal for runs that may share a file. `weights`: `Location.file_states`."""
+    """What completions are made from; equal for runs that may write to one file. `weights`: `Location.file_states`."""
     digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
     return {
         "checkpoint": settings.checkpoint,

@@ -1,4 +1,4 @@
-"""Turns prompts and conversations into token ids, and compares them, with their answers, with the model's context."""
+"""Tokenizes prompts and conversations, and compares them, with their answers, with the model's context."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Carries out a device plan on a model on meta: fills what stays, streams the rest, moves inputs between devices.
+"""Applies a device plan to a model on meta: fills what stays, streams the rest, moves inputs between devices.
 
 Where the CPU computes, parameters are views of the checkpoint's own files as far as possible, on the CPU and on disk
 alike; blocks on disk differ in that their pages are fetched shortly before use, and dropped where memory is short.
@@ -41,7 +41,7 @@ class PageBudget:
     cache_bytes: int
 
 
-def place_blocks(
+def dispatch_blocks(
     model: torch.nn.Module,
     blocks: Sequence[Block],
     plan: DevicePlan,
@@ -99,7 +99,7 @@ class _BlockLoader:
         ring = buffer_ring.Ring if self._plan.main == "cpu" else buffer_ring.GpuRing
         main = torch.device(device_name(self._plan.main))
         stream = block_hooks.BlockStream(ring(main, self._reader.fill_all), self._plan.prefetch)
-        # The largest block is quantized first: then few others are loaded beside its original weights.
+        # The largest block is quantized first: then few others are in memory together with its original weights.
         for block in sorted(blocks, key=lambda block: -block.num_bytes) if quantizer else blocks:
             module, device = self._model.get_submodule(block.fqn), self._plan.devices[block.fqn]
             slots = list(_slots(module, block.direct))

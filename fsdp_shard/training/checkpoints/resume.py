@@ -92,7 +92,7 @@ def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) 
     state = read_trainer(step_directory)
     if state.stops_early(config.patience):
         return True
-    if config.epochs is not None and state.samples_per_epoch is None:  # an older checkpoint: the data will tell
+    if config.epochs is not None and state.samples_per_epoch is None:  # an older checkpoint: only the data has it
         return False
     return state.step >= config.for_data(state.samples_per_epoch, state.step, state.num_samples).num_steps
 

@@ -15,7 +15,7 @@ from fsdp_shard.training.checkpoints.recorded_settings import parse_settings, re
 from fsdp_shard.training.checkpoints.resume import read_trainer
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.loop import TrainingRun
-from fsdp_shard.utils import in_yaml, walk
+from fsdp_shard.utils import format_count, in_yaml, walk
 
 _WHERE = ("run_dir", "resume")  # of the run, and no setting of how it trains
 _ABSENT = "not set"
@@ -24,7 +24,8 @@ _ABSENT = "not set"
 def describe_resume(config: FinetuneSettings, step_directory: Path, run: TrainingRun) -> str:
     """Say in one line where a run resumes, and which settings differ from those that made its step."""
     state, num_steps = run.state, run.config.num_steps
-    parts = [f"resumed from {step_directory}, step {state.step:,} of {num_steps:,}", f"{state.num_samples:,} samples"]
+    at = f"resumed from {step_directory}, step {state.step:,} of {num_steps:,}"
+    parts = [at, format_count(state.num_samples, "sample")]
     if progress := run.dataset.describe_progress(state.num_samples, state.place):
         parts.append(progress)
     if run.is_over:

@@ -1,9 +1,9 @@
 """A lock on a run directory, so that two runs never write to the same one.
 
 Rank 0 holds an advisory lock (flock) on RUN_DIR/.lock while it lives: the system releases it when the process ends, in
-whatever way, so a lock is never stale. It is on a file, not on the directory, because NFS shares only locks of files
-that are open for writing. The content of the file is for people. If the file system has no locks, other runs are not
-kept out (`doctor` warns).
+whatever way, so a lock is never stale. It is on a file, not on the directory, because on NFS other machines see only
+locks of files that are open for writing. The content of the file is for people. If the file system has no locks, other
+runs are not kept out (`doctor` warns).
 """
 
 import errno

@@ -17,7 +17,7 @@ from fsdp_shard.training.logging.progress import Progress
 from fsdp_shard.training.logging.trackers import Trackers
 from fsdp_shard.training.loop import StepReport, TrainingRun
 from fsdp_shard.training.trainer_state import TrainerState
-from fsdp_shard.utils import RESULT, write_result
+from fsdp_shard.utils import RESULT, format_count, write_result
 
 METRICS, EVALUATIONS, PLOT = "metrics.jsonl", "evaluations.jsonl", "loss.png"
 
@@ -74,7 +74,8 @@ class RunLog:
         self.note(self._opening)
         if config.epochs is not None:
             self.note(
-                f"train.epochs={config.epochs:g} of {state.samples_per_epoch:,} samples: {config.num_steps:,} steps"
+                f"train.epochs={config.epochs:g} of {state.samples_per_epoch:,} samples: "
+                f"{format_count(config.num_steps, 'step')}"
             )
         names = config.trackers if self._is_main else []
         trackers = Trackers(names, config.tracker_project, self._run_dir, self._settings, self.note)
@@ -154,18 +155,19 @@ class RunLog:
         result = self._figures(steps, held_out) | {"checkpoint": str(self._checkpoint)}
         write_result(self._run_dir, result | dict(figures))
         for name, seen in figures.get("sources", {}).items():
-            self.note(f"{name}: {seen['samples']:,} samples, {seen['tokens']:,} tokens, {seen['epochs']:g} epochs")
+            counts = [format_count(seen[f"{noun}s"], noun) for noun in ("sample", "token", "epoch")]
+            self.note(f"{name}: {', '.join(counts)}")
         self.note(self._summary(result))
 
     def _summary(self, figures: dict[str, Any]) -> str:
-        parts = [f"done: {figures['steps']:,} steps"]
+        parts = [f"done: {format_count(figures['steps'], 'step')}"]
         if (epoch := figures["epoch"]) is not None:
-            parts.append(f"{epoch:.3g} epochs")
-        parts.append(f"{figures['tokens']:,} tokens")
+            parts.append(format_count(float(epoch), "epoch"))
+        parts.append(format_count(figures["tokens"], "token"))
         if rate := figures["tokens_per_second"]:
             parts.append(f"{rate:,.0f} tokens/s")
         if skipped := figures["skipped_steps"]:
-            parts.append(f"{skipped} steps skipped")
+            parts.append(format_count(skipped, "skipped step"))
         if "best_step" in figures:
             parts.append(f"best held-out loss {figures['best_loss']:.4f} after step {figures['best_step']}")
         if self._config.plot:

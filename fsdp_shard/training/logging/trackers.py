@@ -6,6 +6,7 @@ training matters more. Each is configured by its own environment variables (WAND
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -97,7 +98,7 @@ class Trackers:
         """Log the figures of a row as GROUP/NAME, or GROUP/NAME/NAME if nested, at its step. None is left out."""
         figures = {name: value for name, value in _flatten(row, f"{group}/") if name != f"{group}/step"}
         for name, tracker in list(self._open.items()):
-            self._try(name, lambda tracker=tracker: tracker.log(figures, step=row["step"]))  # type: ignore[misc]
+            self._try(name, partial(tracker.log, figures, step=row["step"]))
 
 
 def _flatten(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

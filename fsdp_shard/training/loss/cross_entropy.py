@@ -53,7 +53,7 @@ def with_gradients(
     loss: torch.Tensor, gradients: Sequence[torch.Tensor | None], *inputs: torch.Tensor | None
 ) -> torch.Tensor:
     """Return `loss` as a function of `inputs` with these gradients, for one backward pass, which overwrites them."""
-    result: torch.Tensor = _WithGradients.apply(loss, gradients, *inputs)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _WithGradients.apply(loss, gradients, *inputs)  # type: ignore[no-untyped-call]  # untyped in torch
     return result
 
 

@@ -32,7 +32,7 @@ class AdamW8bitConfig(AdamConfig):
         class Eager(AdamW8bit):  # type: ignore[misc]  # torchao has no types
             """torchao compiles the update of each shape; on a CPU that takes longer than it saves."""
 
-            def step(self, closure: Any = None) -> None:
+            def step(self) -> None:
                 on_gpu = any(param.is_cuda for group in self.param_groups for param in group["params"])
                 with torch.compiler.set_stance("default" if on_gpu else "force_eager"):
                     super().step()

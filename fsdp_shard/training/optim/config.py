@@ -1,4 +1,4 @@
-"""The settings that all optimizers share, and the parameter groups that they are built from. Imports no torch.
+"""The settings common to all optimizers, and the parameter groups that they are built from. Imports no torch.
 
 An optimizer is a subclass of `OptimConfig` and one line in `registry.py`.
 """

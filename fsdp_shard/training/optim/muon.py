@@ -63,7 +63,7 @@ class MuonConfig(AdamConfig):
                 for part in optimizers:
                     part.state = self.state
 
-            def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
+            def step(self) -> None:  # type: ignore[override]  # it takes no closure
                 for part in optimizers:
                     part.step()
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class AdamConfig(OptimConfig):
-    """Settings that AdamW and the optimizers derived from it share."""
+    """Settings common to AdamW and the optimizers derived from it."""
 
     weight_decay: float = decay_setting(0.01)
     betas: list[float] = setting(

@@ -41,7 +41,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
+    def step(self) -> None:  # type: ignore[override]  # it takes no closure
         """Update all parameters that have a gradient on any rank; a collective."""
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             if isinstance(inner["lr"], torch.Tensor):

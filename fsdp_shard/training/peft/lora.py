@@ -131,8 +131,8 @@ def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
             f"model.path={config.path} is an adapter itself, so adapter=lora cannot train another one on it; convert "
             f"it to a model first, or set adapter=none to train the merged model."
         )
-    is_here = not checkpoint.is_remote(config.path) and checkpoint.local_path(config.path).exists()
-    return str(source.weights.resolve()) if is_here else config.path
+    is_local = not checkpoint.is_remote(config.path) and checkpoint.local_path(config.path).exists()
+    return str(source.weights.resolve()) if is_local else config.path
 
 
 def fill_new(shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: int) -> None:

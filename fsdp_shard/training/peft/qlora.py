@@ -76,10 +76,10 @@ def quantize_base(
 def _frozen_linears(model: nn.Module, blocks: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
     """FQN and module of the frozen linear layers that are used; peft's `original_module` of a trained copy is not."""
     ties = tied_names(model)
-    shared = {*ties, *ties.values()}
+    tied = {*ties, *ties.values()}
     for layer in [block.fqn for block in no_split_blocks(model, blocks) if block.repeated]:
         for fqn, module in model.get_submodule(layer).named_modules(prefix=layer):
-            if type(module) is not nn.Linear or module.weight.requires_grad or f"{fqn}.weight" in shared:
+            if type(module) is not nn.Linear or module.weight.requires_grad or f"{fqn}.weight" in tied:
                 continue
             if ".original_module" not in fqn:
                 yield fqn, module

@@ -97,7 +97,7 @@ def changed(change: Callable[[dict[str, Any]], object], name: str) -> Callable[[
 MODEL = "mp_rank_00_model_states.pt"
 DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "no rank 0": (2, lambda p: (p / zero(0)).unlink(), "optimizer file of rank 0 is missing"),
-    "no rank 1": (2, lambda p: (p / zero(1)).unlink(), "files of 1 ranks, but 2 ranks wrote it"),
+    "no rank 1": (2, lambda p: (p / zero(1)).unlink(), "files of 1 rank, but was written by 2 ranks"),
     "two of a rank": (2, lambda p: shutil.copy(p / zero(1), p / zero(1)[5:]), "two files of rank 1"),
     "tensor parallel": (2, lambda p: shutil.copy(p / zero(1), p / zero(1).replace("00", "01")), "tensor parallelism"),
     "another stage": (

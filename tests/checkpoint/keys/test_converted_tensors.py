@@ -11,10 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_shard.checkpoint import match_names, open_checkpoint
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
-from fsdp_shard.models import build_on_meta, load_config
+from tests.checkpoint.keys.matched_values import check_matched_values
 
 SIZES = {
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 32,
@@ -47,15 +46,7 @@ def write(kind: str, directory: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_values_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    expected = write(kind, tmp_path).state_dict()
-    model = build_on_meta(load_config(tmp_path))
-    with open_checkpoint(tmp_path) as index:
-        matched = match_names(model, index)
-        assert matched.note == ""
-        for name, stored in matched.stored.items():
-            assert torch.equal(index.read(stored), expected[name]), name
-            if expected[name].dim() > 1:
-                assert torch.equal(index.read(stored, [slice(1, 3)]), expected[name][1:3]), name
+    assert check_matched_values(tmp_path, write(kind, tmp_path)) == ""
 
 
 @pytest.mark.parametrize("device_map", ["cpu", "disk"])

@@ -17,6 +17,7 @@ from fsdp_shard.checkpoint.location import locate
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
 from fsdp_shard.models import build_on_meta, load_config
+from tests.checkpoint.keys.matched_values import check_matched_values
 
 Tensors = dict[str, torch.Tensor]
 
@@ -88,14 +89,9 @@ def write(case: str, directory: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_from_pretrained_drops_or_computes(case: str, tmp_path: Path) -> None:
-    expected = write(case, tmp_path).state_dict()
-    model = build_on_meta(load_config(tmp_path))
-    with open_checkpoint(tmp_path) as index:
-        matched = match_names(model, index)
-        assert CASES[case][-1] in matched.note
-        assert bool(matched.note) == bool(CASES[case][-1])
-        for name, stored in matched.stored.items():
-            assert torch.equal(index.read(stored), expected[name]), name
+    note = check_matched_values(tmp_path, write(case, tmp_path))
+    assert CASES[case][-1] in note
+    assert bool(note) == bool(CASES[case][-1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
