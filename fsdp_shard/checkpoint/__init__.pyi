@@ -12,7 +12,6 @@ from .config import (
     SourceSettings as SourceSettings,
 )
 from .conversion import convert as convert, run_conversion as run_conversion
-from .digests import digest_tensor as digest_tensor
 from .formats.peft import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
     ADAPTER_WEIGHTS as ADAPTER_WEIGHTS,
@@ -26,7 +25,6 @@ from .integrity.inspect_report import summarize_checkpoint as summarize_checkpoi
 from .integrity.verify import verify as verify
 from .io.fault_points import (
     FAULTS as FAULTS,
-    MAIN_POINTS as MAIN_POINTS,
     POINTS as POINTS,
     REMOTE_POINTS as REMOTE_POINTS,
     fault_point as fault_point,

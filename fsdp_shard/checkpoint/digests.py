@@ -55,12 +55,6 @@ def digest_chunks(index: TensorIndex, name: str, chunks: Sequence[int] | None = 
     return map(chunk_digest, read_chunks(index, name, chunks))
 
 
-def digest_tensor(index: TensorIndex, name: str) -> str:
-    """The digest of the logical bytes of tensor `name`, computed by reading them; 32 hex digits."""
-    entry = index.entry(name)
-    return tensor_digest(entry.dtype, entry.shape, list(digest_chunks(index, entry.name)))
-
-
 def describe_chunk(index: TensorIndex, name: str, number: int) -> str:
     """Describe a chunk of a tensor and where it is stored, for messages: `FILE (bytes 8-71): tensor NAME, ...`."""
     entry = index.entry(name)

@@ -10,7 +10,7 @@ from fsdp_shard.checkpoint import Location, SourceSettings, locate
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import REMOTE_CODE
-from fsdp_shard.utils import REQUIRED, Parsed, changed_settings, free_text, nearest, parse_size, setting
+from fsdp_shard.utils import REQUIRED, Parsed, free_text, nearest, parse_size, refuse_changed, setting
 
 Device = int | str
 """A device for a block: the number of a GPU, `cpu`, or `disk`, from which it is read each time it runs."""
@@ -120,32 +120,20 @@ class DispatchConfig:
         """Raise ConfigError if a package for `quantize` is not installed, or for settings that have no effect."""
         if self.quantize != "none":
             QUANTIZATIONS[self.quantize].check_installed(f"{prefix}quantize={self.quantize}")
-            self._refuse_prefetch(prefix, f"{prefix}quantize={self.quantize}")
-        if isinstance(self.assignment, dict):
-            self._check_fixed(prefix, {*self.assignment.values()})
-        elif self.assignment == "cpu":
-            self._check_fixed(prefix, {"cpu"})
-        elif self.assignment == "disk":
-            gpus = sorted(device for device in self.budgets or () if isinstance(device, int))
-            self._check_fixed(prefix, {"disk", *gpus[:1]})
-
-    def _check_fixed(self, prefix: str, used: set[Device]) -> None:
-        """Check budgets and prefetch of a map that is no strategy: it uses these devices, and no others."""
-        named, budgets = f"{prefix}device_map={self.device_map}", set(self.budgets or ())
+            refuse_changed(self, ["prefetch_blocks"], prefix, f"has no effect with {prefix}quantize={self.quantize}.")
+        named, given, budgets = f"{prefix}device_map={self.device_map}", self.assignment, set(self.budgets or ())
+        gpus = sorted(device for device in budgets if isinstance(device, int))
+        fixed: dict[str, set[Device]] = {"cpu": {"cpu"}, "disk": {"disk", *gpus[:1]}}
+        used = {*given.values()} if isinstance(given, dict) else fixed.get(given)
+        if used is None:  # a strategy uses what it needs
+            return
         pages = {"cpu"} if "disk" in used else set()  # what was read from the disk stays in CPU memory
         if unused := sorted(budgets - used - pages, key=str):
             raise ConfigError(f"{prefix}max_memory has {unused[0]}, which {named} does not use; remove it.")
         if budgets and (missing := sorted(used - budgets - {"disk"}, key=str)):
             raise ConfigError(f"{prefix}max_memory lacks {missing[0]}, which {named} uses; add its size.")
         if "disk" not in used and (used == {"cpu"} or "cpu" not in used):
-            self._refuse_prefetch(prefix, named)
-
-    def _refuse_prefetch(self, prefix: str, given: str) -> None:
-        if self.prefetch_blocks != DispatchConfig.prefetch_blocks:
-            raise ConfigError(
-                f"{prefix}prefetch_blocks={self.prefetch_blocks} has no effect with {given}, where no block is "
-                f"streamed; remove it."
-            )
+            refuse_changed(self, ["prefetch_blocks"], prefix, f"has no effect with {named}: no block is streamed.")
 
 
 @dataclass
@@ -185,12 +173,8 @@ class GenerationSettings:
                 f"{prefix}output_scores=true cannot be combined with {prefix}num_beams={self.num_beams}, where tokens "
                 f"come from several beams; remove one of them."
             )
-        for name in ("temperature", "top_p", "top_k"):
-            if getattr(self, name) is not None and not self.do_sample:
-                raise ConfigError(
-                    f"{prefix}{name}={getattr(self, name)} has no effect while {prefix}do_sample=false; add "
-                    f"{prefix}do_sample=true, or remove it."
-                )
+        why = f"has no effect while {prefix}do_sample=false; add {prefix}do_sample=true, or remove it."
+        refuse_changed(self, () if self.do_sample else ("temperature", "top_p", "top_k"), prefix, why)
 
 
 @dataclass
@@ -229,17 +213,13 @@ class GenerateSettings(SourceSettings):
         """Raise ConfigError unless there is one source of prompts, or for settings that would have no effect."""
         if self.tensor_parallel > 1:
             names = ("device_map", "max_memory", "prefetch_blocks", "quantize")
-            for name, value in changed_settings(self.dispatch, names).items():
-                raise ConfigError(
-                    f"{prefix}dispatch.{name}={value} has no effect with {prefix}tensor_parallel="
-                    f"{self.tensor_parallel}, where each rank holds its part of every layer; remove one of them."
-                )
+            why = f"has no effect with {prefix}tensor_parallel={self.tensor_parallel}, where ranks hold parts of layers"
+            refuse_changed(self.dispatch, names, f"{prefix}dispatch.", f"{why}; remove one of them.")
         if self.is_conversation:
+            why = f"has no effect: {prefix}chat=true without prompts is a conversation on the terminal. Remove it, or"
+            refuse_changed(self.generation, ["output_scores"], f"{prefix}generation.", f"{why} give prompts.")
             if self.output is not None:
-                raise ConfigError(
-                    f"{prefix}output={self.output} has no effect: {prefix}chat=true without prompts is a conversation "
-                    "on the terminal. Remove it, or give prompts."
-                )
+                raise ConfigError(f"{prefix}output={self.output} {why} give prompts.")
             return
         if (self.prompt is None) == (self.prompts is None):
             given = "neither is given" if self.prompt is None else "both are given"

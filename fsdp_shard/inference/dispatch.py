@@ -123,13 +123,14 @@ def dispatch_model(
     matched = checkpoint.match_names(model, index)
     if matched.note:
         (log or partial(warnings.warn, stacklevel=3))(matched.note)  # at the call of load_dispatched
+    log = log or (lambda text: None)
     if context is not None and context.num_tensor_ranks > 1:
-        tensor_parallel_dispatch.load_divided(model, index, matched.stored, context, log or _say_nothing)
+        tensor_parallel_dispatch.load_divided(model, index, matched.stored, context, log)
         device_map: dict[str, Any] = {"": str(context.device)}
     else:
         blocks, plan = plan_dispatch(model, settings, kv_cache, context)
         available_memory.check_devices([*plan.devices.values(), plan.main])
-        (log or _say_nothing)(f"{index.path}: {plan.describe()}")
+        log(f"{index.path}: {plan.describe()}")
         cache = max(available_memory.free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0)
         pages = PageBudget("cpu" in (settings.budgets or {}), cache)
         quantizer = None
@@ -141,10 +142,6 @@ def dispatch_model(
     model.__dict__["hf_device_map"] = device_map  # the name in transformers and accelerate
     _load_generation_config(model, source)
     return model
-
-
-def _say_nothing(text: str) -> None:
-    """The log of whoever gave none."""
 
 
 def plan_dispatch(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.config import DTYPES, ShardConfig, ShardedModel
 from fsdp_shard.sharding.mesh import check_ranks
-from fsdp_shard.utils import changed_settings, check, in_yaml, nearest, setting
+from fsdp_shard.utils import check, nearest, refuse_changed, setting
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,6 +83,9 @@ _MEANINGLESS = (
 )
 
 
+_OF_FINETUNE = ("explain", "sync_every_micro_batch")  # what is printed, and when gradients are reduced
+
+
 @dataclass
 class DdpConfig(ShardConfig):
     """`DistributedDataParallel`: nothing is sharded."""
@@ -105,11 +108,8 @@ class DdpConfig(ShardConfig):
 
     def check(self, prefix: str) -> None:
         super().check(prefix)
-        for name, value in changed_settings(self, _MEANINGLESS).items():
-            raise ConfigError(
-                f"{prefix}{name}={in_yaml(value)} would do nothing with shard=ddp, where every rank has the "
-                f"whole model all the time; leave it out, or use shard=fsdp2."
-            )
+        why = "would do nothing with shard=ddp, where every rank has the whole model all the time; leave it out, or use"
+        refuse_changed(self, _MEANINGLESS, prefix, f"{why} shard=fsdp2.")
 
 
 WRAPPERS: dict[str, type[ShardConfig]] = {kind.wrapper: kind for kind in (Fsdp2Config, Fsdp1Config, DdpConfig)}
@@ -145,6 +145,7 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
             raise ConfigError(f"shard.{name} is not a setting of {wrapper}{nearest(name, known)}.")
     config = WRAPPERS[wrapper](**settings)
     check(config)
+    refuse_changed(config, _OF_FINETUNE, "shard.", "is for finetune, and would do nothing here; leave it out.")
     check_ranks(config, context.world_size, on_gpu=context.device.type == "cuda")
     joined = {"tensor_parallel": context.num_tensor_ranks, "expert_parallel": context.num_expert_ranks}
     for name, ranks in joined.items():

@@ -16,7 +16,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.peft.config import AdapterConfig
-from fsdp_shard.utils import changed_settings, format_count, setting
+from fsdp_shard.utils import format_count, refuse_changed, setting
 
 _DEFAULT_STEPS = 100
 SCHEDULES = (
@@ -97,16 +97,16 @@ class TrainConfig:
                 f"{prefix}patience={self.patience} needs evaluations during training, but with {prefix}eval_every=0 "
                 f"there are none. Set {prefix}eval_every=N."
             )
-        if self.min_delta and self.patience is None:
-            raise ConfigError(f"{prefix}min_delta={self.min_delta} has no effect without {prefix}patience.")
-        if self.max_skips != 10 and self.non_finite != "skip":
-            raise ConfigError(f"{prefix}max_skips={self.max_skips} has no effect without {prefix}non_finite=skip.")
-        for name, value in changed_settings(self, _SCHEDULE_SETTINGS).items():
-            if self.schedule not in (schedules := _SCHEDULE_SETTINGS[name]):
-                raise ConfigError(
-                    f"{prefix}{name}={value} has no effect with {prefix}schedule={self.schedule}; it is for "
-                    f"{prefix}schedule={' or '.join(schedules)}."
-                )
+        if self.patience is None:
+            refuse_changed(self, ["min_delta"], prefix, f"has no effect without {prefix}patience.")
+        if self.non_finite != "skip":
+            refuse_changed(self, ["max_skips"], prefix, f"has no effect without {prefix}non_finite=skip.")
+        if not {*self.trackers} - {"tensorboard"}:
+            refuse_changed(self, ["tracker_project"], prefix, f"needs {prefix}trackers that have projects; add one.")
+        for name, schedules in _SCHEDULE_SETTINGS.items():
+            if self.schedule not in schedules:
+                why = f"has no effect with {prefix}schedule={self.schedule}; it is for {prefix}schedule="
+                refuse_changed(self, [name], prefix, f"{why}{' or '.join(schedules)}.")
 
     def _check_steps(self, prefix: str) -> None:
         """Raise ConfigError for settings that contradict the number of steps."""

@@ -17,7 +17,6 @@ from fsdp_shard.training.batch_loader import Ints, micro_batches, to_device
 from fsdp_shard.training.loop import TrainingRun, forward_loss
 from fsdp_shard.training.optim.lr_schedule import is_due
 from fsdp_shard.training.trainer_state import TrainerState
-from fsdp_shard.utils import format_count
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,7 @@ def evaluate_loss(
     all_loss, all_tokens = (value / context.num_tensor_ranks for value in context.all_reduce([total, num_tokens]))
     loss = all_loss / all_tokens if all_tokens else math.nan
     if not math.isfinite(loss):
-        raise LossError(
-            f"The held-out loss is {loss} over {format_count(int(all_tokens), 'token')}: the weights are not usable."
-        )
+        raise LossError(f"The held-out loss is {loss} over {int(all_tokens)} tokens: the weights are not usable.")
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return EvalReport(loss, perplexity, int(all_tokens), time.perf_counter() - began)
 

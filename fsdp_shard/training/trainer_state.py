@@ -77,24 +77,19 @@ class TrainerState:
         self.num_skipped += skipped
         self.num_skipped_in_row = self.num_skipped_in_row + 1 if skipped else 0
 
-    def evaluated(self, loss: float, min_delta: float = 0.0) -> bool:
+    def evaluated(self, loss: float, min_delta: float = 0.0) -> None:
         """Record the held-out loss of this step.
 
         An evaluation improves only if it is more than `min_delta` below the last one that did, so small decreases that
         add up to that count.
-
-        Returns:
-            Whether it is the lowest loss so far.
         """
         self.owes_evaluation = False
         if self.reference_loss is None or loss < self.reference_loss - min_delta:
             self.reference_loss, self.num_stale = loss, 0
         else:
             self.num_stale += 1
-        if self.best_loss is not None and loss >= self.best_loss:
-            return False
-        self.best_loss, self.best_step = loss, self.step
-        return True
+        if self.best_loss is None or loss < self.best_loss:
+            self.best_loss, self.best_step = loss, self.step
 
     @property
     def is_best(self) -> bool:

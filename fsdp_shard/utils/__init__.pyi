@@ -34,6 +34,7 @@ from .settings import (
     check_one as check_one,
     free_text as free_text,
     in_yaml as in_yaml,
+    refuse_changed as refuse_changed,
     setting as setting,
     walk as walk,
     warnings_of as warnings_of,

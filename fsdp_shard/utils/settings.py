@@ -116,6 +116,12 @@ def changed_settings(config: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(config, name)) != getattr(defaults, name)}
 
 
+def refuse_changed(config: Any, names: Iterable[str], prefix: str, why: str) -> None:
+    """Raise ConfigError if a setting in `names` is not the default; `why` goes on after `PREFIXname=value`."""
+    for name, value in changed_settings(config, names).items():
+        raise ConfigError(f"{prefix}{name}={in_yaml(value)} {why}")
+
+
 def check(config: Any) -> None:
     """Check all settings of `config`, and call the method `check(prefix)` of the dataclasses that have one.
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from fsdp_shard.checkpoint.digests import digest_tensor
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, raw_bytes, write_huggingface, write_ranks
+from tests.support.digests import digest_tensor
 
 DTYPES = [
     torch.float64,

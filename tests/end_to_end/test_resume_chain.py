@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from fsdp_shard.checkpoint import Store, convert, digest_tensor, open_checkpoint
+from fsdp_shard.checkpoint import Store, convert, open_checkpoint
 from fsdp_shard.distributed import DistributedContext
 from tests.checkpoint.sharded_state.test_save_step import train_and_save
 from tests.sharding.test_wrappers import WRAPPERS, assembled
-from tests.support.digests import tensor_digests
+from tests.support.digests import digest_tensor, tensor_digests
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, token_batch
 

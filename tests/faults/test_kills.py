@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.checkpoint import MAIN_POINTS, POINTS, Store
+from fsdp_shard.checkpoint import POINTS, Store
 from fsdp_shard.distributed import DistributedContext
 from tests.faults.counts import count
 from tests.faults.saves import LONG, Ranks, kill_at, problems, save_on
 
 _WAYS = [("sharded", False), ("gathered", False), ("sharded", True), ("gathered", True)]
 _REACHED = [point for point in POINTS if point not in ("verified", "slimmed")]
+_MAIN_POINTS = ("begun", "manifest-written", "directory-synced", "renamed", "committed", "pointed", "hidden", "deleted")
 _RANDOM_KILLS = 59 if LONG else 9  # each way
 _SECONDS_TO_END = 20.0
 
@@ -51,7 +52,7 @@ def test_a_kill_at_each_point(layout: str, asynchronous: bool, tmp_path: Path, m
     for point in _REACHED:
         if point == "staged" and not asynchronous:
             continue
-        for victim in (0,) if point in MAIN_POINTS or not LONG else (0, 1):
+        for victim in (0,) if point in _MAIN_POINTS or not LONG else (0, 1):
             kill_at(monkeypatch, point, victim)
             wrong = _trial(tmp_path, layout, asynchronous, lambda ranks, told: None)
             count(

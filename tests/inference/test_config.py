@@ -55,6 +55,11 @@ def test_budgets_are_bytes_by_device() -> None:
         (GenerateSettings(checkpoint="x", prompt=" \n"), "prompt is empty"),
         (GenerateSettings(checkpoint="x", prompt="a", output="out.txt"), "must end in .jsonl"),
         (GenerateSettings(prompt="a"), "checkpoint is not set"),
+        (GenerateSettings(checkpoint="x", chat=True, output="a.jsonl"), "output=a.jsonl has no effect: chat=true"),
+        (
+            GenerateSettings(checkpoint="x", chat=True, generation=GenerationSettings(output_scores=True)),
+            "generation.output_scores=true has no effect: chat=true",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(config: Any, says: str) -> None:

@@ -120,6 +120,8 @@ def shard_from_python(context: DistributedContext, wrapper: str) -> tuple[float,
         fsdp_shard.shard(llama(), context, wrapper, replica=2)
     with pytest.raises(ConfigError, match="does not divide the 2 ranks"):
         fsdp_shard.shard(llama(), context, wrapper, replicas=3)
+    with pytest.raises(ConfigError, match=r"shard\.explain=true is for finetune, and would do nothing here"):
+        fsdp_shard.shard(llama(), context, wrapper, explain=True)
     return float(loss), type(model).__name__
 
 

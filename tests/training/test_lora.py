@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from fsdp_shard.checkpoint import convert, digest_tensor, locate, open_checkpoint, verify
+from fsdp_shard.checkpoint import convert, locate, open_checkpoint, verify
 from fsdp_shard.data import DataConfig, Shuffled, prepare_data
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
 from fsdp_shard.models import load_tokenizer
 from fsdp_shard.training.peft.lora import fill_new
-from tests.support.digests import tensor_digests
+from tests.support.digests import digest_tensor, tensor_digests
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import save_model, token_batch
 

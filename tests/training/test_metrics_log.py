@@ -31,8 +31,8 @@ def write_steps(path: Path, steps: range, resumed_step: int | None = None) -> No
 def test_a_resumed_log_is_that_of_a_run_without_a_stop(tmp_path: Path) -> None:
     write_steps(tmp_path / "whole", range(1, 9))
     write_steps(tmp_path / "parts", range(1, 7))
-    with (tmp_path / "parts").open("a") as stream:
-        stream.write('{"step": 7, "lo')  # killed in the middle of a line
+    with (tmp_path / "parts").open("ab") as stream:
+        stream.write(b'\xff\xfe\n{"step": 7, "lo')  # a damaged line; killed in the middle of the next
     write_steps(tmp_path / "parts", range(5, 9), resumed_step=4)
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["parts", "whole"]

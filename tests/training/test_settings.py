@@ -36,6 +36,8 @@ from tests.support.tiny import llama
             "decay_steps=7 is more than the 6 steps",
         ),
         (TrainConfig(max_grad_norm=0.0), "max_grad_norm=0.0"),
+        (TrainConfig(tracker_project="x"), "tracker_project=x needs trackers that have projects"),
+        (TrainConfig(tracker_project="x", trackers=["tensorboard"]), "tracker_project=x needs trackers"),
         (TrainConfig(schedule="cosin"), "did you mean cosine"),
         (AdamWConfig(lr=0.0), "lr=0.0"),
         (AdamWConfig(betas=[0.9]), "betas="),

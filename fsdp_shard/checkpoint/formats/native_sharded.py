@@ -12,7 +12,6 @@ from fsdp_shard.checkpoint.io import Header, TensorSpec, itemsize, member, read_
 from fsdp_shard.checkpoint.steps import FilePlan, ShardInfo, TargetPlan, WriteRequest, file_plan, parse_shard_name
 from fsdp_shard.checkpoint.tensor_entry import Piece, checked
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import format_count
 
 NAME = "sharded"
 KEEPS_NAMES = True  # the model's own names, or an optimizer's for parameters of an adapter
@@ -46,7 +45,7 @@ def read(path: Path) -> TensorIndex:
             specs[name] = dtype, shape
             pieces.setdefault(name, []).extend(held)
     if not pieces:
-        raise CheckpointError(f"{path} has the files of {format_count(len(files), 'rank')}, but no tensors in them.")
+        raise CheckpointError(f"{path} has the files of all ranks, but no tensors in them.")
     if lost := sorted(set(aliases.values()) - set(pieces)):
         raise CheckpointError(f"{path}: tensors are tied to {lost[0]}, but no rank's file holds that one.")
     tensors = {name: checked(path, name, *specs[name], held) for name, held in pieces.items()}

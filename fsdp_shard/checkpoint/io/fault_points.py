@@ -1,6 +1,6 @@
 """The named points of the save protocol, at which tests kill, freeze or fail a rank.
 
-A save passes `POINTS` in this order, `MAIN_POINTS` on rank 0 only. `FAULTS.hook` is None in production, and then
+A save passes `POINTS` in this order, some of them on rank 0 only. `FAULTS.hook` is None in production, and then
 `fault_point` does nothing. A test sets it in the process that forks the ranks; it is called with the name of the point
 in the thread that saves: the main thread with `checkpoint.asynchronous=false`, else a thread of its own. The rank is in
 the environment (RANK). An OSError that the hook raises stands for one of a failing disk.
@@ -33,9 +33,6 @@ REMOTE_POINTS = (
     "remote-committed",  # rank 0: and the manifest
     "remote-hidden",  # rank 0: the manifest of what retention deletes is gone
     "remote-deleted",  # rank 0: and the rest
-)
-MAIN_POINTS = frozenset(
-    ("begun", "manifest-written", "directory-synced", "renamed", "committed", "pointed", "slimmed", "hidden", "deleted")
 )
 
 

@@ -63,7 +63,7 @@ class CompletionsFile:
                 f"output={self.path} exists, and {self._settings_path.name}, which would record what its rows were "
                 f"made from, does not; give another name, or delete the file."
             )
-        before = self._settings_path.read_text(encoding="utf-8")
+        before = self._settings_path.read_text(encoding="utf-8", errors="replace")
         if before != self._settings:
             raise DataError(
                 f"output={self.path} holds completions made with other values of {_changed(before, self._settings)}; "

@@ -127,7 +127,7 @@ class _BlockLoader:
                 pages.drop(from_cache=False)
 
     def _keep(self, metas: Sequence[torch.nn.Parameter], device: str, smallest: int) -> None:
-        """Give parameters memory on `device`; where the CPU computes, those of `smallest` bytes are views of files."""
+        """Give parameters memory on `device`; where the CPU computes, views of files from `smallest` bytes on."""
         new = []
         for meta in {id(meta): meta for meta in metas if id(meta) not in self._loaded}.values():
             view = self._view(meta) if meta.nbytes >= smallest else None

@@ -46,7 +46,7 @@ class MetricsLog:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a log, without incomplete lines; an empty list if there is no file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     return [row for line in lines if (row := _parse(line)) is not None]

@@ -13,7 +13,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.digests import digest_tensor
 from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.trainer_layouts import CheckpointLocation, find_checkpoint
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
@@ -21,6 +20,7 @@ from fsdp_shard.checkpoint.model_files import list_model_files
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError
 from tests.checkpoint.files import write_huggingface
+from tests.support.digests import digest_tensor
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, save_model
 
