@@ -183,11 +183,11 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | Non
     return open_samples(config, tokenize_all(config, tokenizer, cache_dir), open_tokenizer=lambda: deepcopy(tokenizer))
 
 
-def prepare_held_out(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None = None) -> MapDataset:
+def prepare_held_out(config: DataConfig, tokenizer: Tokenizer) -> MapDataset:
     """Return what training would hold out, or all of data.path if it would hold out nothing, in one process."""
     if config.eval_path is not None:  # data.path is not needed
-        return SampleFactory(config, Task(), None, 0).open(_tokenize(config, True, tokenizer, cache_dir, CAUSAL))[0]
-    train, held_out, _ = _open_files(config, tokenize_all(config, tokenizer, cache_dir), Task(), 0)
+        return SampleFactory(config, Task(), None, 0).open(_tokenize(config, True, tokenizer, None, CAUSAL))[0]
+    train, held_out, _ = _open_files(config, tokenize_all(config, tokenizer), Task(), 0)
     return (held_out or train)[""]  # evaluations reject mixtures and streamed data
 
 
@@ -195,7 +195,6 @@ def prepare_on_ranks(
     config: DataConfig,
     open_tokenizer: Callable[[], Tokenizer],
     context: DistributedContext,
-    cache_dir: Path | None = None,
     task: Task | None = None,
     seed: int = 0,
 ) -> Samples:
@@ -205,7 +204,6 @@ def prepare_on_ranks(
         config: The settings of the data.
         open_tokenizer: Returns the tokenizer; called on rank 0, and on every rank for streamed data.
         context: The ranks. They wait for rank 0 in a group of their own, as large texts take hours.
-        cache_dir: Directory for tokenized data; default is that of `config`.
         task: The task of the model; default is a causal language model.
         seed: Seed of masked tokens, and of the order of streamed data.
 
@@ -214,7 +212,7 @@ def prepare_on_ranks(
     """
     waiting = context.with_new_group(_TIMEOUT_SECONDS)
     name = (task or Task()).name
-    tokenized = run_on_main(waiting, lambda: tokenize_all(config, open_tokenizer(), cache_dir, name))
+    tokenized = run_on_main(waiting, lambda: tokenize_all(config, open_tokenizer(), task=name))
     if not config.streaming:
         return open_samples(config, tokenized, task, seed)
     samples = run_on_all(context, lambda: open_samples(config, tokenized, task, seed, open_tokenizer, context))

@@ -127,8 +127,8 @@ class DispatchConfig:
         used = {*given.values()} if isinstance(given, dict) else fixed.get(given)
         if used is None:  # a strategy uses what it needs
             return
-        pages = {"cpu"} if "disk" in used else set()  # what was read from the disk stays in CPU memory
-        if unused := sorted(budgets - used - pages, key=str):
+        # What was read from the disk stays in CPU memory.
+        if unused := sorted(budgets - used - ({"cpu"} if "disk" in used else set()), key=str):
             raise ConfigError(f"{prefix}max_memory has {unused[0]}, which {named} does not use; remove it.")
         if budgets and (missing := sorted(used - budgets - {"disk"}, key=str)):
             raise ConfigError(f"{prefix}max_memory lacks {missing[0]}, which {named} uses; add its size.")
@@ -218,8 +218,7 @@ class GenerateSettings(SourceSettings):
         if self.is_conversation:
             why = f"has no effect: {prefix}chat=true without prompts is a conversation on the terminal. Remove it, or"
             refuse_changed(self.generation, ["output_scores"], f"{prefix}generation.", f"{why} give prompts.")
-            if self.output is not None:
-                raise ConfigError(f"{prefix}output={self.output} {why} give prompts.")
+            refuse_changed(self, ["output"], prefix, f"{why} give prompts.")
             return
         if (self.prompt is None) == (self.prompts is None):
             given = "neither is given" if self.prompt is None else "both are given"

@@ -45,9 +45,8 @@ def check_ranks(shard: ShardConfig, num_ranks: int, *, on_gpu: bool) -> None:
 
 def check_accumulation(shard: ShardConfig, num_micro_batches: int) -> None:
     """Raise ConfigError when the wrapper cannot sum the gradients of `num_micro_batches` micro-batches."""
-    if shard.accumulates_offloaded or not (shard.cpu_offload and shard.sync_every_micro_batch):
-        return
-    if num_micro_batches > 1:
+    keeps_last = not shard.accumulates_offloaded and shard.cpu_offload and shard.sync_every_micro_batch
+    if keeps_last and num_micro_batches > 1:
         raise ConfigError(
             f"shard=fsdp1 with shard.cpu_offload=true keeps the gradients of the last of {num_micro_batches} "
             f"micro-batches only, a limit of torch's; use shard=fsdp2, a larger train.micro_batch_size, or "

@@ -60,19 +60,12 @@ class TrainerState:
         """Number of samples trained over that of an epoch; None if the data has no such number."""
         return self.num_samples / self.samples_per_epoch if self.samples_per_epoch else None
 
-    def advance(
-        self,
-        num_samples: int,
-        num_tokens: int,
-        source_tokens: Mapping[str, int] | None = None,
-        *,
-        skipped: bool = False,
-    ) -> None:
+    def advance(self, num_samples: int, num_tokens: int, source_tokens: Mapping[str, int], *, skipped: bool) -> None:
         """Count a step; a skipped one did not change the weights."""
         self.step += 1
         self.num_samples += num_samples
         self.num_tokens += num_tokens
-        for name, num in (source_tokens or {}).items():
+        for name, num in source_tokens.items():
             self.source_tokens[name] = self.source_tokens.get(name, 0) + num
         self.num_skipped += skipped
         self.num_skipped_in_row = self.num_skipped_in_row + 1 if skipped else 0

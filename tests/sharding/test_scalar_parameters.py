@@ -181,7 +181,7 @@ def save(context: DistributedContext, run_dir: Path, layout: str) -> dict[str, f
     settings = CheckpointConfig(layout=layout, asynchronous=False)
     with open_saver(str(run_dir), settings, context, loaded, optimizer, {"config.json": b"{}"}, Quiet()) as saver:
         state = TrainerState(0, "none")
-        state.advance(1, 1)
+        state.advance(1, 1, {}, skipped=False)
         saver.save(state)
     return held(model, optimizer)
 

@@ -61,7 +61,7 @@ class Training:
         self.model.module(input_ids=rows, labels=rows, use_cache=False).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.state.advance(len(rows), rows.numel())
+        self.state.advance(len(rows), rows.numel(), {}, skipped=False)
 
     def held(self) -> dict[str, torch.Tensor]:
         shards = self.model.local_shards()

@@ -14,14 +14,14 @@ from fsdp_shard.training.trainer_state import TrainerState
 
 def test_round_trip() -> None:
     state = TrainerState(seed=3, data="digest:9/4")
-    state.advance(8, 31)
-    state.advance(8, 32)
+    state.advance(8, 31, {}, skipped=False)
+    state.advance(8, 32, {}, skipped=False)
     state.evaluated(2.5)
     state.evaluated(2.5)
     assert (state.step, state.num_samples, state.num_tokens, state.best_loss, state.best_step) == (2, 16, 63, 2.5, 2)
     assert TrainerState.from_json(state.to_json(), "x") == state
-    state.advance(8, 9, {"books": 4, "web": 5})
-    state.advance(8, 3, {"books": 3, "web": 0})
+    state.advance(8, 9, {"books": 4, "web": 5}, skipped=False)
+    state.advance(8, 3, {"books": 3, "web": 0}, skipped=False)
     assert state.source_tokens == {"books": 7, "web": 5}
     assert TrainerState.from_json(state.to_json(), "x") == state
     assert state.epoch is None
@@ -37,7 +37,7 @@ def test_small_falls_add_up() -> None:
     state = TrainerState(seed=0, data="")
     stale = []
     for loss in (3.0, 2.9, 2.8, 2.7, 2.75, 2.7, 2.6):
-        state.advance(1, 1)
+        state.advance(1, 1, {}, skipped=False)
         state.evaluated(loss, min_delta=0.25)
         stale.append(state.num_stale)
     assert stale == [0, 1, 2, 0, 1, 2, 3]
@@ -45,9 +45,9 @@ def test_small_falls_add_up() -> None:
     assert state.stops_early(3)
     assert not state.stops_early(4)
     assert not state.stops_early(None)
-    state.advance(1, 1, skipped=True)
+    state.advance(1, 1, {}, skipped=True)
     assert (state.num_skipped, state.num_skipped_in_row, state.is_best) == (1, 1, False)
-    state.advance(1, 1)
+    state.advance(1, 1, {}, skipped=False)
     assert (state.num_skipped, state.num_skipped_in_row) == (1, 0)
     assert TrainerState.from_json(state.to_json(), "x") == state
 

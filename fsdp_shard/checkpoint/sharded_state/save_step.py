@@ -53,7 +53,7 @@ def save_step(
         step: The step, which must not be there yet.
         state: This rank's part of the state.
         layout: `gathered` or `sharded`, of the weights; optimizer state is always sharded.
-        max_shard_bytes: Largest file of gathered weights; None for one file.
+        max_shard_bytes: Largest file of gathered weights; None for one file. A rank file is never divided.
 
     Returns:
         The step directory, the same on every rank.

@@ -30,14 +30,13 @@ class StepCommitter:
     """
 
     def __init__(
-        self, context: DistributedContext, store: Store, config: CheckpointConfig, *, is_adapter: bool = False
+        self, context: DistributedContext, store: Store, config: CheckpointConfig, *, is_adapter: bool
     ) -> None:
         self._context = context.with_new_group(config.timeout_seconds)
         self._store, self._config = store, config
         self.remote = None if config.remote is None else RemoteStore(config.remote)
         self._layout = "gathered" if is_adapter else config.layout
-        is_split = config.layout == "gathered" and not is_adapter
-        self._max_shard_bytes = config.max_shard_bytes if is_split else None
+        self._max_shard_bytes = None if is_adapter else config.max_shard_bytes
         self._best: dict[Store | RemoteStore, int] = {}  # of the steps that this process has committed
 
     def commit(self, step: int, state: RunState, *, is_best: bool) -> SavedStep:
