@@ -13,7 +13,7 @@ from fsdp_shard.models import ModelConfig, attention_implementation, no_split_bl
 from fsdp_shard.sharding import ShardConfig, ShardedModel, unit_tree
 from fsdp_shard.training.loss.fused_kernels import use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
-from fsdp_shard.training.model_identity import model_name
+from fsdp_shard.training.model_identity import model_name, other_model
 from fsdp_shard.training.model_origin import empty_model
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
@@ -137,8 +137,14 @@ def _base_model(
     index: checkpoint.TensorIndex,
     resumed: Path | None,
 ) -> checkpoint.BaseModel | None:
-    """The model that the run began from: that of the step to resume from, or the one that is loaded."""
+    """The model that the run began from: that of the step to resume from, or the one that is loaded.
+
+    Raises CheckpointError if an adapter is resumed on another model.
+    """
     if isinstance(adapter, LoraConfig):
+        recorded = None if resumed is None else checkpoint.read_base_model(resumed)
+        if resumed and recorded and not checkpoint.is_base_model(index, recorded, source.model_directory):
+            raise other_model(resumed, recorded, config.path)
         return checkpoint.BaseModel(lora.base_path(config, source), checkpoint.fingerprint(index), adapter.quantize)
     if resumed is not None:
         return checkpoint.read_base_model(resumed)
