@@ -1,7 +1,7 @@
 """Lists of modules that choose by their input which of them run, such as the experts of Switch Transformers.
 
-A module may run on one rank and not on another. So it is no unit, which all ranks would have to gather together, and it
-gets a gradient of zeros where it did not run: `fully_shard` reduces the gradients that a rank has, whatever others have.
+A module may run on one rank and not on another. So it is no unit, which all ranks gather together. It also gets a
+gradient of zeros where it did not run: `fully_shard` reduces the gradients that a rank has, whatever others have.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class _Routed:
             if runs_somewhere and module not in self.has_run
         ]
         params = [param for module in only_elsewhere for param in module.parameters() if param.requires_grad]
-        completed: torch.Tensor = _ZeroGradients.apply(output, *params)
+        completed: torch.Tensor = _ZeroGradients.apply(output, *params)  # type: ignore[no-untyped-call]
         return completed
 
 
