@@ -40,6 +40,9 @@ GPT |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 45, "num_layers": 2, "num_heads": 4, "vocab_size": 131, "dropout_rate": 0.0}
 SWITCH = T5 | {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "num_experts": 8}
 SWITCH |= {"router_jitter_noise": 0.0}  # of its experts, some run on one rank only
+M2M = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 45, "decoder_ffn_dim": 45}
+M2M |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 131, "max_position_embeddings": 64}
+M2M |= {"dropout": 0.0, "attention_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 BERT = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # No dimensions are left for a part of its output head: a parameter without elements.
 MOBILEBERT = BERT | {"embedding_size": 32, "intra_bottleneck_size": 16}
@@ -63,13 +66,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", "t5", T5),
     "t5 with a head": ("T5ForConditionalGeneration", "t5", T5 | {"tie_word_embeddings": False}),
     "switch": ("SwitchTransformersForConditionalGeneration", "switch_transformers", SWITCH),
+    "m2m_100": ("M2M100ForConditionalGeneration", "m2m_100", M2M),
     "bert": ("BertForMaskedLM", "bert", BERT),
     "mobilebert": ("MobileBertForMaskedLM", "mobilebert", MOBILEBERT),
     "bert classifier": ("BertForSequenceClassification", "bert", BERT | {"num_labels": 3}),
 }
 UNDER_FSDP1 = ("gpt2", "mixtral", "t5", "switch", "bert", "mobilebert")
 MASKED = ("bert", "mobilebert")
-SEQ2SEQ = ("t5", "t5 with a head", "switch")
+SEQ2SEQ = ("t5", "t5 with a head", "switch", "m2m_100")
 CASES = [*((name, "fsdp2") for name in FAMILIES), *((name, "fsdp1") for name in UNDER_FSDP1)]
 
 
@@ -150,6 +154,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[tuple[str, 
     root = tmp_path_factory.mktemp("families")
     for name in FAMILIES:
         fresh(name).save_pretrained(root / name)
+    file = root / "m2m_100" / "config.json"  # as published: ranks would drop different layers
+    file.write_text(file.read_text().replace('layerdrop": 0.0', 'layerdrop": 0.5'))
     sharded = on_ranks(2, _sharded_losses, root)[0]
     return {"sharded": sharded, "plain": {case: plain_losses(fresh(case[0]), data_of(case[0])) for case in CASES}}
 
