@@ -3,6 +3,7 @@ from .base_model import (
     BASE_MODEL as BASE_MODEL,
     BaseModel as BaseModel,
     fingerprint as fingerprint,
+    is_base_model as is_base_model,
     read_base_model as read_base_model,
 )
 from .config import (

@@ -7,14 +7,14 @@ file that the manifest lists.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
-from fsdp_shard.errors import CheckpointError
+from fsdp_shard.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex
@@ -46,6 +46,35 @@ def fingerprint(index: TensorIndex) -> str:
         index.read_into(name, 0, start)
         digest.update(f"{name} {entry.dtype} {entry.shape} ".encode() + start)
     return digest.hexdigest()
+
+
+def is_base_model(index: TensorIndex, recorded: BaseModel, directory: Path) -> bool:
+    """Whether a model is the recorded one.
+
+    Args:
+        index: The weights of the model, as they are stored.
+        recorded: The model that a step or an adapter records.
+        directory: The directory with the config of the model.
+    """
+    known = recorded.fingerprint
+    return known == fingerprint(index) or known == _fingerprint_of_stacked(index, directory)
+
+
+def _fingerprint_of_stacked(index: TensorIndex, directory: Path) -> str | None:
+    """The fingerprint that version 0.1.0 recorded for adapters: that of the tensors that transformers makes of the
+    stored ones (experts are stacked); None if the weights do not match the config.
+    """
+    from fsdp_shard.checkpoint.keys.matching import match_names
+    from fsdp_shard.models import build_on_meta, load_config
+
+    matched = replace(index, tensors=dict(index.tensors))  # which the match changes
+    try:
+        match_names(build_on_meta(load_config(directory)), matched)
+        return fingerprint(matched)
+    except InputError:
+        return None
+    finally:
+        matched.reader.files.close()
 
 
 def read_base_model(directory: Path) -> BaseModel | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.base_model import fingerprint, read_base_model
+from fsdp_shard.checkpoint.base_model import is_base_model, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, has_file, itemsize, member, read_json, to_torch
@@ -73,7 +73,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         )
     config = peft.read_adapter_config(adapter.root)
     _refuse_other_kinds(adapter.root, config)
-    _refuse_other_base(adapter.root, base)
+    _refuse_other_base(adapter.root, base, side)
     merge = _Merge(adapter, base, side, config)
     factors: dict[str, dict[str, str]] = {}
     tensors = dict(base.tensors)
@@ -127,10 +127,10 @@ def _refuse_other_kinds(root: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{root / peft.ADAPTER_CONFIG}: {problem}.")
 
 
-def _refuse_other_base(root: Path, base: TensorIndex) -> None:
+def _refuse_other_base(root: Path, base: TensorIndex, side: Path) -> None:
     """Refuse other weights of the same shapes, where the adapter records those it was trained on."""
     recorded = read_base_model(root)
-    if recorded is not None and fingerprint(base) != recorded.fingerprint:
+    if recorded is not None and not is_base_model(base, recorded, side):
         raise CheckpointError(
             f"{root} is an adapter that was trained on {recorded.path}, but the weights in {base.path} are others; "
             f"give that model as base, with the names and dtypes that it had."

@@ -155,6 +155,10 @@ def build_on_meta(
                 model = auto.from_config(config, trust_remote_code=trust_remote_code, **kwargs)
     except (ValueError, KeyError, ImportError, AttributeError) as error:
         raise ModelError(f"{name} cannot be built: {first_line(error)}") from error
+    if getattr(model.config, "rescale_every", 0):
+        # In eval mode, RWKV divides weights in place, against overflow in float16: a run would save them so, and those
+        # of a block on disk are read again.
+        model.config.rescale_every = 0
     model.tie_weights()
     return model.eval()  # type: ignore[no-any-return]  # torch leaves eval() untyped here
 

@@ -30,11 +30,13 @@ class ForwardTrace:
     Attributes:
         called: FQNs of the modules that were called.
         outside: FQNs of the modules of which a parameter was used while they would not be gathered.
+        converted: Names of the parameters that the forward pass itself converts, and to which dtype.
         is_complete: Whether a run came to its end; else it says nothing about modules that were not called.
     """
 
     called: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
+    converted: dict[str, str] = field(default_factory=dict)
     is_complete: bool = False
 
 
@@ -72,11 +74,20 @@ def _runs(model: nn.Module, kinds: Iterable[str], trace: ForwardTrace, *, is_tra
         for module in copied.modules():
             module.register_forward_pre_hook(uses.enter)
             module.register_forward_hook(uses.leave)
-        with uses:
-            copied(**inputs)
+        try:
+            with uses:
+                copied(**inputs)
+        finally:
+            trace.converted.update(_converted(copied))
         trace.is_complete = True
         return True
     return False
+
+
+def _converted(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and param.dtype != _DTYPE:
+            yield name, str(param.dtype).removeprefix("torch.")
 
 
 class _Uses(TorchDispatchMode):

@@ -19,7 +19,9 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import expert_parallel, tensor_parallel
 from fsdp_shard.sharding.activation_checkpointing import clean_fqn
 from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit
+from fsdp_shard.sharding.forward_trace import trace_forward
 from fsdp_shard.sharding.prepare_model import buffer_shards, prepare_model
+from fsdp_shard.sharding.routed_lists import complete_gradients
 from fsdp_shard.utils import local_shape_and_offset, replace_tensors
 
 
@@ -93,6 +95,13 @@ def check_supported(model: nn.Module, settings: ShardConfig) -> None:
         tensor_parallel.check_tensor_parallel(model, settings.tensor_parallel)
     if settings.expert_parallel > 1:
         expert_parallel.check_experts(model, settings.expert_parallel)
+    for name, dtype in trace_forward(model).converted.items():
+        if dtype != settings.param_dtype:  # a parameter that was gathered must stay what it is
+            raise ConfigError(
+                f"shard.param_dtype={settings.param_dtype} cannot be used with {type(model).__name__} under "
+                f"shard=fsdp2: its forward pass converts {name} to {dtype}; set shard.param_dtype={dtype}, or use "
+                f"shard=fsdp1."
+            )
     scalars = [name for name, param in model.named_parameters() if not param.ndim]
     for divided in ("tensor_parallel", "expert_parallel"):
         if scalars and (ranks := getattr(settings, divided)) > 1:
@@ -124,6 +133,7 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
         "offload_policy": CPUOffloadPolicy(pin_memory) if settings.cpu_offload else OffloadPolicy(),
         "ignored_params": {param for param in model.parameters() if not param.ndim},
     }
+    complete_gradients(model)
     experts = _divide(model, settings, context, options)
     for unit in (unit for unit in inner if unit.fqn not in experts):
         fully_shard(model.get_submodule(unit.fqn), mp_policy=_precision(unit.dtype, settings), **options)

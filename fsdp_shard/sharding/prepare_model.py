@@ -27,6 +27,9 @@ def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedCont
     """
     check_shardable(model, shard)
     units = plan_units(model, shard)
+    for param in model.parameters():
+        if not param.numel():  # MobileBERT has one unless it embeds in fewer dimensions
+            param.requires_grad_(False)  # torch cannot reduce the gradient of nothing
     blocks = recompute_blocks(model, shard)
     if shard.compile is not False:
         # One graph serves all blocks of a kind, and gathering parameters stays outside of it. Only the `forward` of a

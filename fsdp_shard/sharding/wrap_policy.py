@@ -12,6 +12,7 @@ from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import Block, no_split_blocks, quantized_weights, tied_names, weights_per_parameter
 from fsdp_shard.sharding.config import ShardConfig, Unit, itemsize
 from fsdp_shard.sharding.forward_trace import trace_forward
+from fsdp_shard.sharding.routed_lists import routed_lists
 
 # A block outside of the layers (an embedding, a head) is a unit from this size on; a final norm with its few kilobytes
 # is not worth a collective and stays in the root.
@@ -90,10 +91,13 @@ def _gathered_when_called(model: nn.Module, blocks: Sequence[Block]) -> Callable
     no run has shown, except lists that may be called or iterated over.
     """
     trace, layers = trace_forward(model), {block.fqn for block in blocks if block.repeated}
+    routed = tuple(f"{fqn}." for fqn, _ in routed_lists(model))
 
     def can_gather(fqn: str) -> bool:
         module = model.get_submodule(fqn)
         if type(module).forward is nn.Module.forward or fqn in trace.outside:  # a list has no forward pass
+            return False
+        if fqn.startswith(routed):  # it runs on some ranks only
             return False
         return fqn in trace.called or fqn in layers or not (trace.is_complete or isinstance(module, nn.Sequential))
 

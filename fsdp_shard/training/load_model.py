@@ -13,8 +13,8 @@ from fsdp_shard.models import ModelConfig, attention_implementation, no_split_bl
 from fsdp_shard.sharding import ShardConfig, ShardedModel, unit_tree
 from fsdp_shard.training.loss.fused_kernels import use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
-from fsdp_shard.training.model_identity import model_name
-from fsdp_shard.training.model_origin import empty_model
+from fsdp_shard.training.model_identity import model_name, other_model
+from fsdp_shard.training.model_origin import empty_model, layer_drop_notes
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.qlora import quantize_base
@@ -53,7 +53,7 @@ class LoadedModel:
         num_fused: Number of modules with fused kernels.
         config: The config of the model.
         base: The model that the run began from; None if the step to resume from does not record it.
-        note: A line about stored tensors that the model does not have, if there are any.
+        notes: Lines about what of the files is not used: tensors that the model does not have, settings of its config.
     """
 
     model: ShardedModel
@@ -66,7 +66,7 @@ class LoadedModel:
     num_fused: int = 0
     config: PretrainedConfig | None = None
     base: checkpoint.BaseModel | None = None
-    note: str = ""
+    notes: list[str] = field(default_factory=list)
 
 
 def load_sharded(
@@ -127,7 +127,8 @@ def load_sharded(
     figures = _figures(shards, largest, context)
     num_params = sum(block.num_params for block in blocks)
     found = (sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused)
-    return LoadedModel(*found, model.config, base, matched.note)
+    notes = [*filter(None, [matched.note]), *layer_drop_notes(config, source)]
+    return LoadedModel(*found, model.config, base, notes)
 
 
 def _base_model(
@@ -137,8 +138,14 @@ def _base_model(
     index: checkpoint.TensorIndex,
     resumed: Path | None,
 ) -> checkpoint.BaseModel | None:
-    """The model that the run began from: that of the step to resume from, or the one that is loaded."""
+    """The model that the run began from: that of the step to resume from, or the one that is loaded.
+
+    Raises CheckpointError if an adapter is resumed on another model.
+    """
     if isinstance(adapter, LoraConfig):
+        recorded = None if resumed is None else checkpoint.read_base_model(resumed)
+        if resumed and recorded and not checkpoint.is_base_model(index, recorded, source.model_directory):
+            raise other_model(resumed, recorded, config.path)
         return checkpoint.BaseModel(lora.base_path(config, source), checkpoint.fingerprint(index), adapter.quantize)
     if resumed is not None:
         return checkpoint.read_base_model(resumed)
@@ -183,7 +190,7 @@ def describe_model(
         f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}{attention}",
         f"loaded: {format_size(figures.shard_bytes)} of weights per rank, peak memory "
         f"{format_size(figures.peak_memory_bytes)}",
-        *([loaded.note] if loaded.note else []),
+        *loaded.notes,
         *loaded.tree,
     ]
     if loaded.num_fused:

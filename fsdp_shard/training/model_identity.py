@@ -44,7 +44,7 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
     try:
         source = checkpoint.locate(given.path, given.gguf_file, fetch_weights=False) if is_unchanged else config.source
         with source.model_index as index:
-            found = checkpoint.fingerprint(index)
+            is_same = checkpoint.is_base_model(index, recorded, source.model_directory)
     except InputError as error:
         if is_unchanged:
             return f"model.path={given.path} was not compared with the start of the run, as it is gone: {error}"
@@ -52,15 +52,14 @@ def check_base_model(config: ModelSettings, step_directory: Path | None) -> str 
             f"{step_directory} was trained on {recorded.path}, and model.path={given.path} cannot be compared with "
             f"that: {error} Set model.path={recorded.path}, or start a new run in another run_dir."
         ) from error
-    refuse_other_model(step_directory, recorded, given.path, found)
+    if not is_same:
+        raise other_model(step_directory, recorded, given.path)
     return None
 
 
-def refuse_other_model(step_directory: Path, recorded: checkpoint.BaseModel, path: str, fingerprint: str) -> None:
-    """Raise CheckpointError if the model at `path`, with this fingerprint, is not the one that a step records."""
-    if fingerprint != recorded.fingerprint:
-        raise CheckpointError(
-            f"{step_directory} was trained on {recorded.path}, but model.path={path} holds other weights (names, "
-            f"dtypes, shapes or values differ). Give the model that it was trained on, or start a new run in another "
-            f"run_dir."
-        )
+def other_model(step_directory: Path, recorded: checkpoint.BaseModel, path: str) -> CheckpointError:
+    """The error for a model at `path` that is not the one that a step records."""
+    return CheckpointError(
+        f"{step_directory} was trained on {recorded.path}, but model.path={path} holds other weights (names, dtypes, "
+        f"shapes or values differ). Give the model that it was trained on, or start a new run in another run_dir."
+    )

@@ -25,9 +25,24 @@ def model_source(config: ModelSettings, step_directory: Path | None) -> Location
 
 
 def empty_model(config: ModelConfig, source: Location) -> PreTrainedModel:
-    """Build the model on the meta device, with the dtype and attention of `config`."""
+    """Build the model on the meta device, with the dtype and attention of `config`; it drops no layers at random."""
     model, trust = load_config(source.directory, config.trust_remote_code), config.trust_remote_code
+    for name in _dropped_layers(model):
+        setattr(model, name, 0.0)
     return build_on_meta(model, config.dtype, trust_remote_code=trust, attention=config.attention)
+
+
+def layer_drop_notes(config: ModelConfig, source: Location) -> list[str]:
+    """Return a line about layers that the model is not trained to drop, if its config asks for that."""
+    found = _dropped_layers(load_config(source.directory, config.trust_remote_code))
+    settings = " and ".join(f"{name}={value}" for name, value in found.items())
+    why = "no layer is dropped at random, as ranks would drop different ones"
+    return [f"config.json has {settings}, which is not applied: {why}"] if found else []
+
+
+def _dropped_layers(model: PretrainedConfig) -> dict[str, float]:
+    """The settings by which a model (M2M-100) skips whole layers at random when it trains."""
+    return {name: value for name, value in model.to_dict().items() if name.endswith("layerdrop") and value}
 
 
 def data_task(config: ModelConfig, source: Location) -> Task:

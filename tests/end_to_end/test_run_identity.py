@@ -9,11 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from fsdp_shard.checkpoint import BASE_MODEL, MANIFEST, RUN_CONFIG, read_manifest, verify
+from fsdp_shard.checkpoint import ADAPTER_BASE, BASE_MODEL, MANIFEST, RUN_CONFIG, read_manifest, verify
 from tests.support.commands import ROOT, run
 from tests.support.runs import Ended, run_recipe
-from tests.support.tiny import save_model
+from tests.support.tiny import byte_tokenizer, save_model
 
 STEPS = 2
 _FILES = ("config.yaml", "result.json", "metrics.jsonl")
@@ -120,6 +124,58 @@ def test_a_step_that_records_nothing_is_resumed(settings: list[str], run_dir: Pa
     assert f"has no {RUN_CONFIG}" in ended.err
     assert not (ended.checkpoint / BASE_MODEL).exists(), "what the run began from is still not known"
     assert (ended.checkpoint / RUN_CONFIG).read_bytes() == (run_dir / "config.yaml").read_bytes()
+
+
+def _fingerprint_of_0_1_0(model_path: Path) -> str:
+    """As fsdp_shard/training/lora.py of version 0.1.0 (commit 7ff7016) took it, which gave the same for this model: of
+    the tensors that are loaded, so of stacked experts. Its steps are otherwise as they are now.
+    """
+    stored = load_file(model_path / "model.safetensors")
+    made = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
+    tensors = {name: values for name, values in stored.items() if ".experts." not in name}
+    tensors |= {name: values for name, values in made.items() if ".experts." in name}
+    digest = xxhash.xxh3_128()
+    for name, values in sorted(tensors.items()):
+        start = values.flatten()[:1024].numpy().tobytes()
+        digest.update(f"{name} F32 {tuple(values.shape)} ".encode() + start)
+    return digest.hexdigest()
+
+
+def _save_mixtral(directory: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "num_local_experts": 3, "vocab_size": 257, "max_position_embeddings": 128}
+    MixtralForCausalLM(MixtralConfig(**sizes)).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def test_an_adapter_of_0_1_0_knows_its_mixture_of_experts(settings: list[str], tmp_path: Path) -> None:
+    """Its fingerprint is that of stacked experts; other weights are still refused."""
+    model, other = (_save_mixtral(tmp_path / str(seed), seed) for seed in (0, 1))
+    lora = [*settings, "adapter=lora", "adapter.target_modules=[q_proj]"]
+    first = run_recipe("finetune", tmp_path / "run", *lora, f"model.path={model}")
+    assert first.status == 0, first.err
+    step = first.checkpoint
+    recorded = json.loads((step / ADAPTER_BASE).read_text())
+    old = json.dumps(recorded | {"fingerprint": _fingerprint_of_0_1_0(model)}).encode()
+    (step / ADAPTER_BASE).write_bytes(old)
+    manifest = read_manifest(step)
+    assert manifest is not None
+    record = replace(manifest.files[ADAPTER_BASE], size=len(old), digest=xxhash.xxh3_128_hexdigest(old))
+    (step / MANIFEST).write_text(replace(manifest, files=manifest.files | {ADAPTER_BASE: record}).to_json())
+    assert verify(step).is_sound
+
+    for base in (model, other):
+        expected = 0 if base == model else 2
+        converted = run_recipe("convert", tmp_path / "c", f"source={step}", f"target={tmp_path}/m", f"base={base}")
+        doctor = run_recipe("doctor", tmp_path / "run", *lora, f"model.path={base}", "train.steps=3")
+        assert (converted.status, doctor.status) == (expected, expected // 2), converted.err + doctor.out
+    ended = run_recipe("finetune", tmp_path / "run", *lora, f"model.path={other}", "train.steps=3")
+    assert (ended.status, f"was trained on {model}" in ended.err) == (2, True), ended.err
+    ended = run_recipe("finetune", tmp_path / "run", *lora, f"model.path={model}", "train.steps=3")
+    assert ended.status == 0, ended.err
+    assert json.loads((ended.checkpoint / ADAPTER_BASE).read_text()) == recorded, "of the weights as they are stored"
 
 
 def test_the_settings_are_those_of_the_newest_step(settings: list[str], run_dir: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedModel, RwkvConfig
 
 from fsdp_shard.checkpoint import RunState, Store, convert, locate, save_step
 from fsdp_shard.data import DataConfig
@@ -297,3 +297,22 @@ def test_buffers_that_a_model_keeps_in_float32(tmp_path: Path, device_map: str) 
     found = load_dispatched(tmp_path, device_map=device_map, dtype=torch.bfloat16)
     assert torch.equal(logits(found), logits(plain(tmp_path, "bfloat16")))
     assert found.get_buffer(name).dtype == torch.float32
+
+
+def test_rwkv_leaves_its_weights_as_they_are(tmp_path: Path) -> None:
+    """In eval mode it would halve those of later layers in place, which are read again, from a disk, for each pass."""
+    torch.manual_seed(0)
+    config = RwkvConfig(hidden_size=32, num_hidden_layers=4, vocab_size=257, rescale_every=2)
+    made = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for param in made.parameters():
+            param.add_(torch.randn_like(param) * 0.05)
+    made.save_pretrained(tmp_path)
+    expected = logits(plain(tmp_path, "bfloat16"))
+    streamed = load_dispatched(tmp_path, device_map="disk", dtype=torch.bfloat16)  # which is not that of the file
+    for _ in range(2):
+        torch.testing.assert_close(logits(streamed), expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+    kept = load_dispatched(tmp_path)
+    before = {name: param.clone() for name, param in kept.named_parameters()}
+    logits(kept)
+    assert all(torch.equal(param, before[name]) for name, param in kept.named_parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,9 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import no_split_blocks
-from fsdp_shard.sharding import Fsdp2Config, ShardConfig, plan_units, wrap_policy
+from fsdp_shard.sharding import Fsdp1Config, Fsdp2Config, ShardConfig, check_shardable, plan_units, wrap_policy
 from fsdp_shard.sharding.forward_trace import trace_forward
 from fsdp_shard.sharding.registry import WRAPPERS
 from tests.support.ranks import on_ranks, update
@@ -33,6 +35,8 @@ REFORMER |= {"hidden_dropout_prob": 0.0, "lsh_attention_probs_dropout_prob": 0.0
 REFORMER |= {"local_attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16}
 VISION = {"hidden_size": 16, "depth": 2, "num_heads": 2, "intermediate_size": 20, "out_hidden_size": 32}
 VISION |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+SWITCH = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 131, "num_experts": 4}
+SWITCH |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
 # Name -> class of the model, type and values of its config.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "llama", SMALL),
@@ -48,13 +52,14 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "vision_config": VISION,
         },
     ),
+    "switch": ("SwitchTransformersForConditionalGeneration", "switch_transformers", SWITCH),
 }
 # Units of the blocks, and of every module that can be one.
 SETTINGS: dict[str, Callable[[str], ShardConfig]] = {
     "blocks": lambda wrapper: WRAPPERS[wrapper](param_dtype="float32"),
     "all": lambda wrapper: WRAPPERS[wrapper](param_dtype="float32", min_params=1),
 }
-CASES = [(name, "fsdp2", units) for name in MODELS for units in SETTINGS]
+CASES = [(name, "fsdp2", units) for name in MODELS if name != "switch" for units in SETTINGS]
 CASES += [(name, "fsdp1", units) for name in ("squeezebert", "qwen3_vl") for units in SETTINGS]
 
 
@@ -130,6 +135,21 @@ def test_modules_that_are_called_otherwise_are_no_units() -> None:
     assert "model.layers.0.self_attn.q_proj" in units_of("llama", min_params=1)
     visual = [fqn for fqn in units_of("qwen3_vl", min_params=1) if "visual" in fqn]
     assert visual == ["model.visual.blocks.0", "model.visual.blocks.1"], "only text was run"
+
+
+def test_experts_that_run_by_choice_are_no_units() -> None:
+    units = units_of("switch", min_params=1)
+    assert "encoder.block.0.layer.0.SelfAttention.q" in units
+    lists = ["encoder.block.1.layer.1.mlp.experts", "decoder.block.1.layer.2.mlp.experts"]
+    assert [fqn for fqn in units if "expert" in fqn] == lists
+
+
+def test_a_model_that_converts_its_weights_names_the_dtype() -> None:
+    wanted = "converts encoder.block.1.layer.1.mlp.router.classifier.weight to float32; set shard.param_dtype=float32"
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        check_shardable(fresh("switch"), Fsdp2Config())
+    check_shardable(fresh("switch"), Fsdp2Config(param_dtype="float32"))
+    check_shardable(fresh("switch"), Fsdp1Config())
 
 
 def test_a_layer_that_all_share_is_a_block() -> None:

@@ -34,7 +34,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.finetune_checks import check_model
-from fsdp_shard.training.model_origin import data_task
+from fsdp_shard.training.model_origin import data_task, layer_drop_notes
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.lora import inject_lora
 from fsdp_shard.utils import check
@@ -149,6 +149,16 @@ def test_targets_begin_as_the_model_says(tmp_path: Path) -> None:
         model = save(tmp_path / name, config, AutoModelForSeq2SeqLM)
         with pytest.raises(ModelError, match=words):
             look(replace(model, task="seq2seq"))
+
+
+def test_layers_that_are_not_dropped_are_reported(tmp_path: Path) -> None:
+    model = save(tmp_path / "llama", LLAMA)
+    assert layer_drop_notes(model, locate(model.path)) == []
+    sizes: dict[str, Any] = {"d_model": 16, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "vocab_size": 300}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = save(tmp_path / "bart", BartConfig(**sizes, encoder_layerdrop=0.25), AutoModelForSeq2SeqLM)
+    (line,) = layer_drop_notes(model, locate(model.path))
+    assert line.startswith("config.json has encoder_layerdrop=0.25, which is not applied")
 
 
 def test_classifiers_say_what_they_take_for_padding(tmp_path: Path) -> None:

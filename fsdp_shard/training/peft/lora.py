@@ -21,7 +21,6 @@ from fsdp_shard.data import CAUSAL, CLASSIFICATION, SEQ2SEQ
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.models import ModelConfig, tied_names
-from fsdp_shard.training.model_identity import refuse_other_model
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.seeding import derived_seed
 from fsdp_shard.utils import first_line
@@ -163,13 +162,12 @@ def fill_new(shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: i
 def restore(adapter: Adapter, shards: Mapping[str, LocalShard], step_directory: Path) -> None:
     """Load the trained ones of `shards` from a step; raises CheckpointError if it holds another adapter."""
     assert adapter.base is not None
-    if (saved := checkpoint.read_base_model(step_directory)) is not None:
-        refuse_other_model(step_directory, saved, adapter.base.path, adapter.base.fingerprint)
-        if saved.quantize != adapter.base.quantize:
-            raise CheckpointError(
-                f"{step_directory} holds an adapter that was trained with adapter.quantize={saved.quantize}, and with "
-                f"adapter.quantize={adapter.base.quantize} its base is another model. Set the same."
-            )
+    saved = checkpoint.read_base_model(step_directory)
+    if saved is not None and saved.quantize != adapter.base.quantize:
+        raise CheckpointError(
+            f"{step_directory} holds an adapter that was trained with adapter.quantize={saved.quantize}, and with "
+            f"adapter.quantize={adapter.base.quantize} its base is another model. Set the same."
+        )
     stored = adapter.stored(shards)
     with checkpoint.open_checkpoint(step_directory) as index:
         expected = {name: shard.shape for name, shard in stored.items()}

@@ -1,0 +1,67 @@
+"""Lists of modules that choose by their input which of them run, such as the experts of Switch Transformers.
+
+A module may run on one rank and not on another. So it is no unit, which all ranks gather together. It also gets a
+gradient of zeros where it did not run: `fully_shard` reduces the gradients that a rank has, whatever others have.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def routed_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """FQN and module of each list that has a forward of its own, in module order."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is not nn.Module.forward:
+            yield fqn, module
+
+
+def complete_gradients(model: nn.Module) -> None:
+    """Give each module of a routed list that runs on any rank a gradient on all of them.
+
+    One that runs on no rank has none, as in one process.
+    """
+    for _, modules in routed_lists(model):
+        _Routed(list(modules.children()), modules)
+
+
+class _Routed:
+    def __init__(self, modules: list[nn.Module], owner: nn.Module) -> None:
+        self.modules = modules
+        self.has_run: set[nn.Module] = set()
+        owner.register_forward_pre_hook(lambda *_: self.has_run.clear())
+        owner.register_forward_hook(self._complete)
+        for module in modules:
+            module.register_forward_hook(lambda module, *_: self.has_run.add(module))
+
+    def _complete(self, owner: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        is_trained = any(param.requires_grad for param in owner.parameters())
+        if not (torch.is_grad_enabled() and is_trained):
+            return output
+        runs = torch.tensor([module in self.has_run for module in self.modules], dtype=torch.int32)
+        runs = runs.to(output.device)
+        dist.all_reduce(runs, dist.ReduceOp.MAX)
+        only_elsewhere = [
+            module
+            for module, runs_somewhere in zip(self.modules, runs.tolist(), strict=True)
+            if runs_somewhere and module not in self.has_run
+        ]
+        params = [param for module in only_elsewhere for param in module.parameters() if param.requires_grad]
+        completed: torch.Tensor = _ZeroGradients.apply(output, *params)  # type: ignore[no-untyped-call]
+        return completed
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Returns its first argument; the others get gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.like = [(param.shape, param.dtype, param.device) for param in params]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
