@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.io import TensorSpec, itemsize
+from fsdp_shard.checkpoint.io import Checksum, TensorSpec, itemsize
 from fsdp_shard.errors import CheckpointError
 
 _SHORT_RUN_BYTES = 64 << 10  # runs shorter than this cost more to read one by one than to copy into place
@@ -33,13 +33,17 @@ class Codec(Protocol):
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, at `offsets` and of `shape`, row-major and contiguous in `file` from byte `start` on."""
+    """A box of a tensor, at `offsets` and of `shape`, row-major and contiguous in `file` from byte `start` on.
+
+    `checksum` is that of the part of the file around it that has a CRC, if there is one.
+    """
 
     file: str
     start: int
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     codec: Codec | None = None
+    checksum: Checksum | None = None
 
 
 class TensorEntry(NamedTuple):

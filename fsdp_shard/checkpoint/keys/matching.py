@@ -4,7 +4,7 @@ Values are read only to see whether two stored copies of one tied tensor are equ
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import from_torch_name, kind_of, torch_name
 from fsdp_shard.checkpoint.keys.converted_tensors import computed_entry, convert_tensors
 from fsdp_shard.checkpoint.keys.tied_weights import has_same_bytes
 from fsdp_shard.errors import CheckpointError
@@ -27,11 +28,13 @@ class MatchedNames:
 
     Attributes:
         stored: Name of a parameter or persistent buffer -> name in the index; of tied parameters, the one that is kept.
-        note: A line about stored tensors that the model does not have; empty if there are none.
+        note: Lines about stored tensors that are not used; empty if there are none.
+        unused: The names of those that the model does not have.
     """
 
     stored: dict[str, str]
     note: str
+    unused: tuple[str, ...] = ()
 
 
 def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
@@ -49,7 +52,8 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
         The matched names. What `from_pretrained` leaves out, too (a head for pre-training), is noted.
 
     Raises:
-        CheckpointError: It names what is missing, of another shape, or tied in the model and not in the checkpoint.
+        CheckpointError: It names what is missing, of another shape or kind of numbers, a part that the model's module
+            does not have, or tied in the model and not in the checkpoint.
     """
     aliases = tied_names(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -70,14 +74,18 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
         found[name] = name
     _refuse_missing(index, [name for name in missing if name not in found], unused)
     _refuse_shapes(index, shapes, found)
+    _refuse_kinds(index, model, found)
+    _refuse_other_parts(index, model, used, unused)
     for kept, other in copies:
         if not has_same_bytes(index, kept, other):
             raise CheckpointError(
                 f"{index.root} holds {kept} and {other} with different values, but its config.json ties them; "
                 f"set tie_word_embeddings to false there."
             )
-    note = f"{index.path}: left out {_some(unused)}, which {type(model).__name__} does not have" if unused else ""
-    return MatchedNames({name: found[name] for name in shapes if name in found}, note)
+    notes = list(index.notes)
+    if unused:
+        notes.append(f"{index.path}: left out {_some(unused)}, which {type(model).__name__} does not have")
+    return MatchedNames({name: found[name] for name in shapes if name in found}, "\n".join(notes), tuple(unused))
 
 
 def untie(model: PreTrainedModel, index: TensorIndex) -> None:
@@ -150,6 +158,37 @@ def _refuse_shapes(index: TensorIndex, shapes: dict[str, tuple[int, ...]], found
         raise CheckpointError(
             f"{index.root} holds shapes that do not fit the model of its config.json: {_some(wrong)}. "
             f"The weights and the config are of different models."
+        )
+
+
+def _refuse_kinds(index: TensorIndex, model: PreTrainedModel, found: dict[str, str]) -> None:
+    """Integers are never what a weight is: transformers casts them in silence."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in found:
+            continue
+        entry, wanted = index.entry(found[name]), str(tensor.dtype).removeprefix("torch.")
+        if kind_of(entry.dtype) != kind_of(from_torch_name(wanted)):
+            raise CheckpointError(
+                f"{index.root} holds {entry.name} as {torch_name(entry.dtype)}, where the model has {wanted}: the "
+                f"checkpoint is damaged, or its weights are quantized in a way that it does not say."
+            )
+
+
+def _refuse_other_parts(
+    index: TensorIndex, model: PreTrainedModel, used: Collection[str], unused: Sequence[str]
+) -> None:
+    """A bias, a scale or an adapter of a layer whose weight is used: without it, the layer computes something else."""
+    layers = {name.removesuffix("weight") for name in used if name.endswith(".weight")}
+    wrong = [
+        name
+        for name in unused
+        if not name.endswith(".num_batches_tracked")
+        and any(name[: at + 1] in layers for at, letter in enumerate(name) if letter == ".")
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{index.root} holds {_some(wrong)}, which belongs to layers that {type(model).__name__} computes without "
+            f"it. The config is another model's, or the weights are quantized or adapted in a way that is not known."
         )
 
 
