@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,12 @@ CASES: dict[str, Case] = {
         "only in one",
     ),
     "tensor without range": (ranks, shard_info(lambda i: i["tensors"].pop("a")), "only in one"),
-    "tied to nothing": (ranks, shard_info(lambda i: i.update(aliases={"head": "gone"})), "tied to gone"),
+    "tied to nothing": (partial(ranks, aliases={"head": "gone"}), lambda p: None, "tied to gone"),
+    "tied otherwise": (
+        ranks,
+        shard_info(lambda i: i.update(aliases={"head": "a"})),
+        "list of tied tensors .* different",
+    ),
     "a rank is a link": (ranks, link_outside, "outside the directory"),
     "a rank is a FIFO": (ranks, fifo, "not a regular file"),
     # No checkpoint at all.

@@ -174,7 +174,7 @@ def _check_end(model: State, wanted: int, found: int, alignment: int) -> None:
 def _kept_in_models(root: Path, models: Sequence[State], stage: int, replicas: Replicas) -> Iterator[TensorEntry]:
     """Buffers, and parameters that are not trained: complete up to stage 2, in equal flat parts in stage 3."""
     first, names = models[0], models[0].content.get("buffer_names")
-    modules = [model.content.get("module") for model in models]
+    modules: list[Any] = [model.content.get("module") for model in models]
     if not all(isinstance(module, Mapping) for module in modules) or not isinstance(names, (list, tuple, set)):
         raise CheckpointError(f"{first.where} has no module or no names of buffers, so it is not a model state.")
     for name in dict.fromkeys(map(str, names)):
