@@ -124,7 +124,7 @@ class PieceReader:
 
     def finish_checksum(self, piece: Piece) -> None:
         """Read what was not read yet of the storage that holds a piece, and so compare its CRC, if it has one."""
-        if piece.checksum is None or self.checksums.is_done(piece.file, piece.checksum):
+        if piece.checksum is None:
             return
         for start, stop in self.checksums.gaps(piece.file, piece.checksum):
             buffer = page_aligned(min(_CHECK_BYTES, stop - start))

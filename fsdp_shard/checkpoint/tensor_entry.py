@@ -74,6 +74,11 @@ class TensorEntry(NamedTuple):
         """Whether its bytes are stored as they are, and not in many short runs."""
         return all(piece.codec is None and self.has_long_runs(piece) for piece in self.pieces)
 
+    @property
+    def has_checksum(self) -> bool:
+        """Whether its files have CRCs of it, which are compared when all of it is read."""
+        return any(piece.checksum is not None for piece in self.pieces)
+
     def has_long_runs(self, piece: Piece) -> bool:
         """Whether `piece` is few long runs of the flat tensor, each worth a read of its own."""
         run_bytes = tensor_slices.run_elements(self.shape, piece.shape) * itemsize(self.dtype)

@@ -77,6 +77,8 @@ class ChecksumTracker:
 
     def gaps(self, file: str, checksum: Checksum) -> list[tuple[int, int]]:
         """The ranges [start, stop) of its bytes that were not read."""
+        if self.is_done(file, checksum):
+            return []
         with self._lock:
             parts = list(self._parts.get((file, checksum), ()))
         stops = [checksum.start, *(part.stop for part in parts)]
