@@ -14,11 +14,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import from_torch_name, kind_of, torch_name
 from fsdp_shard.checkpoint.keys.converted_tensors import computed_entry, convert_tensors
-from fsdp_shard.checkpoint.keys.tied_weights import has_same_bytes
+from fsdp_shard.checkpoint.keys.tied_weights import HEADS, has_same_bytes
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.models import computed_tensor, ignored_missing_keys, ignored_unexpected_keys, tied_names
 
 _NUM_NAMED = 4  # names in an error message; the rest is counted
+_DECLARE_TIES = frozenset({"huggingface", "sharded"})  # formats that hold a tied tensor under one name
 _MAX_COMPUTED = 1 << 22  # elements of a tensor that is computed; a config may ask for any number
 
 
@@ -64,6 +65,7 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
         names = [name, *(alias for alias, kept in aliases.items() if kept == name)]
         stored = _distinct(index, [spelling for wanted in names for spelling in spellings.get(wanted, ())])
         if stored:
+            _refuse_foreign_tie(index, [spelling for wanted in names for spelling in spellings.get(wanted, ())])
             found[name] = stored[0]
             copies += [(stored[0], other) for other in stored[1:]]
     used = {*found.values(), *(other for _, other in copies)}
@@ -159,6 +161,20 @@ def _refuse_shapes(index: TensorIndex, shapes: dict[str, tuple[int, ...]], found
             f"{index.root} holds shapes that do not fit the model of its config.json: {_some(wrong)}. "
             f"The weights and the config are of different models."
         )
+
+
+def _refuse_foreign_tie(index: TensorIndex, names: Sequence[str]) -> None:
+    """Refuse a tensor that is nowhere stored, and tied to another one by a header or a manifest but not by the model.
+
+    An output head may be: models with a head of their own are saved while it is the embedding. Other formats name what
+    shares its bytes.
+    """
+    if index.format not in _DECLARE_TIES or any(name in index.tensors or name.endswith(HEADS) for name in names):
+        return
+    raise CheckpointError(
+        f"{index.root} does not hold {names[0]}, and says that it is tied to {index.aliases[names[0]]}, which the "
+        f"model of its config.json does not do. Either the checkpoint is damaged or the config is another model's."
+    )
 
 
 def _refuse_kinds(index: TensorIndex, model: PreTrainedModel, found: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fsdp_shard import load_dispatched
-from fsdp_shard.checkpoint import convert, verify
+from fsdp_shard.checkpoint import MANIFEST, convert, read_manifest, verify
 from fsdp_shard.errors import CheckpointError
 from tests.support.tiny import save_adapter, save_model
 
@@ -136,6 +137,25 @@ def test_what_loading_refuses_is_found(name: str, is_sealed: bool, tmp_path: Pat
     assert problem.message == str(caught.value)
     assert str(root) in problem.message
     assert verify(root).content_checked == is_sealed
+
+
+@pytest.mark.parametrize("writer", ["header", "manifest"])
+def test_a_tie_that_the_model_does_not_have_is_found(writer: str, tmp_path: Path) -> None:
+    """safetensors' save_model and our manifests name tied tensors; transformers takes no notice of either."""
+    one, two = (f"model.layers.{number}.self_attn.q_proj.weight" for number in (0, 1))
+    root = save_model(tmp_path / "model", tied=False)
+    tensors = load_file(root / "model.safetensors")
+    tensors.pop(two)
+    save_file(tensors, root / "model.safetensors", {"format": "pt"} | ({two: one} if writer == "header" else {}))
+    if writer == "manifest":
+        convert(root, tmp_path / "sealed")
+        root = tmp_path / "sealed"
+        manifest = read_manifest(root)
+        assert manifest is not None
+        (root / MANIFEST).write_text(replace(manifest, aliases={two: one}).to_json())
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight, and says that it is tied to") as caught:
+        load_dispatched(root, "cpu")
+    assert [problem.message for problem in verify(root).problems] == [str(caught.value)]
 
 
 def test_layers_that_the_config_leaves_out_are_found(tmp_path: Path) -> None:
