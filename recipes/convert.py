@@ -22,6 +22,8 @@ def main(config: ConvertConfig) -> None:
     report = run_conversion(config)
     write_result(config.run_dir, asdict(report))
     checked = "read back and compared" if report.verified else "not read back"
+    for note in report.notes:
+        print(note)
     for kind, count in report.left_out.items():
         print(f"left out: {format_count(count, f'{kind} tensor')}")
     if not Path(config.target).expanduser().joinpath("config.json").exists():

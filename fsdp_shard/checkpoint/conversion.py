@@ -46,6 +46,7 @@ class ConvertReport:
         peak_memory_bytes: Peak of the resident memory of the process.
         verified: Whether the target was read back and compared.
         left_out: Number of tensors in the source that are not weights, by kind: `optimizer`, `adapter`, `other`.
+        notes: Lines about what an adapter's settings leave out.
     """
 
     source_format: str
@@ -56,6 +57,7 @@ class ConvertReport:
     peak_memory_bytes: int
     verified: bool
     left_out: dict[str, int]
+    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -152,6 +154,7 @@ def run_conversion(settings: ConvertSettings) -> ConvertReport:
         peak_memory_bytes=peak_resident_bytes(),
         verified=settings.verify,
         left_out={kind: extra.num_tensors for kind, extra in index.extras.items()},
+        notes=index.notes,
     )
 
 
@@ -238,6 +241,7 @@ def _write(index: TensorIndex, plan: ConversionPlan, root: Path) -> None:
         digests = move_tensors(
             index, plan.moves, plan.target.files, root, _known_digests(index), progress, sync=plan.sync
         )
+        index.finish_checksums()
         manifest = _manifest(index, plan, root, names, digests)
         write_file(root / MANIFEST, manifest.to_json(), sync=plan.sync)
         if plan.verify:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.checkpoint.io import itemsize
 from fsdp_shard.checkpoint.piece_reader import PieceReader
 from fsdp_shard.checkpoint.steps import Manifest, read_manifest
-from fsdp_shard.checkpoint.tensor_entry import Extra, Span, TensorEntry
+from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, Span, TensorEntry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import nearest
 
@@ -42,6 +42,8 @@ class TensorIndex:
         side: The directory with config and tokenizer, if it is not `root`.
         file: The file, if a single one was named.
         parts: The indexes that this one was made of; they are closed with it.
+        notes: What was left out when it was made, a line each.
+        replicas: Pieces that hold what pieces of `tensors` hold, too; they are not read.
     """
 
     root: Path
@@ -55,6 +57,8 @@ class TensorIndex:
     side: Path | None = None
     file: Path | None = None
     parts: tuple[TensorIndex, ...] = ()
+    notes: tuple[str, ...] = ()
+    replicas: tuple[Piece, ...] = ()
 
     def __post_init__(self) -> None:
         for alias, kept in self.aliases.items():
@@ -151,6 +155,16 @@ class TensorIndex:
     def spans(self, name: str, start: int, stop: int) -> list[Span]:
         """The bytes of files that hold the flat elements [start, stop) of a tensor, in order."""
         return self.reader.spans(self.entry(name), start, stop)
+
+    def finish_checksums(self) -> None:
+        """Compare the CRCs that files have of the tensors, reading of them what was not read yet.
+
+        Raises:
+            CheckpointError: A file is damaged.
+        """
+        for entry in self.tensors.values():
+            for piece in entry.pieces:
+                self.reader.finish_checksum(piece)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""

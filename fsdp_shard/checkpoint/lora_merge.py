@@ -7,9 +7,8 @@ Computed in float32 and rounded once to the base's dtype. Plain LoRA only; other
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.checkpoint.base_model import is_base_model, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import CASTABLE, has_file, itemsize, member, read_json, to_torch
+from fsdp_shard.checkpoint.io import CASTABLE, itemsize, kind_of, to_torch, torch_name
+from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings, parse_lora
 from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
+from fsdp_shard.checkpoint.keys.tied_weights import read_config
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
-from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
 
 _PREFIX = "base_model.model."
 _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
-# Settings of kinds of LoRA that are more than a product of two matrices, or that change the base.
-_OTHER_KINDS = (
-    "use_dora",
-    "use_qalora",
-    "lora_bias",
-    "target_parameters",
-    "trainable_token_indices",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-    "velora_config",
-    "megatron_config",
-)
-_CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+# Types of models that store some linear layers transposed (transformers' Conv1D), and the names of these layers.
+_CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 _CONV1D_LAYERS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
-_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+_NUM_NAMED = 3  # names in a message; the rest is counted
+
+
+@dataclass(frozen=True)
+class AdapterParts:
+    """The tensors of an adapter file, by the names that modules have in the model.
+
+    Attributes:
+        factors: Module -> the names of its factors A and B.
+        whole: Name of a parameter in peft's model -> the name of the tensor that replaces it.
+    """
+
+    factors: dict[str, dict[str, str]]
+    whole: dict[str, str]
 
 
 def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> TensorIndex:
     """Merge a LoRA adapter into its base model; of the weights, only what identifies the base is read.
+
+    Tensors and settings that contradict each other are refused or left out where peft refuses them or leaves them out.
 
     Args:
         adapter: The adapter's own tensors.
@@ -62,7 +62,7 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         side: The directory with the config of the base.
 
     Returns:
-        The index of the merged model.
+        The index of the merged model; its notes say what was left out.
 
     Raises:
         CheckpointError: The adapter is not for this base, or it is more than plain LoRA.
@@ -71,34 +71,75 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         raise CheckpointError(
             f"{adapter.root} is an adapter of {base.path}, which is an adapter itself; convert that to a model first."
         )
-    config = peft.read_adapter_config(adapter.root)
-    _refuse_other_kinds(adapter.root, config)
+    settings, parts = check_adapter(adapter)
     _refuse_other_base(adapter.root, base, side)
-    merge = _Merge(adapter, base, side, config)
-    factors: dict[str, dict[str, str]] = {}
-    tensors = dict(base.tensors)
-    for name in adapter.names:
-        fqn = name.removeprefix(_PREFIX)
-        if match := _LOW_RANK.fullmatch(fqn):
-            factors.setdefault(match["module"], {})[match["factor"]] = name
-        elif "lora_" in fqn:
-            raise CheckpointError(f"{adapter.root} holds {name}, which is no part of plain LoRA; merge it with peft.")
-        else:
-            entry = merge.replaced(name, fqn.replace(".modules_to_save.default", "").replace(".base_layer", ""))
-            tensors[entry.name] = entry
-    for module, names in factors.items():
-        entry = merge.adapted(module, names)
-        tensors[entry.name] = entry
+    merge = _Merge(adapter, base, side, settings)
+    whole = {fqn: name for fqn, name in parts.whole.items() if merge.is_read(fqn)}
+    targets = {module: names for module, names in parts.factors.items() if merge.is_target(module)}
+    notes = merge.check_modules(parts)
+    entries = {entry.name: entry for entry in (merge.replaced(name, fqn) for fqn, name in whole.items())}
+    entries |= {entry.name: entry for entry in (merge.adapted(*item, entries) for item in targets.items())}
+    used = {*whole.values(), *(name for names in targets.values() for name in names.values())}
+    if unused := [name for name in adapter.names if name not in used]:
+        notes.append(_left_out(adapter, unused))
+    if not entries:
+        raise CheckpointError(f"{notes[-1]} Nothing of it is left.")
     return replace(
         base,
         format=peft.NAME,
-        tensors=tensors,
+        tensors=base.tensors | entries,
         metadata={"adapter": str(adapter.root)},
         step=adapter.step,
         world_size=None,
         side=side,
         parts=(adapter, base),
+        notes=(*base.notes, *notes),
     )
+
+
+def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
+    """Check what an adapter's files say without its base: settings, names, and the ranks of adapted modules.
+
+    Raises:
+        CheckpointError: It is more than plain LoRA, or its settings and tensors contradict each other.
+    """
+    settings = parse_lora(adapter.root / peft.ADAPTER_CONFIG, peft.read_adapter_config(adapter.root))
+    parts = AdapterParts({}, {})
+    for name in adapter.names:
+        fqn = name.removeprefix(_PREFIX)
+        match = _LOW_RANK.fullmatch(fqn)
+        if fqn == name or ("lora_" in fqn and not match):
+            raise CheckpointError(f"{adapter.root} holds {name}, which is no part of plain LoRA; merge it with peft.")
+        if match:
+            held = parts.factors.setdefault(match["module"], {})
+            if other := held.get(match["factor"]):
+                raise CheckpointError(f"{adapter.root} holds both {other} and {name}, which are one tensor for peft.")
+            held[match["factor"]] = name
+        else:
+            parts.whole[fqn] = name
+    for module, names in parts.factors.items():
+        if settings.is_target(module):
+            _check_factors(adapter, module, names, settings)
+    return settings, parts
+
+
+def _check_factors(adapter: TensorIndex, module: str, names: Mapping[str, str], settings: LoraSettings) -> None:
+    if names.keys() != {"A", "B"}:
+        raise CheckpointError(f"{adapter.root} has only one of lora_A and lora_B of {module}.")
+    for name in names.values():
+        entry = adapter.tensors[name]
+        if kind_of(entry.dtype) != "floating-point":
+            raise CheckpointError(
+                f"{adapter.root}: {name} is stored as {entry.dtype}; a factor of LoRA is floating-point."
+            )
+        if len(entry.shape) != 2:
+            raise CheckpointError(f"{adapter.root}: {name} has shape {list(entry.shape)}; only matrices can be merged.")
+    found, rank = (adapter.tensors[names["A"]].shape[0], adapter.tensors[names["B"]].shape[1]), settings.rank(module)
+    if found != (rank, rank):
+        raise CheckpointError(
+            f"{adapter.root}: lora_A and lora_B of {module} have the ranks {found[0]} and {found[1]}, but r and "
+            f"rank_pattern of {settings.where.name} give it {rank}."
+        )
 
 
 def check_loadable(index: TensorIndex) -> None:
@@ -115,18 +156,6 @@ def check_loadable(index: TensorIndex) -> None:
         )
 
 
-def _refuse_other_kinds(root: Path, config: Mapping[str, Any]) -> None:
-    start, problem = config.get("init_lora_weights"), None
-    if config["peft_type"] != "LORA":
-        problem = f"an adapter of type {config['peft_type']} cannot be merged here, LORA can"
-    elif kind := next((name for name in _OTHER_KINDS if config.get(name)), None):
-        problem = f"LoRA with {kind} cannot be merged here; merge it with peft"
-    elif start not in _PLAIN_STARTS:
-        problem = f"init_lora_weights={start!r} changes the base model, so it cannot be merged here; merge it with peft"
-    if problem is not None:
-        raise CheckpointError(f"{root / peft.ADAPTER_CONFIG}: {problem}.")
-
-
 def _refuse_other_base(root: Path, base: TensorIndex, side: Path) -> None:
     """Refuse other weights of the same shapes, where the adapter records those it was trained on."""
     recorded = read_base_model(root)
@@ -137,45 +166,106 @@ def _refuse_other_base(root: Path, base: TensorIndex, side: Path) -> None:
         )
 
 
+def _left_out(adapter: TensorIndex, names: Sequence[str]) -> str:
+    return (
+        f"{adapter.root}: left out {_some(names)}, as peft does: {peft.ADAPTER_CONFIG} does not name these modules, or "
+        f"names them otherwise (target_modules, exclude_modules, layers_to_transform, modules_to_save)."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
 @dataclass(frozen=True)
 class _Merge:
-    """Makes entries of the merged model; `config` is the parsed adapter_config.json."""
+    """Makes entries of the merged model."""
 
     adapter: TensorIndex
     base: TensorIndex
     side: Path
-    config: Mapping[str, Any]
+    settings: LoraSettings
+
+    def is_read(self, fqn: str) -> bool:
+        """Whether peft reads a whole tensor: it wraps adapted modules, and keeps the base's below `base_layer`."""
+        owner = fqn.rpartition(".")[0]
+        module = owner.removesuffix(".base_layer")
+        return not module.endswith(".modules_to_save.default") and self.is_target(module) == (owner != module)
+
+    def is_target(self, module: str) -> bool:
+        """Whether the settings have a module of the base adapted."""
+        return self.settings.is_target(module) and (not self.settings.is_all_linear or self._is_layer(module))
 
     def replaced(self, name: str, fqn: str) -> TensorEntry:
-        """A tensor that the adapter has as a whole (modules_to_save)."""
-        kept, entry = self._base_entry(fqn), self.adapter.tensors[name]
+        """A tensor that the adapter has as a whole (modules_to_save, biases, embeddings with more rows)."""
+        kept, entry = self._base_entry(fqn.replace(".base_layer.", ".")), self.adapter.tensors[name]
         if entry.shape != kept.shape:
             raise self._misfit(name, entry.shape, kept)
+        if kind_of(entry.dtype) != kind_of(kept.dtype):
+            raise CheckpointError(
+                f"{self.adapter.root}: {name} is stored as {entry.dtype}, but {kept.name} of its base as {kept.dtype}."
+            )
         return _with_codec(kept._replace(dtype=entry.dtype), _Copied(self.adapter, name, entry.num_bytes))
 
-    def adapted(self, module: str, names: Mapping[str, str]) -> TensorEntry:
-        """The weight of a module plus the product of its two factors, whose names in the adapter are `names`."""
+    def adapted(self, module: str, names: Mapping[str, str], replaced: Mapping[str, TensorEntry]) -> TensorEntry:
+        """The weight of a module, which may be `replaced`, plus the product of its factors: `names` in the adapter."""
         adapter, kept = self.adapter, self._base_entry(f"{module}.weight")
-        if names.keys() != {"A", "B"}:
-            raise CheckpointError(f"{adapter.root} has only one of lora_A and lora_B of {module}.")
+        kept = replaced.get(kept.name, kept)
         if kept.dtype not in CASTABLE:
             raise CheckpointError(
                 f"{adapter.root} changes {kept.name}, which {self.base.path} stores as {kept.dtype}; an adapter merges "
                 f"into floating-point weights of 16 or 32 bits only."
             )
-        (rank, columns), (rows, rank_b) = (self._matrix(names[factor]) for factor in "AB")
-        if rank != rank_b or set(kept.shape) != {rows, columns} or len(kept.shape) != 2:
+        columns, rows = adapter.shapes[names["A"]][1], adapter.shapes[names["B"]][0]
+        are_embeddings = {"lora_embedding_" in name for name in names.values()}
+        is_transposed = are_embeddings == {True} or self._is_conv1d(module, rows, kept.shape)
+        is_clear = len(are_embeddings) == 1 and (are_embeddings == {False} or rows != columns)
+        if not is_clear or kept.shape != ((columns, rows) if is_transposed else (rows, columns)):
             raise self._misfit(f"lora_B @ lora_A of {module}", (rows, columns), kept)
-        is_stored_transposed = self._is_conv1d(module) if rows == columns else kept.shape != (rows, columns)
-        is_transposed = "lora_embedding_A" in names["A"] or is_stored_transposed
-        scale = self._scale(module, rank)
 
         @functools.lru_cache(maxsize=1)
         def factors() -> tuple[torch.Tensor, torch.Tensor]:
             a, b = adapter.read(names["A"]).float(), adapter.read(names["B"]).float()
             return (a.T.contiguous(), b.T.contiguous()) if is_transposed else (b, a)
 
-        return _with_codec(kept, _LowRankSum(self.base, kept, factors, scale))
+        return _with_codec(kept, _LowRankSum(self.base, kept, adapter.root, factors, self.settings.scale(module)))
+
+    def check_modules(self, parts: AdapterParts) -> list[str]:
+        """Compare the modules that the settings name with the tensors; returns notes.
+
+        Raises:
+            CheckpointError: A module cannot be adapted, or must be in the adapter and is not.
+        """
+        owners = {name.rpartition(".")[0] for name in self.base.names}
+        if not all(module in owners for module in parts.factors):
+            return []  # the base has another prefix, or lacks one: of its names peft's rules say nothing
+        settings, where = self.settings, self.settings.where
+        modules = sorted({owner.rsplit(".", up)[0] for owner in owners for up in range(owner.count(".") + 1)} - {""})
+        for module in modules:
+            missing = (n for n in self.base.names if n.startswith(f"{module}.") and n not in parts.whole)
+            if settings.is_saved(module) and (name := next(missing, None)):
+                raise CheckpointError(
+                    f"{where}: modules_to_save has {module}, but the adapter does not hold its {name}."
+                )
+        targets = [module for module in modules if self.is_target(module)]
+        if wrong := [module for module in targets if not self._is_layer(module)]:
+            raise CheckpointError(f"{where}: target_modules has {wrong[0]}, which is no layer that LoRA can adapt.")
+        absent = [module for module in targets if module not in parts.factors]
+        if not targets:
+            raise CheckpointError(f"{where}: its settings, such as target_modules, name no module of {self.base.path}.")
+        if absent and not settings.starts_at_zero:
+            raise CheckpointError(
+                f"{where}: the adapter holds no tensors of {_some(absent)}, which target_modules has."
+            )
+        return (
+            [f"{where}: without tensors for {_some(absent)}, which stay as in the base, as in peft."] if absent else []
+        )
+
+    def _is_layer(self, module: str) -> bool:
+        """Whether a module of the base has a weight of at least two dimensions."""
+        entry = self.base.tensors.get(f"{module}.weight")
+        return entry is not None and len(entry.shape) > 1
 
     def _base_entry(self, fqn: str) -> TensorEntry:
         """The base's tensor that the adapter calls `fqn`; a checkpoint of the bare model lacks the model's prefix."""
@@ -193,34 +283,20 @@ class _Merge:
             )
         return base.tensors[names[0]]
 
-    def _is_conv1d(self, module: str) -> bool:
-        """Whether a square weight of the base is stored transposed, as in transformers' Conv1D.
+    def _is_conv1d(self, module: str, rows: int, shape: tuple[int, ...]) -> bool:
+        """Whether a weight of the base is stored transposed, as in transformers' Conv1D.
 
-        peft's `fan_in_fan_out` is that of the last module it adapted. Models with such layers name these alike.
+        peft asks the class of the module and corrects `fan_in_fan_out` by it. Models with such layers name these alike.
         """
-        has_config = has_file(self.side, CONFIG)
-        document = read_json(member(self.side, CONFIG)) if has_config else {}
-        model_type = document.get("model_type") if isinstance(document, dict) else None
-        if model_type in _CONV1D_MODELS:
-            return module.rpartition(".")[2] in _CONV1D_LAYERS
-        return bool(self.config.get("fan_in_fan_out"))
-
-    def _matrix(self, name: str) -> tuple[int, int]:
-        shape = self.adapter.shapes[name]
-        if len(shape) != 2:
-            raise CheckpointError(f"{self.adapter.root}: {name} has shape {list(shape)}; only matrices can be merged.")
-        return shape[0], shape[1]
-
-    def _scale(self, module: str, rank: int) -> float:
-        path, patterns = self.adapter.root / peft.ADAPTER_CONFIG, self.config.get("alpha_pattern") or {}
-        alpha = self.config.get("lora_alpha")
-        try:  # peft's rule: the first pattern that is the module's name, or the end of it after a dot
-            alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), alpha)
-        except (re.error, AttributeError) as error:
-            raise CheckpointError(f"{path}: alpha_pattern {patterns!r} cannot be used: {error}.") from error
-        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
-            raise CheckpointError(f"{path}: lora_alpha is {alpha!r}; expected a number.")
-        return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        config = read_config(self.side)
+        if isinstance(model_type := config.get("model_type"), str) and "auto_map" not in config:
+            return model_type in _CONV1D_MODELS and module.rpartition(".")[2] in _CONV1D_LAYERS
+        if shape == (rows, rows) and self.settings.fan_in_fan_out:
+            raise CheckpointError(
+                f"{self.settings.where}: fan_in_fan_out is set, but whether the square weight of {module} is stored "
+                f"transposed depends on the class of the model, which {self.side} does not tell; merge it with peft."
+            )
+        return len(shape) == 2 and shape[0] != rows
 
     def _misfit(self, what: str, shape: tuple[int, ...], kept: TensorEntry) -> CheckpointError:
         return CheckpointError(
@@ -249,10 +325,14 @@ class _Copied:
 
 @dataclass(frozen=True, slots=True)
 class _LowRankSum:
-    """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns], scaled after it as by peft."""
+    """A matrix of `base` plus the product of two thin ones, [rows, r] and [r, columns], scaled after it as by peft.
+
+    What was finite must stay so: peft merges NaN and infinities in silence.
+    """
 
     base: TensorIndex
     entry: TensorEntry
+    adapter: Path
     factors: Factors = field(repr=False)
     scale: float
 
@@ -263,11 +343,19 @@ class _LowRankSum:
     def decode_into(self, read: Any, start: int, out: memoryview) -> None:
         import torch
 
-        self.base.read_into(self.entry.name, start, out)
+        self.base.reader.read_into(self.entry, start, out)
         left, right = self.factors()
         columns = self.entry.shape[1]
         stop = start + len(out) // itemsize(self.entry.dtype)
         first, last = start // columns, -(-stop // columns)
         product = (left[first:last] @ right).view(-1)[start - first * columns : stop - first * columns]
         values = torch.frombuffer(out, dtype=to_torch(self.entry.dtype))
-        values.copy_(values.float() + product * self.scale)
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        merged = (wide + product * self.scale).to(values.dtype)
+        if not merged.isfinite().all() and (values.isfinite() & ~merged.isfinite()).any():
+            raise CheckpointError(
+                f"{self.adapter}: merged into {self.entry.name} of {self.base.path}, it makes values that are NaN, or "
+                f"too large for {torch_name(self.entry.dtype)}; its factors or its scale ({self.scale:g}) are damaged, "
+                f"or the base must be stored in a wider dtype."
+            )
+        values.copy_(merged)

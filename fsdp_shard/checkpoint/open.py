@@ -79,6 +79,9 @@ def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
                 f"{path} has the digests of {len(record.chunks)} chunks of tensor {name}, which has "
                 f"{num_chunks(entry.num_bytes)}: the manifest is damaged."
             )
+    if index.aliases and manifest.aliases and index.aliases != manifest.aliases:
+        name = min(name for name, _ in index.aliases.items() ^ manifest.aliases.items())
+        raise CheckpointError(f"{path} and the weight files disagree: they tie tensor {name} to different ones.")
     return dataclasses.replace(
         index, aliases=manifest.aliases or index.aliases, step=manifest.step, world_size=manifest.world_size
     )

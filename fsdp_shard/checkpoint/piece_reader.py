@@ -10,24 +10,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.io import Files, itemsize, page_aligned, to_torch
+from fsdp_shard.checkpoint.io import ChecksumTracker, Files, itemsize, page_aligned, to_torch
 from fsdp_shard.checkpoint.tensor_entry import Piece, Span, TensorEntry
 
 if TYPE_CHECKING:
     import torch
 
+_CHECK_BYTES = 4 << 20  # of a storage, read at a time
 _ROW_GROUP_BYTES = 4 << 20  # a box with short runs is read in groups of whole rows of about this size, then narrowed
 
 
 class PieceReader:
     """Reads the tensors of one checkpoint. Its files stay open until `close`; a later read opens them again.
 
+    Where a file has the CRC of a storage, it is compared once all of the storage was read, by whatever reads: a part of
+    a tensor that is read alone is not checked. What is stored in other strides is checked before it is read.
+
     Args:
         root: The directory of the files.
     """
 
     def __init__(self, root: Path) -> None:
-        self.files = Files(root)
+        self.files, self.checksums = Files(root), ChecksumTracker(root)
         self._starts: dict[str, list[int] | None] = {}
 
     def read_into(self, entry: TensorEntry, start: int, out: memoryview) -> None:
@@ -110,10 +114,24 @@ class PieceReader:
         """Read the elements of a piece from its flat element `inside` on."""
         if piece.codec is None:
             self.files.read_into(piece.file, piece.start + inside * size, out)
+            if piece.checksum is not None:
+                self.checksums.add(piece.file, piece.checksum, piece.start + inside * size, out)
         else:
+            self.finish_checksum(piece)
             piece.codec.decode_into(
                 lambda offset, buffer: self.files.read_into(piece.file, piece.start + offset, buffer), inside, out
             )
+
+    def finish_checksum(self, piece: Piece) -> None:
+        """Read what was not read yet of the storage that holds a piece, and so compare its CRC, if it has one."""
+        if piece.checksum is None:
+            return
+        for start, stop in self.checksums.gaps(piece.file, piece.checksum):
+            buffer = page_aligned(min(_CHECK_BYTES, stop - start))
+            for at in range(start, stop, _CHECK_BYTES):
+                part = buffer[: min(_CHECK_BYTES, stop - at)]
+                self.files.read_into(piece.file, at, part)
+                self.checksums.add(piece.file, piece.checksum, at, part)
 
     def _read_box(
         self, entry: TensorEntry, offsets: tuple[int, ...], shape: tuple[int, ...], out: torch.Tensor

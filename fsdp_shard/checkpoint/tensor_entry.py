@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.io import TensorSpec, itemsize
+from fsdp_shard.checkpoint.io import Checksum, TensorSpec, itemsize
 from fsdp_shard.errors import CheckpointError
 
 _SHORT_RUN_BYTES = 64 << 10  # runs shorter than this cost more to read one by one than to copy into place
@@ -33,13 +33,17 @@ class Codec(Protocol):
 
 
 class Piece(NamedTuple):
-    """A box of a tensor, at `offsets` and of `shape`, row-major and contiguous in `file` from byte `start` on."""
+    """A box of a tensor, at `offsets` and of `shape`, row-major and contiguous in `file` from byte `start` on.
+
+    `checksum` is that of the part of the file around it that has a CRC, if there is one.
+    """
 
     file: str
     start: int
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     codec: Codec | None = None
+    checksum: Checksum | None = None
 
 
 class TensorEntry(NamedTuple):
@@ -69,6 +73,11 @@ class TensorEntry(NamedTuple):
     def is_in_long_runs(self) -> bool:
         """Whether its bytes are stored as they are, and not in many short runs."""
         return all(piece.codec is None and self.has_long_runs(piece) for piece in self.pieces)
+
+    @property
+    def has_checksum(self) -> bool:
+        """Whether its files have CRCs of it, which are compared when all of it is read."""
+        return any(piece.checksum is not None for piece in self.pieces)
 
     def has_long_runs(self, piece: Piece) -> bool:
         """Whether `piece` is few long runs of the flat tensor, each worth a read of its own."""

@@ -41,10 +41,10 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> to
 
 
 def write_huggingface(root: Path, tensors: Tensors, **metadata: str) -> Path:
-    """A directory as `save_pretrained` makes it, through safetensors' own writer."""
+    """A directory as `save_pretrained` makes it, through safetensors' own writer; no model is compared with it."""
     root.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), root / "model.safetensors", metadata={"format": "pt", **metadata})
-    (root / "config.json").write_text('{"model_type": "llama", "dtype": "float32"}')
+    (root / "config.json").write_text('{"model_type": "lamma", "dtype": "float32"}')
     return root
 
 

@@ -75,6 +75,16 @@ def shard_info(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None
     return header(apply)
 
 
+def everywhere(damage: Callable[[Path], None]) -> Callable[[Path], None]:
+    """The same damage in the files of all ranks."""
+
+    def apply(path: Path) -> None:
+        for file in path.parent.glob("shard-*"):
+            damage(file)
+
+    return apply
+
+
 def link_outside(path: Path) -> None:
     outside = path.parent.parent / "outside.safetensors"
     path.rename(outside)
@@ -195,7 +205,12 @@ CASES: dict[str, Case] = {
         "only in one",
     ),
     "tensor without range": (ranks, shard_info(lambda i: i["tensors"].pop("a")), "only in one"),
-    "tied to nothing": (ranks, shard_info(lambda i: i.update(aliases={"head": "gone"})), "tied to gone"),
+    "tied to nothing": (ranks, everywhere(shard_info(lambda i: i.update(aliases={"head": "gone"}))), "tied to gone"),
+    "tied in one file": (
+        ranks,
+        shard_info(lambda i: i.update(aliases={"head": "a"})),
+        "tied tensors .* different saves",
+    ),
     "a rank is a link": (ranks, link_outside, "outside the directory"),
     "a rank is a FIFO": (ranks, fifo, "not a regular file"),
     # No checkpoint at all.

@@ -41,7 +41,7 @@ LONG = os.environ.get("FAULTS") == "long"
 _FORK = multiprocessing.get_context("fork")
 _SHAPES = {"embed.weight": (3, 100_001), "norm.weight": (7,), "head.weight": (5, 11)}  # one crosses chunks of 1 MiB
 _SMALL = {"embed.weight": (3, 101), "norm.weight": (7,), "head.weight": (5, 11)}
-_CONFIG = b'{"model_type": "llama"}'
+_CONFIG = b'{"model_type": "lamma"}'
 
 
 class State:

@@ -4,11 +4,13 @@
 are distinguished from optimizer and trainer states by the nesting that DCP records. torch is not imported.
 """
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,15 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Handles, find_torch_name, has_file, itemsize, member, open_regular
 from fsdp_shard.checkpoint.steps import DCP_METADATA
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
-from fsdp_shard.checkpoint.torch_pickle import Metadata, MetadataIndex, StorageInfo, StoredTensor, TensorStorageMetadata
+from fsdp_shard.checkpoint.torch_pickle import (
+    CRC_IN_ENTRY,
+    ENTRY_BYTES,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    StoredTensor,
+    TensorStorageMetadata,
+)
 from fsdp_shard.errors import CheckpointError
 
 __all__ = ["LISTS_TIED_NAMES", "NAME", "plan", "read", "recognize"]
@@ -39,7 +49,9 @@ def read(path: Path) -> TensorIndex:
     metadata = _metadata(path)
     items = metadata.state_dict_metadata.items()
     tensors = {key: item for key, item in items if isinstance(item, TensorStorageMetadata)}
-    selection = torch_pickle.select_weights({key: _keys(metadata, key) for key in tensors}, path / DCP_METADATA)
+    selection = torch_pickle.select_weights(
+        {key: _keys(path / DCP_METADATA, metadata, key) for key in tensors}, path / DCP_METADATA
+    )
     with closing(_Items(path)) as reader:
         found = {
             fqn: _entry(path, fqn, key, tensors[key], metadata.storage_data, reader)
@@ -68,10 +80,20 @@ def _metadata(path: Path) -> Metadata:
     return metadata
 
 
-def _keys(metadata: Metadata, key: str) -> Sequence[object]:
-    """The keys of a tensor in the nested state dict; only its flat name where DCP did not record them."""
-    recorded = metadata.planner_data.get(key) if isinstance(metadata.planner_data, Mapping) else None
-    return recorded if isinstance(recorded, tuple) and recorded else (key,)
+def _keys(where: Path, metadata: Metadata, key: str) -> Sequence[object]:
+    """The keys of a tensor in the nested state dict; only its flat name where DCP did not record any.
+
+    DCP's name of a tensor is its keys with dots between them: other keys would make a weight of an optimizer's state.
+    """
+    if not isinstance(metadata.planner_data, Mapping) or not metadata.planner_data:
+        return (key,)
+    recorded = metadata.planner_data.get(key)
+    if not isinstance(recorded, tuple) or ".".join(map(str, recorded)) != key:
+        raise CheckpointError(
+            f"{where} has tensor {key}, but its planner data has it under the keys {str(recorded)[:200]}: the metadata "
+            f"is damaged, or of another checkpoint."
+        )
+    return recorded
 
 
 _Storage = Mapping[Any, StorageInfo]
@@ -89,6 +111,44 @@ def _storage_of(path: Path, key: str, offsets: tuple[int, ...], storage: _Storag
     return info
 
 
+@dataclass(frozen=True)
+class _Item:
+    """A known item: the bytes before its tensor, and the rest of the directory entry that has the tensor's CRC.
+
+    Another item with the same bytes has its tensor at the same position.
+    """
+
+    offset: int
+    head: bytes
+    rest: bytes
+    tensor: StoredTensor
+
+    @classmethod
+    def of(cls, handle: int, offset: int, tensor: StoredTensor) -> _Item:
+        """The item at byte `offset` of an open file, which was found to hold `tensor`."""
+        head, member = os.pread(handle, tensor.start - offset, offset), tensor.member
+        return cls(offset, head, b"" if member is None else _crc_and_rest(handle, member.crc_at)[1], tensor)
+
+    def at(self, handle: int, offset: int) -> StoredTensor | None:
+        """The tensor of the item at another `offset`, if that item is alike."""
+        if os.pread(handle, len(self.head), offset) != self.head:
+            return None
+        moved, member = offset - self.offset, self.tensor.member
+        if member is not None:
+            crc, rest = _crc_and_rest(handle, member.crc_at + moved)
+            if rest != self.rest:
+                return None
+            member = replace(member, start=member.start + moved, crc=crc, crc_at=member.crc_at + moved)
+        return replace(self.tensor, start=offset + len(self.head), member=member)
+
+
+def _crc_and_rest(handle: int, crc_at: int) -> tuple[int, bytes]:
+    """The CRC in the directory entry of a member, and the entry without it."""
+    entry = os.pread(handle, ENTRY_BYTES, crc_at - CRC_IN_ENTRY)
+    stop = CRC_IN_ENTRY + 4
+    return int.from_bytes(entry[CRC_IN_ENTRY:stop], "little"), entry[:CRC_IN_ENTRY] + entry[stop:]
+
+
 class _Items:
     """Finds the tensor in each item of the `.distcp` files.
 
@@ -99,7 +159,7 @@ class _Items:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._handles = Handles(lambda name: open_regular(member(root, name)))
-        self._headers: dict[int, list[tuple[bytes, StoredTensor]]] = {}  # by length of the item
+        self._known: dict[int, list[_Item]] = {}  # by length of the item
 
     def tensor(self, info: StorageInfo, key: str) -> StoredTensor:
         """The tensor in the item, which must be one plain tensor."""
@@ -110,15 +170,15 @@ class _Items:
                     f"{self._root / info.relative_path} has {size} bytes, but tensor {key} ends at byte {end} of it: "
                     "the file was cut short."
                 )
-            known = self._headers.setdefault(info.length, [])
-            for header, tensor in known:
-                if os.pread(handle, len(header), info.offset) == header:
-                    return replace(tensor, start=info.offset + len(header))
+            known = self._known.setdefault(info.length, [])
+            for item in known:
+                if (same := item.at(handle, info.offset)) is not None:
+                    return same
             where = self._root / info.relative_path
-            item = f"{where} (tensor {key}, from byte {info.offset} on)"
-            found = torch_pickle.read_torch_bytes(handle, info.offset, info.length, item)
+            name = f"{where} (tensor {key}, from byte {info.offset} on)"
+            found = torch_pickle.read_torch_bytes(handle, info.offset, info.length, name)
             found = torch_pickle.readable(found, key, where)
-            known.append((os.pread(handle, found.start - info.offset, info.offset), found))
+            known.append(_Item.of(handle, info.offset, found))
             return found
 
     def close(self) -> None:

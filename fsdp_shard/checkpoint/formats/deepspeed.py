@@ -14,6 +14,8 @@ from typing import Any
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats import deepspeed_files
 from fsdp_shard.checkpoint.formats.deepspeed_files import Segment, State, Zero, length, pieces, segment, step_directory
+from fsdp_shard.checkpoint.formats.replicas import Replicas
+from fsdp_shard.checkpoint.formats.several_files import Agreement
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
 from fsdp_shard.checkpoint.torch_pickle import StoredTensor, counts, plain_entry, readable, walk
@@ -39,8 +41,12 @@ def read(path: Path) -> TensorIndex:
     models = [deepspeed_files.read_state(path, name) for name in deepspeed_files.model_files(path, inner, zeros[0])]
     shapes = _param_shapes(models[0])
     make = _split_anywhere if zeros[0].stage <= 2 else _split_equally
-    found = {entry.name: entry for entry in make(path, models[0], shapes, zeros)}
-    found |= {entry.name: entry for entry in _kept_in_models(path, models, zeros[0].stage)}
+    replicas = _replicas(path, models, optimizers)
+    found: dict[str, TensorEntry] = {}
+    for entry in (*make(path, models[0], shapes, zeros), *_kept_in_models(path, models, zeros[0].stage, replicas)):
+        if found.setdefault(entry.name, entry) is not entry:
+            raise CheckpointError(f"{models[0].where} names parameter {entry.name} twice; which one is meant?")
+    replicas.compare()
     tensors, aliases = torch_pickle.without_copies(found)
     aliases |= {name: kept for name, kept in _shared(models[0], found).items() if kept in tensors}
     moments = [tensor for state in optimizers for keys, tensor in walk(state.content, state.where) if "state" in keys]
@@ -54,7 +60,25 @@ def read(path: Path) -> TensorIndex:
         step=step if type(step) is int else None,
         world_size=len(zeros),
         extras={"optimizer": torch_pickle.extra_of(moments)},
+        replicas=tuple(replicas.pieces),
     )
+
+
+def _replicas(path: Path, models: Sequence[State], optimizers: Sequence[State]) -> Replicas:
+    """Check what the files of all ranks must agree on; each optimizer file has the number of steps as a tensor."""
+    saves, replicas = Agreement(), Replicas(path)
+    for model in models:
+        shapes = [[(name, *counts(shape)) for name, shape in group.items()] for group in _param_shapes(model)]
+        saves.check("the step", model.where, model.content.get("global_steps"))
+        saves.check("the list of parameters", model.where, shapes)
+        saves.check("the list of buffers", model.where, model.content.get("buffer_names"))
+    for state in optimizers:
+        for keys, tensor in walk(state.content, state.where):
+            if keys[-1] == "step" and "state" in keys and isinstance(tensor, StoredTensor):
+                name = f"{keys[-2]}.step of the optimizer"
+                entry = plain_entry(name, tensor, state.file, state.where)
+                replicas.add(name, entry.dtype, entry.pieces[0])
+    return replicas
 
 
 def _param_shapes(state: State) -> list[_Shapes]:
@@ -82,13 +106,34 @@ def _split_anywhere(
         raise CheckpointError(f"{model.where} has other groups of parameters than the optimizer files.")
     for number, group in enumerate(shapes):
         vector = [zero.groups[number] for zero in zeros]
-        at = 0
+        at, starts = 0, {}
         for (name, shape), padding in zip(group.items(), paddings[number], strict=True):
             size = math.prod(shape)
             yield _entry(root, name, shape, pieces(vector, at, shape, 0, size, "F32"), vector)
+            starts[name] = (at, size)
             at += size + padding
+        _check_fragments(model, number, starts, zeros)
         # The end is padded to a multiple of twice the ranks; some of it is missing in the last ranks' partitions.
         _check_end(model, at, length(vector), 2 * len(zeros))
+
+
+def _check_fragments(model: State, number: int, starts: Mapping[str, tuple[int, int]], zeros: Sequence[Zero]) -> None:
+    """CheckpointError unless each rank's own list of a group's parameters has them where they were read.
+
+    `starts` are their (first element, number of elements) in the whole group.
+    """
+    low = 0
+    for rank, zero in enumerate(zeros):
+        high = low + zero.groups[number].num_elements
+        parts = {name: (max(at - low, 0), min(at + n, high) - max(at, low)) for name, (at, n) in starts.items()}
+        expected = {name: part for name, part in parts.items() if part[1] > 0}
+        found = expected if zero.fragments is None else zero.fragments[number : number + 1]
+        if found not in (expected, [expected]):
+            raise CheckpointError(
+                f"{model.where} and the optimizer file of rank {rank} do not have the same parameters in group "
+                f"{number}: the files were mixed up, or one is damaged."
+            )
+        low = high
 
 
 def _split_equally(root: Path, model: State, shapes: Sequence[_Shapes], zeros: Sequence[Zero]) -> Iterator[TensorEntry]:
@@ -126,15 +171,18 @@ def _check_end(model: State, wanted: int, found: int, alignment: int) -> None:
         )
 
 
-def _kept_in_models(root: Path, models: Sequence[State], stage: int) -> Iterator[TensorEntry]:
+def _kept_in_models(root: Path, models: Sequence[State], stage: int, replicas: Replicas) -> Iterator[TensorEntry]:
     """Buffers, and parameters that are not trained: complete up to stage 2, in equal flat parts in stage 3."""
-    first = models[0]
-    module, names = first.content.get("module"), first.content.get("buffer_names")
-    if not isinstance(module, Mapping) or not isinstance(names, (list, tuple, set)):
+    first, names = models[0], models[0].content.get("buffer_names")
+    modules: list[Any] = [model.content.get("module") for model in models]
+    if not all(isinstance(module, Mapping) for module in modules) or not isinstance(names, (list, tuple, set)):
         raise CheckpointError(f"{first.where} has no module or no names of buffers, so it is not a model state.")
-    for name in names:
-        if name in module:
-            yield plain_entry(str(name), module[name], first.file, first.where)
+    for name in dict.fromkeys(map(str, names)):
+        held = zip(models, modules, strict=True) if name in modules[0] else ()
+        entries = [plain_entry(name, module.get(name), model.file, model.where) for model, module in held]
+        for entry in entries:
+            replicas.add(name, entry.dtype, entry.pieces[0])
+        yield from entries[:1]
     frozen = _shapes(first, first.content.get("frozen_param_shapes") or {})
     for name, shape in frozen.items():
         fragments = [(model.content.get("frozen_param_fragments") or {}).get(name) for model in models]

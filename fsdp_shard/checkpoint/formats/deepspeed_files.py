@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_shard.checkpoint import tensor_slices
 from fsdp_shard.checkpoint.formats.several_files import Agreement, files_by_rank
-from fsdp_shard.checkpoint.io import has_file, itemsize, member, open_regular
+from fsdp_shard.checkpoint.io import Checksum, has_file, itemsize, member, open_regular
 from fsdp_shard.checkpoint.tensor_entry import Piece
 from fsdp_shard.checkpoint.torch_pickle import Record, counts, piece_of, read_torch_file, readable
 from fsdp_shard.errors import CheckpointError
@@ -32,24 +32,27 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Contiguous elements of one dtype in a file, from byte `start` on."""
+    """Contiguous elements of one dtype in a file, from byte `start` on, and the checksum of the storage around."""
 
     file: str
     start: int
     num_elements: int
+    checksum: Checksum | None = None
 
 
 @dataclass(frozen=True)
 class Zero:
     """One rank's optimizer file: stage, number of ranks, the float32 masters of each parameter group in one segment.
 
-    `paddings` are the numbers of elements after each parameter of each group, where the file has any.
+    `paddings` are the numbers of elements after each parameter of each group, where the file has any. `fragments` are,
+    up to stage 2, the parameters in each group's segment with (first element in it, number of elements).
     """
 
     stage: int
     world_size: int
     groups: list[Segment]
     paddings: list[tuple[int, ...]] | None
+    fragments: list[dict[str, tuple[int, ...]]] | None
 
 
 def step_directory(path: Path) -> str | None:
@@ -137,7 +140,8 @@ def zero_of(state: State) -> Zero:
     if type(size) is not int or not isinstance(groups, (list, tuple)):
         raise CheckpointError(f"{state.where} does not say how its ZeRO optimizer was partitioned.")
     found = [segment(state, f"group {number}", group, "F32") for number, group in enumerate(groups)]
-    return Zero(stage, size, found, _paddings(state, held.get("param_alignment_paddings")))
+    paddings = _paddings(state, held.get("param_alignment_paddings"))
+    return Zero(stage, size, found, paddings, _fragments(state, held.get("param_slice_mappings")))
 
 
 def _paddings(state: State, value: Any) -> list[tuple[int, ...]] | None:
@@ -149,12 +153,24 @@ def _paddings(state: State, value: Any) -> list[tuple[int, ...]] | None:
         raise CheckpointError(f"{state.where} has paddings of parameters that are none: {error}.") from None
 
 
+def _fragments(state: State, value: Any) -> list[dict[str, tuple[int, ...]]] | None:
+    if value is None:  # before DeepSpeed 0.7
+        return None
+    try:
+        return [
+            {str(name): counts((at.get("start"), at.get("numel"))) for name, at in group.items()} for group in value
+        ]
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(f"{state.where} has fragments of parameters that are none: {error}.") from None
+
+
 def segment(state: State, name: str, tensor: Any, dtype: str) -> Segment:
     """A contiguous tensor of `dtype` in a file; CheckpointError if it is anything else."""
     plain = readable(tensor, name, state.where)
-    if plain.dtype != dtype or piece_of("", plain, plain.shape).codec is not None:
+    piece = piece_of("", plain, plain.shape)
+    if plain.dtype != dtype or piece.codec is not None:
         raise CheckpointError(f"{state.where}: {name} is no flat tensor of {dtype}.")
-    return Segment(state.file, plain.start, plain.num_elements)
+    return Segment(state.file, plain.start, plain.num_elements, piece.checksum)
 
 
 def length(vector: Sequence[Segment]) -> int:
@@ -175,6 +191,6 @@ def pieces(
         if low < high:
             start = segment.start + (low - position) * itemsize(dtype)
             for offsets, box in tensor_slices.flat_boxes(shape, first + low - at, high - low):
-                yield Piece(segment.file, start, offsets, box)
+                yield Piece(segment.file, start, offsets, box, None, segment.checksum)
                 start += math.prod(box) * itemsize(dtype)
         position += segment.num_elements

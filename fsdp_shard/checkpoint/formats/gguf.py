@@ -123,8 +123,14 @@ def _codec(file: Path, stored: str, tensor: GGUFTensor, header: GGUFHeader) -> C
         rows = tensor.shape[0]
         if type(num_heads) is not int or num_heads < 1 or rows % (2 * num_heads):
             raise CheckpointError(f"{file} gives {num_heads!r} heads for the {rows} rows of tensor {stored}.")
+        head_rows, said = rows // num_heads, header.values.get(f"{architecture}.rope.dimension_count")
+        if said not in (None, head_rows):  # transformers' width of a head; all of it is rotated in these models
+            raise CheckpointError(
+                f"{file} rotates {said!r} rows of each head, but tensor {stored} has {head_rows} for each of its "
+                f"{num_heads} heads: they would be put in another order than they had."
+            )
         row = tensor.shape[1] if len(tensor.shape) > 1 else 1
-        return InterleavedCodec(blocks, rows // num_heads, row)
+        return InterleavedCodec(blocks, head_rows, row)
     return None if tensor.kind == _F32 else blocks
 
 

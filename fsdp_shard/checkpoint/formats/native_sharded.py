@@ -39,6 +39,7 @@ def read(path: Path) -> TensorIndex:
                 f"{where} has the header of rank {info.rank} of {info.world_size}: it was renamed or mixed up."
             )
         saves.check("the save", where, info.save, "at step", info.step)
+        saves.check("the list of tied tensors", where, dict(info.aliases))
         aliases.update(info.aliases)
         for name, dtype, shape, held in _rank_pieces(where, file, header, info):
             saves.check(f"tensor {name}", where, dtype, shape)

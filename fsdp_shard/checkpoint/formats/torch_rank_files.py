@@ -1,7 +1,7 @@
 """Format `torch_ranks`: one file of torch.save per rank, with DTensors (FSDP2, tensor parallelism) or ShardedTensors.
 
 Known by `rank` and a number in the names (verl's `model_world_size_8_rank_0.pt`). Optimizer and trainer states next to
-them count as extras. Replicas are read once. Imports no torch, runs no pickle.
+them count as extras. Replicas must be the same (see `replicas`); one is read. Imports no torch, runs no pickle.
 """
 
 import math
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_shard.checkpoint import torch_pickle
+from fsdp_shard.checkpoint.formats.replicas import Replicas
 from fsdp_shard.checkpoint.formats.several_files import Agreement, files_by_rank, one_world_size, sum_extras
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file, member
@@ -59,10 +60,13 @@ def read(path: Path) -> TensorIndex:
             "the model they are: FSDP's LOCAL_STATE_DICT, or a copy on each rank. Save a FULL_STATE_DICT or a "
             "SHARDED_STATE_DICT instead; of copies, give one file."
         )
-    found = {name: _entry(path, name, held, len(files)) for name, held in parts.items()}
+    replicas = Replicas(path)
+    found = {name: _entry(replicas, name, held, len(files)) for name, held in parts.items()}
     tensors, aliases = torch_pickle.without_copies(found)
     extras = sum_extras(extras, _other_states(path))
-    return TensorIndex(path, NAME, tensors, aliases, world_size=len(files), extras=extras)
+    replicas.compare()
+    held = tuple(replicas.pieces)
+    return TensorIndex(path, NAME, tensors, aliases, world_size=len(files), extras=extras, replicas=held)
 
 
 def _files(path: Path, is_extra: bool = False) -> list[re.Match[str]]:
@@ -82,22 +86,24 @@ def _model_files(path: Path) -> list[str]:
     return files_by_rank(path, [(int(file["rank"]), file[0]) for file in files], world_size)
 
 
-def _entry(root: Path, name: str, parts: Sequence[_Part], num_files: int) -> TensorEntry:
-    first, saves = parts[0], Agreement()
+def _entry(replicas: Replicas, name: str, parts: Sequence[_Part], num_files: int) -> TensorEntry:
+    root, first, saves = replicas.root, parts[0], Agreement()
     for part in parts:
         saves.check(f"tensor {name}", part.where, *_description(part, name))
     if not isinstance(first.tensor, (StoredDTensor, StoredShards)):
-        return torch_pickle.plain_entry(name, first.tensor, first.file, first.where)
+        entries = [torch_pickle.plain_entry(name, part.tensor, part.file, part.where) for part in parts]
+        for entry in entries:
+            replicas.add(name, entry.dtype, entry.pieces[0])
+        return entries[0]
     ranks = {part.rank for part in parts}
+    dtype = str(_description(first, name)[0])
     boxes: dict[Box, Piece] = {}
     for part in parts:
         for piece in _pieces(part, name, ranks, num_files):
             boxes.setdefault((piece.offsets, piece.shape), piece)
+            replicas.add(name, dtype, piece)
     if isinstance(first.tensor, StoredShards):
-        dtype = first.tensor.dtype
         _check_boxes(root, name, first.tensor, boxes, len(parts))
-    else:
-        dtype = readable(first.tensor.local, name, first.where).dtype
     filled = [piece for piece in boxes.values() if math.prod(piece.shape)]
     return checked(root, name, dtype, first.tensor.shape, filled or list(boxes.values())[:1])
 

@@ -11,7 +11,7 @@ from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, chunk_jobs,
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.non_finite import NonFinite, find_non_finite
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
-from fsdp_shard.checkpoint.io import in_threads, itemsize
+from fsdp_shard.checkpoint.io import Checksum, in_threads, itemsize
 from fsdp_shard.checkpoint.steps import Manifest
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
 from fsdp_shard.checkpoint.tensor_slices import flat_boxes
@@ -68,6 +68,27 @@ def damage(index: TensorIndex, manifest: Manifest, found: Scan) -> list[Problem]
         wrong = [number for number, digest in enumerate(digests) if digest.hex() != expected[number]]
         problems += _damaged(index, name, wrong)
     return sorted(problems, key=lambda problem: (problem.file or "", problem.start or 0))
+
+
+def checksum_problems(index: TensorIndex) -> list[Problem]:
+    """The storages whose CRC does not hold, once what was not read of them is read; those of replicas too."""
+    checksums = index.reader.checksums
+    owners: dict[tuple[str, Checksum], str] = {}
+    for entry in index.tensors.values():
+        for piece in entry.pieces:
+            index.reader.finish_checksum(piece)
+            if piece.checksum is not None:
+                owners.setdefault((piece.file, piece.checksum), entry.name)
+    for piece in index.replicas:
+        index.reader.finish_checksum(piece)
+    return [
+        Problem(
+            checksums.describe(file, found),
+            (ByteRange(file, found.start, found.start + found.num_bytes),),
+            owners.get((file, found)),
+        )
+        for file, found in sorted(checksums.damaged)
+    ]
 
 
 def _damaged(index: TensorIndex, name: str, chunks: Sequence[int]) -> Iterator[Problem]:

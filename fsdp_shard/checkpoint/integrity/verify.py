@@ -1,7 +1,7 @@
 """`verify`: every byte of a checkpoint against the digests in its manifest, or against another checkpoint.
 
-Without either, what can be checked: structure, shapes against config.json, NaN and infinities. Imports no torch, unless
-two checkpoints hold a tensor in different dtypes.
+Besides, and without either, what can be checked: structure, the CRCs in files of torch, the model of config.json, NaN
+and infinities. torch is imported to build that model, or if two checkpoints hold a tensor in different dtypes.
 """
 
 import math
@@ -11,25 +11,26 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fsdp_shard.checkpoint.digests import file_digest, frame_digest, header_digest
+from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import compare
-from fsdp_shard.checkpoint.integrity.config_shapes import config_problems
+from fsdp_shard.checkpoint.integrity.load_checks import compare_with_base, compare_with_config
 from fsdp_shard.checkpoint.integrity.non_finite import DTYPES
-from fsdp_shard.checkpoint.integrity.scan import Scan, damage, non_finite, scan
+from fsdp_shard.checkpoint.integrity.scan import Scan, checksum_problems, damage, non_finite, scan
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, VerifyReport, size_problem
-from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
+from fsdp_shard.checkpoint.io import has_file, itemsize, member
 from fsdp_shard.checkpoint.location import Location, local_path, locate
+from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.steps import Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
-
-_CONFIG = "config.json"
 
 
 def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
     """Check a checkpoint, alone or against another one.
 
-    Every byte is compared with the digests of the manifest, if there is one. Without a manifest, the structure, NaN and
-    infinities, and the shapes against config.json are checked. With `against`, the contents of the two checkpoints are
+    Every byte is compared with the digests of the manifest, if there is one. Without a manifest, the structure, the
+    CRCs in files of torch, NaN and infinities are checked. In either case the tensors are compared with the model of
+    config.json, and those of an adapter with its settings and its base. With `against`, the contents of the two are
     compared, whatever their formats, layouts and floating-point dtypes are; a manifest of either is checked too. Of an
     adapter and a model, the adapter is merged into its base first.
 
@@ -76,6 +77,7 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
             against=None if against is None else str(against),
             num_cast=num_cast,
             not_read=tuple(index.extras) if index else (),
+            notes=tuple(one.notes),
         )
 
 
@@ -88,6 +90,7 @@ class _Checkpoint:
         self.path, self._stack = path, stack
         self.problems: list[Problem] = []
         self.checked: list[str] = []
+        self.notes: list[str] = []
         self.manifest: Manifest | None = None
         self.has_digests = False
         self.location: Location | None = None
@@ -130,9 +133,9 @@ class _Checkpoint:
         """Check the content without another checkpoint."""
         if self.index is not None and not self.index.tensors:
             self.problems.append(Problem(f"{self.index.path} has no tensors.", ()))
-        if self.index is not None and self.manifest is None:
-            self._check_config(self.index)
         self.read((), searches=self.manifest is None)
+        if self.index is not None and self.path.is_dir():  # one file may be one of several
+            self._check_loading(self.index)
 
     def read(self, digested: Collection[str], *, searches: bool) -> Scan:
         """Read the tensors once: those with digests in the manifest, and those `digested`.
@@ -145,8 +148,10 @@ class _Checkpoint:
             digested = self.index.names
         tensors = self.index.tensors.values()
         searched = {entry.name for entry in tensors if entry.dtype in DTYPES} if searches else set[str]()
+        self.index.reader.checksums.raises = False
         try:
             found = scan(self.index, digested, searched)
+            self.problems += checksum_problems(self.index)
         except (CheckpointError, OSError) as error:
             self._fail(error)
             return Scan()
@@ -157,24 +162,20 @@ class _Checkpoint:
             self.problems += non_finite(self.index, found)
         return found
 
-    def _check_config(self, index: TensorIndex) -> None:
-        side = index.model_directory
-        if not self.path.is_dir() or not has_file(side, _CONFIG):
-            return  # one file of several: the shapes of the others are not known
-        try:
-            path = member(side, _CONFIG)
-            config = read_json(path)
-            if not isinstance(config, dict):
-                raise CheckpointError(f"{path} is not a JSON object, so it is not the config of a model.")
-        except CheckpointError as error:
-            self.problems.append(Problem(str(error), (ByteRange(_CONFIG),)))
+    def _check_loading(self, index: TensorIndex) -> None:
+        """Compare what was read with what loading expects."""
+        location = self.location
+        assert location is not None, "it was opened"
+        if location.is_adapter:
+            self.checked.append(ADAPTER_CONFIG)
+            found, notes = compare_with_base(location, index)
+        elif has_file(location.model_directory, CONFIG):
+            self.checked.append(CONFIG)
+            found, notes = compare_with_config(index, location.model_directory)
+        else:
             return
-        self.checked.append(_CONFIG)
-        tied = {name: index.entry(name).shape for name in index.aliases}
-        self.problems += [
-            Problem(f"{path} does not fit the weights: {text}", (ByteRange(_CONFIG),))
-            for text in config_problems(config, index.shapes | tied)
-        ]
+        self.problems += found
+        self.notes += notes
 
     def _fail(self, error: Exception) -> None:
         if not self.problems:  # otherwise the damaged file is named already

@@ -77,6 +77,7 @@ class VerifyReport:
         against: The other checkpoint, if one was given.
         num_cast: The number of tensors whose dtype differs in the other checkpoint.
         not_read: The kinds of tensors that are no weights, which were not checked.
+        notes: What was not compared, or is not used.
     """
 
     path: str
@@ -90,6 +91,7 @@ class VerifyReport:
     against: str | None = None
     num_cast: int = 0
     not_read: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def is_sound(self) -> bool:
@@ -105,6 +107,7 @@ class VerifyReport:
         lines = [problem.message for problem in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"... and {len(self.problems) - _SHOWN:,} more problems; --json lists all.")
+        lines += self.notes
         if self.format is not None:
             lines.append(self._against() if self.against is not None else self._alone())
         return "\n".join(lines)

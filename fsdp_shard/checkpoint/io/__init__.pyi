@@ -7,6 +7,7 @@ from .atomicity import (
     start_writeback as start_writeback,
     sync_directories as sync_directories,
 )
+from .checksums import Checksum as Checksum, ChecksumTracker as ChecksumTracker
 from .fault_points import fault_point as fault_point
 from .files import (
     Files as Files,
@@ -32,6 +33,7 @@ from .safetensors_format import (
     from_torch_name as from_torch_name,
     is_known as is_known,
     itemsize as itemsize,
+    kind_of as kind_of,
     read_header as read_header,
     to_torch as to_torch,
     torch_name as torch_name,

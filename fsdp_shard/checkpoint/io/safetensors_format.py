@@ -55,6 +55,11 @@ CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
 """The types that a `dtype=` setting casts; integers, booleans, 8-bit floats and complex numbers keep their type."""
 
 
+def kind_of(dtype: str) -> str:
+    """The kind of numbers of a type: `floating-point`, `complex`, or `integer`, which booleans count as."""
+    return "complex" if dtype == "C64" else "floating-point" if dtype.startswith(("F", "BF")) else "integer"
+
+
 def is_known(dtype: str) -> bool:
     """Whether this is the safetensors name of a type with whole bytes."""
     return dtype in _DTYPES

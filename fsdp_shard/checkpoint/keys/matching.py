@@ -4,7 +4,7 @@ Values are read only to see whether two stored copies of one tied tensor are equ
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +12,14 @@ from transformers import PreTrainedModel, core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import from_torch_name, kind_of, torch_name
 from fsdp_shard.checkpoint.keys.converted_tensors import computed_entry, convert_tensors
-from fsdp_shard.checkpoint.keys.tied_weights import has_same_bytes
+from fsdp_shard.checkpoint.keys.tied_weights import HEADS, has_same_bytes
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.models import computed_tensor, ignored_missing_keys, ignored_unexpected_keys, tied_names
 
 _NUM_NAMED = 4  # names in an error message; the rest is counted
+_DECLARE_TIES = frozenset({"huggingface", "sharded"})  # formats that hold a tied tensor under one name
 _MAX_COMPUTED = 1 << 22  # elements of a tensor that is computed; a config may ask for any number
 
 
@@ -27,11 +29,13 @@ class MatchedNames:
 
     Attributes:
         stored: Name of a parameter or persistent buffer -> name in the index; of tied parameters, the one that is kept.
-        note: A line about stored tensors that the model does not have; empty if there are none.
+        note: Lines about stored tensors that are not used; empty if there are none.
+        unused: The names of those that the model does not have.
     """
 
     stored: dict[str, str]
     note: str
+    unused: tuple[str, ...] = ()
 
 
 def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
@@ -49,7 +53,8 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
         The matched names. What `from_pretrained` leaves out, too (a head for pre-training), is noted.
 
     Raises:
-        CheckpointError: It names what is missing, of another shape, or tied in the model and not in the checkpoint.
+        CheckpointError: It names what is missing, of another shape or kind of numbers, a part that the model's module
+            does not have, or tied in the model and not in the checkpoint.
     """
     aliases = tied_names(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -60,6 +65,7 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
         names = [name, *(alias for alias, kept in aliases.items() if kept == name)]
         stored = _distinct(index, [spelling for wanted in names for spelling in spellings.get(wanted, ())])
         if stored:
+            _refuse_foreign_tie(index, [spelling for wanted in names for spelling in spellings.get(wanted, ())])
             found[name] = stored[0]
             copies += [(stored[0], other) for other in stored[1:]]
     used = {*found.values(), *(other for _, other in copies)}
@@ -70,14 +76,18 @@ def match_names(model: PreTrainedModel, index: TensorIndex) -> MatchedNames:
         found[name] = name
     _refuse_missing(index, [name for name in missing if name not in found], unused)
     _refuse_shapes(index, shapes, found)
+    _refuse_kinds(index, model, found)
+    _refuse_other_parts(index, model, used, unused)
     for kept, other in copies:
         if not has_same_bytes(index, kept, other):
             raise CheckpointError(
                 f"{index.root} holds {kept} and {other} with different values, but its config.json ties them; "
                 f"set tie_word_embeddings to false there."
             )
-    note = f"{index.path}: left out {_some(unused)}, which {type(model).__name__} does not have" if unused else ""
-    return MatchedNames({name: found[name] for name in shapes if name in found}, note)
+    notes = list(index.notes)
+    if unused:
+        notes.append(f"{index.path}: left out {_some(unused)}, which {type(model).__name__} does not have")
+    return MatchedNames({name: found[name] for name in shapes if name in found}, "\n".join(notes), tuple(unused))
 
 
 def untie(model: PreTrainedModel, index: TensorIndex) -> None:
@@ -150,6 +160,51 @@ def _refuse_shapes(index: TensorIndex, shapes: dict[str, tuple[int, ...]], found
         raise CheckpointError(
             f"{index.root} holds shapes that do not fit the model of its config.json: {_some(wrong)}. "
             f"The weights and the config are of different models."
+        )
+
+
+def _refuse_foreign_tie(index: TensorIndex, names: Sequence[str]) -> None:
+    """Refuse a tensor that is nowhere stored, and tied to another one by a header or a manifest but not by the model.
+
+    An output head may be: models with a head of their own are saved while it is the embedding. Other formats name what
+    shares its bytes.
+    """
+    if index.format not in _DECLARE_TIES or any(name in index.tensors or name.endswith(HEADS) for name in names):
+        return
+    raise CheckpointError(
+        f"{index.root} does not hold {names[0]}, and says that it is tied to {index.aliases[names[0]]}, which the "
+        f"model of its config.json does not do. Either the checkpoint is damaged or the config is another model's."
+    )
+
+
+def _refuse_kinds(index: TensorIndex, model: PreTrainedModel, found: dict[str, str]) -> None:
+    """Integers are never what a weight is: transformers casts them in silence."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in found:
+            continue
+        entry, wanted = index.entry(found[name]), str(tensor.dtype).removeprefix("torch.")
+        if kind_of(entry.dtype) != kind_of(from_torch_name(wanted)):
+            raise CheckpointError(
+                f"{index.root} holds {entry.name} as {torch_name(entry.dtype)}, where the model has {wanted}: the "
+                f"checkpoint is damaged, or its weights are quantized in a way that it does not say."
+            )
+
+
+def _refuse_other_parts(
+    index: TensorIndex, model: PreTrainedModel, used: Collection[str], unused: Sequence[str]
+) -> None:
+    """A bias, a scale or an adapter of a layer whose weight is used: without it, the layer computes something else."""
+    layers = {name.removesuffix("weight") for name in used if name.endswith(".weight")}
+    wrong = [
+        name
+        for name in unused
+        if not name.endswith(".num_batches_tracked")
+        and any(name[: at + 1] in layers for at, letter in enumerate(name) if letter == ".")
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{index.root} holds {_some(wrong)}, which belongs to layers that {type(model).__name__} computes without "
+            f"it. The config is another model's, or the weights are quantized or adapted in a way that is not known."
         )
 
 

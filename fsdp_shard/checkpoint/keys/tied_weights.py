@@ -17,7 +17,7 @@ from fsdp_shard.errors import CheckpointError, ModelError
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
-_HEADS = (_HEAD, "output.weight", "embed_out.weight", "proj_out.weight")
+HEADS = (_HEAD, "output.weight", "embed_out.weight", "proj_out.weight")
 
 
 def absent_ties(index: TensorIndex, side: Path) -> dict[str, str]:
@@ -67,7 +67,7 @@ def usual_ties(index: TensorIndex, side: Path) -> dict[str, str]:
 
 def stored_twice(index: TensorIndex, side: Path) -> dict[str, str]:
     """Output heads that are stored, byte for byte the same as the embedding that config.json ties them to."""
-    heads = [name for name in index.names if name.endswith(_HEADS)]
+    heads = [name for name in index.names if name.endswith(HEADS)]
     if len(heads) != 1 or read_config(side).get("tie_word_embeddings") is not True:
         return {}
     embeddings = (name for name in index.names if name.endswith(_EMBEDDINGS))

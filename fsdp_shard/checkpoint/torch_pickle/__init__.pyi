@@ -27,3 +27,4 @@ from .torch_zip import (
     read_torch_file as read_torch_file,
 )
 from .torch_zip_writer import frame as frame
+from .zip_reader import CRC_IN_ENTRY as CRC_IN_ENTRY, ENTRY_BYTES as ENTRY_BYTES

@@ -168,6 +168,8 @@ def _sharded_tensor(shape: tuple[int, ...], state: Any) -> StoredShards | Unread
             raise ValueError("a shard whose tensor does not have the shape in its metadata")
         found.append((box[0], tensor))
     dtype = found[-1][1].dtype if found else from_torch_name(metadata.get("tensor_properties").state[0])
+    if any(tensor.dtype != dtype for _, tensor in found):
+        raise ValueError("a ShardedTensor whose shards are of several dtypes")
     return StoredShards(dtype, shape, tuple(found), boxes)
 
 

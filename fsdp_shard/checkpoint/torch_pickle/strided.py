@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.io import itemsize, page_aligned
+from fsdp_shard.checkpoint.io import Checksum, itemsize, page_aligned
 from fsdp_shard.checkpoint.tensor_entry import Piece, Read
 from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor
 
@@ -17,14 +17,20 @@ def piece_of(file: str, tensor: StoredTensor, offsets: Sequence[int]) -> Piece:
     """A stored tensor as the piece at `offsets` of a logical tensor; with a codec where it is not row-major."""
     is_plain = _is_row_major(tensor.shape, tensor.stride)
     codec = None if is_plain else StridedCodec(tensor.shape, tensor.stride, itemsize(tensor.dtype))
-    return Piece(file, tensor.start, tuple(offsets), tensor.shape, codec)
+    return Piece(file, tensor.start, tuple(offsets), tensor.shape, codec, checksum_of(tensor))
+
+
+def checksum_of(tensor: StoredTensor) -> Checksum | None:
+    """The storage of a stored tensor with its CRC; None where the file has none."""
+    member = tensor.member
+    return Checksum(member.start, member.num_bytes, member.crc) if member is not None and member.crc else None
 
 
 def box_of(tensor: StoredTensor, offsets: Sequence[int], shape: Sequence[int]) -> StoredTensor:
     """A box of a stored tensor, as a stored tensor."""
     first = sum(offset * step for offset, step in zip(offsets, tensor.stride, strict=True))
     start = tensor.start + first * itemsize(tensor.dtype)
-    return StoredTensor(tensor.dtype, tuple(shape), tensor.stride, start)
+    return StoredTensor(tensor.dtype, tuple(shape), tensor.stride, start, tensor.member)
 
 
 def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:

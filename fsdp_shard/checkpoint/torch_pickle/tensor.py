@@ -10,26 +10,35 @@ from typing import Any
 
 from fsdp_shard.checkpoint.io import find_torch_name, is_known, itemsize
 from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Constant, count, counts, instance_of
+from fsdp_shard.checkpoint.torch_pickle.zip_reader import Member
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes that tensors are views of, from byte `start` of the file on. `dtype` is None if it is untyped."""
+    """The bytes that tensors are views of, from byte `start` of the file on. `dtype` is None if it is untyped.
+
+    `member` is the one of the archive that holds it, if there is an archive.
+    """
 
     start: int
     num_bytes: int
     dtype: str | None
     key: str
+    member: Member | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: safetensors dtype, shape and strides in elements, `start` the byte of its first element."""
+    """A tensor in a file: safetensors dtype, shape and strides in elements, `start` the byte of its first element.
+
+    `member` is the one of the archive that holds its storage, if there is an archive.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
+    member: Member | None = None
 
     @property
     def num_elements(self) -> int:
@@ -121,7 +130,7 @@ def _view(
             f"a tensor of shape {list(shape)} ends at byte {extent * item} of the storage {storage.key[:50]}, which "
             f"has {storage.num_bytes}"
         )
-    return StoredTensor(dtype, shape, strides, storage.start + (offset * item if extent else 0))
+    return StoredTensor(dtype, shape, strides, storage.start + (offset * item if extent else 0), storage.member)
 
 
 def rebuild_unreadable(problem: str) -> Any:

@@ -5,6 +5,8 @@ inert stand-ins. No weights are read. Sources: torch/serialization.py and caffe2
 """
 
 import os
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +75,9 @@ def _read_zip(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
                 raise CheckpointError(f"has no storage {key[:100]!r}, but a tensor needs it")
             if size > member.num_bytes:
                 raise CheckpointError(f"has {member.num_bytes} bytes of storage {key!r}, but a tensor needs {size}")
-            storages[key] = Storage(member.start, member.num_bytes, dtype, key)
+            storages[key] = Storage(member.start, member.num_bytes, dtype, key, member)
         known = storages[key]
-        return known if known.dtype == dtype else Storage(known.start, known.num_bytes, dtype, key)
+        return known if known.dtype == dtype else replace(known, dtype=dtype)
 
     return load(_contents(descriptor, members[f"{top}/data.pkl"], _MAX_PICKLE, where), where, find)
 
@@ -83,4 +85,10 @@ def _read_zip(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
 def _contents(descriptor: int, member: Member, limit: int, where: str) -> bytes:
     if member.num_bytes > limit:
         raise CheckpointError(f"{where} has {member.num_bytes} bytes where at most {limit} are expected.")
-    return os.pread(descriptor, member.num_bytes, member.start)
+    data = os.pread(descriptor, member.num_bytes, member.start)
+    if member.crc and zlib.crc32(data) != member.crc:
+        raise CheckpointError(
+            f"{where}, bytes {member.start}-{member.start + member.num_bytes - 1}: what describes the tensors does not "
+            f"have the CRC32 that was written with it, so the file is damaged."
+        )
+    return data

@@ -18,6 +18,7 @@ _END_64_FORMAT = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_FORMAT = struct.Struct("<4sLQL")
 _ENTRY_FORMAT = struct.Struct("<4s6H3L5H2L")
 _LOCAL_FORMAT = struct.Struct("<4s5H3L2H")
+ENTRY_BYTES, CRC_IN_ENTRY = _ENTRY_FORMAT.size, 16
 _ENCRYPTED = 1
 _MAX_COMMENT = (1 << 16) - 1
 _MAX_DIRECTORY = 1 << 30
@@ -26,10 +27,15 @@ _NONE_16, _NONE_32 = 0xFFFF, 0xFFFFFFFF  # "see the zip64 record"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member: the absolute position of its first byte in the file, and its number of bytes."""
+    """A member: the absolute position of its first byte in the file, its number of bytes, and its CRC32.
+
+    `crc` is 0 where none was computed, and `crc_at` its own position.
+    """
 
     start: int
     num_bytes: int
+    crc: int
+    crc_at: int
 
 
 def read_members(descriptor: int, start: int, num_bytes: int, where: str) -> dict[str, Member]:
@@ -62,7 +68,7 @@ class _Archive:
         """The members by name, after checking that they do not overlap."""
         offset, length, number = self._directory()
         found, end, before = {}, 0, ""
-        for header, name, num_bytes in sorted(self._entries(self._read(offset, length), number)):
+        for header, name, num_bytes, crc, at in sorted(self._entries(self._read(offset, length), number)):
             if header < end:
                 raise self.wrong(f"has members {before!r} and {name!r} that overlap")
             begin = self._data_start(header, name)
@@ -71,7 +77,7 @@ class _Archive:
                 raise self.wrong(f"has a member {name!r} that ends at byte {end}, in the central directory")
             if name in found:
                 raise self.wrong(f"has two members named {name!r}")
-            found[name] = Member(self._start + begin, num_bytes)
+            found[name] = Member(self._start + begin, num_bytes, crc, self._start + offset + at)
         return found
 
     def _directory(self) -> tuple[int, int, int]:
@@ -108,8 +114,8 @@ class _Archive:
         _, _, _, _, _, _, _, number, length, offset = _END_64_FORMAT.unpack(record)
         return at, number, length, offset, disk
 
-    def _entries(self, directory: bytes, number: int) -> Iterator[tuple[int, str, int]]:
-        """(position of the local header, name, bytes) of each member."""
+    def _entries(self, directory: bytes, number: int) -> Iterator[tuple[int, str, int, int, int]]:
+        """(position of the local header, name, bytes, CRC, its position in the directory) of each member."""
         at = count = 0
         while at < len(directory):
             fields = _ENTRY_FORMAT.unpack_from(directory, at)
@@ -117,6 +123,7 @@ class _Archive:
             name_length, extra_length, comment_length, header = fields[10], fields[11], fields[12], fields[16]
             if signature != _ENTRY:
                 raise self.wrong("has a central directory with something in it that is no entry")
+            crc_at = at + CRC_IN_ENTRY
             at += _ENTRY_FORMAT.size
             name = self._name(directory[at : at + name_length])
             extra = directory[at + name_length : at + name_length + extra_length]
@@ -126,7 +133,7 @@ class _Archive:
                     f"{self._where} has a member {name!r} that is compressed or encrypted; it is not unpacked. "
                     "torch.save writes no such thing: if this is a TorchScript program, save its state_dict() instead."
                 )
-            yield header, name, size
+            yield header, name, size, fields[7], crc_at
             at += name_length + extra_length + comment_length
             count += 1
         if count != number or at != len(directory):

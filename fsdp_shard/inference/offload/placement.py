@@ -1,7 +1,8 @@
 """Applies a device plan to a model on meta: fills what stays, streams the rest, moves inputs between devices.
 
 Where the CPU computes, parameters are views of the checkpoint's own files as far as possible, on the CPU and on disk
-alike; blocks on disk differ in that their pages are fetched shortly before use, and dropped where memory is short.
+alike; blocks on disk differ in that their pages are fetched shortly before use, and dropped where memory is short. What
+files have CRCs of is read instead, and so checked, unless its block is on disk.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -130,7 +131,8 @@ class _BlockLoader:
         """Give parameters memory on `device`; where the CPU computes, views of files from `smallest` bytes on."""
         new = []
         for meta in {id(meta): meta for meta in metas if id(meta) not in self._loaded}.values():
-            view = self._view(meta) if meta.nbytes >= smallest else None
+            is_mapped = meta.nbytes >= smallest and not self._reader.index.entry(self._names[id(meta)]).has_checksum
+            view = self._view(meta) if is_mapped else None
             if view is None:
                 view = torch.empty_like(meta, device=device)
                 new.append((self._names[id(meta)], view.data))

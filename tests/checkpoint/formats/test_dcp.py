@@ -273,6 +273,39 @@ def test_damage_is_refused(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "canary").exists()
 
 
+def keyed(name: str, *keys: str) -> Callable[[Path], None]:
+    """Planner data that has the tensor `name` under other keys, or none."""
+
+    def apply(metadata: Metadata) -> None:
+        assert isinstance(metadata.planner_data, dict)
+        assert ".".join(map(str, metadata.planner_data.pop(name))) == name
+        if keys:
+            metadata.planner_data[name] = keys
+
+    return edit(apply)
+
+
+_STATE = "optimizer.state.a.weight.exp_avg"
+_LIES = {
+    "a weight called state": keyed("model.a.weight", "optimizer", "state", "a.weight", "exp_avg_sq"),
+    "state called a weight": keyed(_STATE, "model", "c.weight"),
+    "state by its name in the model": keyed(_STATE, "model", "a.weight"),
+    "a weight without keys": keyed("model.a.weight"),
+}
+
+
+@pytest.mark.parametrize("name", _LIES)
+def test_weights_are_not_told_from_states_by_keys_that_lie(name: str, tmp_path: Path) -> None:
+    weights = {"a.weight": torch.ones(3, 3), "b.weight": torch.ones(3)}
+    state = {"model": weights, "optimizer": {"state": {"a.weight": {"exp_avg": torch.zeros(3, 3)}}}}
+    quietly(lambda: dcp.save(state, checkpoint_id=tmp_path))
+    with open_checkpoint(tmp_path) as index:
+        assert_same(index, weights)
+        assert index.extras["optimizer"].num_tensors == 1
+    _LIES[name](tmp_path)
+    assert_refused(tmp_path, "but its planner data has it under the keys")
+
+
 def test_an_optimizer_alone_is_no_model(tmp_path: Path) -> None:
     state = {"optimizer": {"state": {"a": {"exp_avg": torch.ones(2)}}}}
     quietly(lambda: dcp.save(state, checkpoint_id=tmp_path))

@@ -94,6 +94,15 @@ def changed(change: Callable[[dict[str, Any]], object], name: str) -> Callable[[
     return apply
 
 
+def swapped(one: str, other: str) -> Callable[[Path], object]:
+    def apply(path: Path) -> None:
+        (path / one).rename(path / "between")
+        (path / other).rename(path / one)
+        (path / "between").rename(path / other)
+
+    return apply
+
+
 MODEL = "mp_rank_00_model_states.pt"
 DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
     "no rank 0": (2, lambda p: (p / zero(0)).unlink(), "optimizer file of rank 0 is missing"),
@@ -131,6 +140,48 @@ DAMAGES: dict[str, tuple[int, Callable[[Path], object], str]] = {
         2,
         changed(lambda s: s["optimizer_state_dict"].pop("single_partition_of_fp32_groups"), zero(1)),
         "does not say how",
+    ),
+    "a parameter in two groups": (
+        2,
+        changed(lambda s: s["param_shapes"][1].update({"a.weight": s["param_shapes"][1].pop("a.bias")}), MODEL),
+        "do not have the same parameters in group 1",
+    ),
+    "a parameter that is frozen too": (
+        2,
+        changed(
+            lambda s: [
+                s[f"frozen_param_{key}"].update({"a.weight": value})
+                for key, value in (("shapes", torch.Size([9, 5])), ("fragments", torch.zeros(9, 5)))
+            ],
+            MODEL,
+        ),
+        "names parameter a.weight twice",
+    ),
+    "a buffer that is a parameter": (
+        2,
+        changed(lambda s: s["buffer_names"].append("a.weight"), MODEL),
+        "names parameter a.weight twice",
+    ),
+    "parameters in another order": (
+        2,
+        changed(lambda s: s["param_shapes"][0].move_to_end("a.weight"), MODEL),
+        "do not have the same parameters in group 0",
+    ),
+    "ranks swapped": (2, swapped(zero(0), zero(1)), "optimizer file of rank 0 do not have the same parameters"),
+    "a buffer of another value": (
+        3,
+        changed(lambda s: s["module"]["scale"].add_(1), f"zero_pp_rank_1_{MODEL}"),
+        "different values of tensor scale",
+    ),
+    "a rank of another step": (
+        3,
+        changed(lambda s: s.update(global_steps=7), f"zero_pp_rank_1_{MODEL}"),
+        "the step is 7, but 1 in",
+    ),
+    "an optimizer of another step": (
+        2,
+        changed(lambda s: s["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"].add_(1), zero(1)),
+        "different values of tensor 0.step of the optimizer",
     ),
     "a list": (2, lambda p: torch.save([1], p / MODEL), "not the state of a DeepSpeed engine"),
     "a rank cut short": (2, lambda p: (p / zero(1)).write_bytes((p / zero(1)).read_bytes()[:3000]), "cut short"),

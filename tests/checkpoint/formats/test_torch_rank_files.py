@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_shard.checkpoint.conversion import convert
+from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError
@@ -226,6 +227,68 @@ def test_what_does_not_belong_together_is_refused(ranks: Path, name: str) -> Non
     (root / "README").touch()
     damage(root)
     assert_refused(root, message)
+
+
+REPLICAS = {
+    "a buffer": ("three", "0.scale"),  # plain, in each file
+    "a shard": ("hsdp", "1.weight"),
+    "a tensor on all ranks": ("replicated", "scalar"),
+}
+
+
+def change(root: Path, name: str, *, is_legacy: bool = False) -> None:
+    """Add 1 to what the last rank's file has of a tensor."""
+    file = max(root.glob("model_world_size_*"))
+    state = torch.load(file, weights_only=False)
+    tensor = state[name]
+    (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
+    torch.save(state, file, _use_new_zipfile_serialization=not is_legacy)
+
+
+@pytest.fixture(scope="module")
+def replicated(ranks: Path) -> Path:
+    """As `ranks`, with shards on two ranks each, and a tensor that all ranks hold whole."""
+    saved(hsdp, 4, ranks / "hsdp")
+    saved(by_hand, 3, ranks / "replicated")
+    return ranks
+
+
+@pytest.mark.parametrize("is_legacy", [False, True])
+@pytest.mark.parametrize("name", REPLICAS)
+def test_replicas_that_differ_are_refused(replicated: Path, tmp_path: Path, name: str, is_legacy: bool) -> None:
+    """By the CRCs in the files, or by their values where a file has none. torch gives each rank what its file has."""
+    source, tensor = REPLICAS[name]
+    root = tmp_path / "ranks"
+    shutil.copytree(replicated / source, root)
+    with open_checkpoint(root) as index:
+        assert len(index.replicas) >= 2
+    change(root, tensor, is_legacy=is_legacy)
+    assert_refused(root, f"hold different values of tensor {tensor}, of which both have the same part")
+
+
+def test_of_replicas_with_equal_checksums_one_is_read(replicated: Path, tmp_path: Path) -> None:
+    """Another one may be damaged on the disk: what is read is right, and `verify` reads them all."""
+    root = tmp_path / "ranks"
+    shutil.copytree(replicated / "three", root)
+    with open_checkpoint(root) as index:
+        piece = next(piece for piece in index.replicas if piece.file == name_of(2))
+    data = bytearray((root / name_of(2)).read_bytes())
+    data[piece.start] ^= 1
+    (root / name_of(2)).write_bytes(data)
+    convert(root, tmp_path / "one")
+    (problem,) = verify(root).problems
+    assert problem.file == name_of(2)
+    assert "do not have the CRC32" in problem.message
+
+
+def test_equal_values_in_other_storages_are_no_difference(replicated: Path, tmp_path: Path) -> None:
+    root = tmp_path / "ranks"
+    shutil.copytree(replicated / "three", root)
+    state = torch.load(root / name_of(1), weights_only=False)
+    state["0.scale"] = torch.arange(50.0)[: len(state["0.scale"])]  # saved with all of its storage
+    torch.save(state, root / name_of(1))
+    with open_checkpoint(root) as index:
+        assert_same(index, dict(module().state_dict()))
 
 
 def test_one_file_alone_says_what_to_give(ranks: Path) -> None:

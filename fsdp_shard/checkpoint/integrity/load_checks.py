@@ -1,0 +1,130 @@
+"""What loading would refuse: tensors against the model of config.json, an adapter against its settings and its base.
+
+The model is built by transformers on the meta device, and matched by the code that loads, so `verify` says of names,
+shapes and kinds of numbers what loading says. Nothing is downloaded, and no code that comes with a model is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_shard.checkpoint.formats import peft
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.integrity.scan import scan
+from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem
+from fsdp_shard.checkpoint.io import member, read_json
+from fsdp_shard.checkpoint.keys.quantized_weights import quantization
+from fsdp_shard.checkpoint.location import Location
+from fsdp_shard.checkpoint.lora_merge import check_adapter
+from fsdp_shard.checkpoint.model_files import CONFIG
+from fsdp_shard.errors import CheckpointError, InputError, ModelError
+from fsdp_shard.utils import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NUM_NAMED = 4
+_NUMBERED = re.compile(r"(?P<list>.+?)\.(?P<number>\d+)\.")
+
+
+def compare_with_config(index: TensorIndex, directory: Path) -> tuple[list[Problem], list[str]]:
+    """Compare the tensors of a model with the config.json in a directory that has one.
+
+    Returns:
+        Problems, and lines about what was not compared, or is not used.
+    """
+    path = directory / CONFIG
+    if (method := quantization(index)) is not None:
+        return [], [f"not compared with {path}: the weights are quantized ({method})"]
+    try:
+        config = read_json(member(directory, CONFIG))
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{path} is not a JSON object, so it is not the config of a model.")
+        model = _model(directory, config)
+    except (CheckpointError, ModelError) as error:
+        return [Problem(str(error), (ByteRange(CONFIG),))], []
+    if model is None:
+        return [], [f"not compared with {path}: its model type is not one of transformers, or has code of its own"]
+    from fsdp_shard.checkpoint.keys.matching import match_names, untie
+
+    with replace(index, tensors=dict(index.tensors), aliases=dict(index.aliases), parts=(), notes=()) as copied:
+        try:
+            untie(model, copied)
+            unused = match_names(model, copied).unused
+        except CheckpointError as error:
+            return [Problem(str(error), (ByteRange(CONFIG),))], []
+    further = [] if _predicts_further(config) else list(_further_layers(unused, model.state_dict(keep_vars=True)))
+    problems = [Problem(f"{path} does not fit the weights: {text}", (ByteRange(CONFIG),)) for text in further[:1]]
+    return problems, [f"not in the model of {path}: {_some(unused)}"] if unused and not problems else []
+
+
+def _model(directory: Path, config: Mapping[str, Any]) -> PreTrainedModel | None:
+    """The model of a config on meta; None if transformers alone cannot build it."""
+    from transformers import CONFIG_MAPPING
+
+    from fsdp_shard.models import build_on_meta, load_config
+
+    if "auto_map" in config or config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    try:
+        return build_on_meta(load_config(directory), "float32")
+    except ModelError:
+        raise
+    except Exception as error:  # whatever the content of the file provokes in transformers
+        raise ModelError(
+            f"transformers cannot build the model of {directory / CONFIG}: {type(error).__name__}, {first_line(error)}"
+        ) from error
+
+
+def _predicts_further(config: Mapping[str, Any]) -> bool:
+    """Whether there are layers after the last one that predict further tokens, which transformers leaves out."""
+    parts = (config, *(part for part in config.values() if isinstance(part, Mapping)))
+    return any(re.search(r"nextn|mtp", key) for part in parts for key in part)
+
+
+def _further_layers(unused: Collection[str], used: Collection[str]) -> Iterator[str]:
+    """Of lists of layers that the model has, those that it has not."""
+    numbers: dict[str, set[int]] = {}
+    for name in used:
+        if match := _NUMBERED.match(name):
+            numbers.setdefault(match["list"], set()).add(int(match["number"]))
+    for name in unused:
+        match = _NUMBERED.match(name)
+        if match and match["list"] in numbers and int(match["number"]) not in numbers[match["list"]]:
+            count = len(numbers[match["list"]])
+            yield f"it gives {match['list']} {count} layers, and there is {match['list']}.{match['number']}."
+
+
+def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Problem], list[str]]:
+    """Compare an adapter with its settings and, if that is a directory here, with its base.
+
+    The adapted weights are read and merged, as what is finite may become infinite; nothing of the base is checked else.
+
+    Returns:
+        Problems, and lines about what was not compared.
+    """
+    try:
+        check_adapter(index)
+        base = location.base_path or peft.base_of(index.root)
+    except CheckpointError as error:
+        return [Problem(str(error))], []
+    if not Path(base).expanduser().is_dir():
+        return [], [f"not compared with its base model: {base} is no directory here"]
+    try:
+        with location.model_index as merged:
+            problems = [Problem(note) for note in merged.notes]
+            changed = [name for name, entry in merged.tensors.items() if location.base.index.tensors[name] != entry]
+            scan(merged, (), changed)
+            found, notes = compare_with_config(merged, location.model_directory)
+    except (InputError, OSError) as error:
+        return [Problem(str(error))], []
+    return problems + found, notes
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")

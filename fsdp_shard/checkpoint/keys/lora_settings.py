@@ -1,0 +1,230 @@
+"""The settings in adapter_config.json: which modules a LoRA adapts, by which rank and scale. Imports no torch, no peft.
+
+The rules are peft's (0.21: `check_target_module_exists`, `get_pattern_key`, `LoraConfig`), quirks included: a file must
+mean here what it means there.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.errors import CheckpointError
+
+# Settings of kinds of LoRA that are more than a product of two matrices, or that change the base.
+_OTHER_KINDS = (
+    "use_dora",
+    "use_qalora",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+    "megatron_config",
+)
+_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+_STARTS_AT_ZERO = (True, "gaussian")  # B is zero before it is trained
+_DEFAULT_RANK = _DEFAULT_ALPHA = 8  # peft's
+_ALL_LINEAR = "all-linear"
+# Last parts of the names of embeddings and output heads, which all-linear leaves out.
+_NOT_LINEAR = frozenset({"embed_tokens", "wte", "wpe", "word_embeddings", "shared", "embed_in", "lm_head", "embed_out"})
+
+Names = str | list[str] | None
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The settings of a plain LoRA adapter; modules have the names that they have in the model.
+
+    Attributes:
+        where: adapter_config.json, for messages.
+        targets: Names of the adapted modules or their ends, a regular expression for whole names, or `all-linear`.
+        excluded: The same for modules that are not adapted.
+        saved: Ends of the names of modules that are stored whole (`modules_to_save`).
+        layers: Numbers of the layers that are adapted; None for all.
+        layers_pattern: Names of the lists of layers.
+        ranks, alphas: Pattern of a module name -> the module's rank or alpha; None -> that of other modules.
+        root_of_rank: Whether alpha is divided by the root of the rank (`use_rslora`).
+        starts_at_zero: Whether a module without tensors is what it is in the base.
+        fan_in_fan_out: What the file says of it, which peft corrects for the modules that it knows.
+    """
+
+    where: Path
+    targets: str | list[str]
+    excluded: Names
+    saved: list[str]
+    layers: list[int] | None
+    layers_pattern: list[str]
+    ranks: Mapping[str | None, int]
+    alphas: Mapping[str | None, float]
+    root_of_rank: bool
+    starts_at_zero: bool
+    fan_in_fan_out: bool
+
+    @property
+    def is_all_linear(self) -> bool:
+        """Whether it adapts every linear layer but the output head."""
+        return isinstance(self.targets, str) and self.targets.lower() == _ALL_LINEAR
+
+    def is_saved(self, module: str) -> bool:
+        """Whether the adapter must have this module as a whole."""
+        return any(module.endswith(end) for end in self.saved)
+
+    def is_target(self, module: str) -> bool:
+        """Whether this module is adapted."""
+        if self.excluded and _is_named(module, self.excluded, self.where):
+            return False
+        if any(_match(rf"(^|.*\.){name}($|\..*)", module, self.where) for name in self.saved):
+            return False
+        if isinstance(self.targets, str):
+            if self.is_all_linear:
+                return module.rpartition(".")[2] not in _NOT_LINEAR
+            return _is_named(module, self.targets, self.where)
+        if module in self.targets or not self.layers:
+            return _is_named(module, self.targets, self.where)
+        return _is_named(module, self.targets, self.where) and self._layer_of(module) in self.layers
+
+    def _layer_of(self, module: str) -> int | None:
+        patterns = [rf"(?:^|.*?\.){name}\.(?P<number>\d+)\." for name in self.layers_pattern]
+        for pattern in patterns or [r".*?\.[^.]*\.(?P<number>\d+)\."]:
+            if match := _match(pattern, module, self.where):
+                return int(match["number"])
+        return None
+
+    def rank(self, module: str) -> int:
+        """The rank of an adapted module."""
+        return self.ranks[self._pattern_of(module, self.ranks)]
+
+    def scale(self, module: str) -> float:
+        """The factor of the product of an adapted module's matrices."""
+        rank = self.rank(module)
+        return self.alphas[self._pattern_of(module, self.alphas)] / (math.sqrt(rank) if self.root_of_rank else rank)
+
+    def _pattern_of(self, module: str, patterns: Iterable[str | None]) -> str | None:
+        """The first pattern that is the module's name, or the end of it after a dot."""
+        matching = (key for key in patterns if key and _match(rf"(.*\.)?({key})$", module, self.where))
+        return next(matching, None)
+
+
+def parse_lora(where: Path, config: Mapping[str, Any]) -> LoraSettings:
+    """Parse the document of an adapter_config.json at `where`.
+
+    Raises:
+        CheckpointError: It is more than plain LoRA, or peft refuses the settings.
+    """
+    _refuse_other_kinds(where, config)
+    settings = LoraSettings(
+        where,
+        _targets(where, config.get("target_modules")),
+        _names(where, "exclude_modules", config.get("exclude_modules")),
+        _list(where, "modules_to_save", config.get("modules_to_save")),
+        _layers(where, config.get("layers_to_transform")),
+        _list(where, "layers_pattern", config.get("layers_pattern")),
+        _numbers(where, config, "r", "rank_pattern", _DEFAULT_RANK),
+        _numbers(where, config, "lora_alpha", "alpha_pattern", _DEFAULT_ALPHA),
+        bool(config.get("use_rslora")),
+        config.get("init_lora_weights", True) in _STARTS_AT_ZERO,
+        bool(config.get("fan_in_fan_out")),
+    )
+    if isinstance(settings.targets, str) and (settings.layers is not None or settings.layers_pattern):
+        raise _wrong(
+            where, "layers_to_transform and layers_pattern need a list of target_modules, and it has a pattern"
+        )
+    if settings.layers_pattern and settings.layers is None:
+        raise _wrong(where, "layers_pattern needs layers_to_transform")
+    return settings
+
+
+def _refuse_other_kinds(where: Path, config: Mapping[str, Any]) -> None:
+    start, bias = config.get("init_lora_weights"), config.get("bias", "none")
+    if config["peft_type"] != "LORA":
+        raise _wrong(where, f"an adapter of type {config['peft_type']} cannot be merged here, LORA can")
+    if kind := next((name for name in _OTHER_KINDS if config.get(name)), None):
+        raise _wrong(where, f"LoRA with {kind} cannot be merged here; merge it with peft")
+    if start not in _PLAIN_STARTS:
+        raise _wrong(
+            where,
+            f"init_lora_weights={start!r} changes the base model, so it cannot be merged here; merge it with peft",
+        )
+    if bias not in ("none", "all", "lora_only"):
+        raise _wrong(where, f"bias is {bias!r}; expected none, all or lora_only")
+
+
+def _targets(where: Path, value: Any) -> str | list[str]:
+    if not value:
+        raise _wrong(where, f"target_modules is {value!r}, so which modules it adapts is not known; list them there")
+    found = _names(where, "target_modules", value)
+    assert found is not None
+    return found
+
+
+def _names(where: Path, key: str, value: Any) -> Names:
+    """A list of names, or a regular expression."""
+    if value is None or isinstance(value, str):
+        return value
+    return _list(where, key, value)
+
+
+def _list(where: Path, key: str, value: Any) -> list[str]:
+    names = [value] if isinstance(value, str) and key == "layers_pattern" else value or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _wrong(where, f"{key} is {value!r}; expected a list of names")
+    return names
+
+
+def _layers(where: Path, value: Any) -> list[int] | None:
+    numbers = [value] if type(value) is int else value
+    if numbers is not None and not (isinstance(numbers, list) and all(type(number) is int for number in numbers)):
+        raise _wrong(where, f"layers_to_transform is {value!r}; expected the numbers of layers")
+    return numbers
+
+
+def _numbers(where: Path, config: Mapping[str, Any], key: str, patterns: str, default: int) -> dict[Any, Any]:
+    """The value of `key` under None, and those of the modules that the setting `patterns` names."""
+    named = config.get(patterns, {})
+    if not isinstance(named, Mapping):
+        raise _wrong(where, f"{patterns} is {named!r}; expected names of modules with a number each")
+    check = _positive if key == "r" else _finite
+    values = {name: check(where, f"{patterns} of {name}", value) for name, value in named.items()}
+    return values | {None: check(where, key, config.get(key, default))}
+
+
+def _positive(where: Path, key: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise _wrong(where, f"{key} is {value!r}; expected a positive integer")
+    return value
+
+
+def _finite(where: Path, key: str, value: Any) -> float:
+    try:
+        if type(value) in (int, float) and math.isfinite(number := float(value)):
+            return number
+    except OverflowError:
+        pass
+    raise _wrong(where, f"{key} is {repr(value)[:40]}; expected a finite number")
+
+
+def _is_named(module: str, names: str | list[str], where: Path) -> bool:
+    """Whether a pattern matches the whole name, or a list has it or its end after a dot."""
+    if isinstance(names, str):
+        return bool(_match(names, module, where, is_whole=True))
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _match(pattern: str, text: str, where: Path, *, is_whole: bool = False) -> re.Match[str] | None:
+    """`re.match`, or `re.fullmatch`; every pattern of the file is tried by this function."""
+    try:
+        return re.fullmatch(pattern, text) if is_whole else re.match(pattern, text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _wrong(where, f"{pattern[:80]!r} is no regular expression ({error})") from None
+
+
+def _wrong(where: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{where}: {problem}.")

@@ -1,0 +1,339 @@
+"""Adapters whose settings and tensors contradict each other: what peft makes of the same files, or one clear error."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from fsdp_shard.checkpoint import verify
+from fsdp_shard.checkpoint.location import locate
+from fsdp_shard.errors import CheckpointError
+from tests.support.tiny import save_model
+
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Tensors], Tensors]
+
+_P = "base_model.model."
+_Q = f"{_P}model.layers.0.self_attn.q_proj."
+_K = f"{_P}model.layers.0.self_attn.k_proj."
+_NORM = f"{_P}model.norm."
+
+
+def renamed(old: str, new: str) -> Change:
+    return lambda tensors: {name.replace(old, new): tensor for name, tensor in tensors.items()}
+
+
+def without(*parts: str) -> Change:
+    return lambda tensors: {name: t for name, t in tensors.items() if not all(part in name for part in parts)}
+
+
+def plus(**more: torch.Tensor) -> Change:
+    return lambda tensors: {**tensors, **more}
+
+
+def factors(change: Callable[[torch.Tensor], torch.Tensor], which: str = "lora_A") -> Change:
+    return lambda tensors: {name: change(t) if which in name else t for name, t in tensors.items()}
+
+
+def other_names(tensors: Tensors) -> Tensors:
+    swap = {"lora_A": "lora_B", "lora_B": "lora_A"}
+    return {re.sub("lora_[AB]", lambda found: swap[found[0]], name): t.T for name, t in tensors.items()}
+
+
+_ERRORS_OF_PEFT = (TypeError, ValueError, KeyError, AttributeError, RuntimeError, ArithmeticError, re.error)
+
+# (adapter to start from, changed settings, change of the tensors). None removes a setting.
+Case = tuple[str, dict[str, Any], Change | None]
+
+# peft merges these, some with a warning; the result is the same here.
+SAME: dict[str, Case] = {
+    "nothing": ("plain", {}, None),
+    "alpha 0": ("plain", {"lora_alpha": 0}, None),
+    "alpha below 0": ("plain", {"lora_alpha": -7}, None),
+    "no alpha": ("plain", {"lora_alpha": None}, None),
+    "rslora": ("plain", {"use_rslora": True}, None),
+    "fan_in_fan_out": ("plain", {"fan_in_fan_out": True}, None),
+    "rank_pattern of all": ("plain", {"r": 5, "rank_pattern": {"q_proj": 2, "down_proj": 2}}, None),
+    "rank_pattern of none": ("plain", {"rank_pattern": {"zzz": 4}}, None),
+    "alpha_pattern": ("plain", {"alpha_pattern": {"0.self_attn.q_proj": 70, "q_proj": 3}}, None),
+    "alpha_pattern from the start": ("plain", {"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 70}}, None),
+    "alpha_pattern with peft's prefix": (
+        "plain",
+        {"alpha_pattern": {f"{_P}model.layers.0.self_attn.q_proj": 70}},
+        None,
+    ),
+    "one target less": ("plain", {"target_modules": ["q_proj"]}, None),
+    "one target more": ("plain", {"target_modules": ["q_proj", "down_proj", "k_proj"]}, None),
+    "an unknown target": ("plain", {"target_modules": ["q_proj", "down_proj", "zzz"]}, None),
+    "all-linear": ("plain", {"target_modules": "All-Linear"}, None),
+    "all-linear and a norm": (
+        "plain",
+        {"target_modules": "all-linear"},
+        plus(**{f"{_NORM}weight": torch.ones(36) * 2}),
+    ),
+    "targets by a pattern": ("plain", {"target_modules": r".*0.*\.(q_proj|down_proj)"}, None),
+    "targets by full names": ("plain", {"target_modules": ["model.layers.0.self_attn.q_proj"]}, None),
+    "excluded by name": ("plain", {"exclude_modules": ["q_proj"]}, None),
+    "excluded by pattern": ("plain", {"exclude_modules": r".*layers\.0.*"}, None),
+    "one layer": ("plain", {"layers_to_transform": 0}, None),
+    "some layers": ("plain", {"layers_to_transform": [1]}, None),
+    "no layers": ("plain", {"layers_to_transform": []}, None),
+    "layers of a list": ("plain", {"layers_to_transform": [0], "layers_pattern": ["h", "layers"]}, None),
+    "full names whatever the layer": (
+        "plain",
+        {"layers_to_transform": [1], "target_modules": ["model.layers.0.self_attn.q_proj", "down_proj"]},
+        None,
+    ),
+    "an unknown module to save": ("plain", {"modules_to_save": ["zzz"]}, None),
+    "biases that are not there": ("plain", {"bias": "all"}, None),
+    "an unknown setting": ("plain", {"of_a_later_version": 1}, None),
+    "tensors with the adapter's name": ("plain", {}, renamed(".weight", ".default.weight")),
+    "one layer's tensors": ("plain", {}, without("layers.1.")),
+    "no tensors of a module": ("plain", {}, without("layers.0.self_attn.q_proj")),
+    "tensors of a module more": (
+        "plain",
+        {},
+        plus(**{f"{_K}lora_A.weight": torch.ones(2, 36), f"{_K}lora_B.weight": torch.ones(12, 2)}),
+    ),
+    "a norm": ("plain", {}, plus(**{f"{_NORM}weight": torch.ones(36) * 2})),
+    "a norm in the way of a state dict": (
+        "plain",
+        {},
+        plus(**{f"{_NORM}modules_to_save.default.weight": torch.ones(36) * 2}),
+    ),
+    "an adapted weight": ("plain", {}, plus(**{f"{_Q}weight": torch.ones(36, 36)})),
+    "an adapted weight's base": ("plain", {}, plus(**{f"{_Q}base_layer.weight": torch.ones(36, 36)})),
+    "a base of what is not adapted": ("plain", {}, plus(**{f"{_K}base_layer.weight": torch.ones(12, 36)})),
+    "float16 factors": ("plain", {}, factors(torch.Tensor.half)),
+    "float64 factors": ("plain", {}, factors(torch.Tensor.double)),
+    "float8 factors": ("plain", {}, factors(lambda t: t.to(torch.float8_e4m3fn))),
+    "an embedding": ("embedding", {}, None),
+    "an embedding without its base": ("embedding", {}, without("base_layer")),
+    "a head": ("head", {}, None),
+    "a head that is not named": ("head", {"modules_to_save": None}, None),
+    "a head that is adapted too": ("head", {"target_modules": ["q_proj", "lm_head"]}, None),
+    "a head, and one layer": ("head", {"layers_to_transform": [0]}, None),
+}
+
+# peft raises an exception.
+REFUSED: dict[str, Case] = {
+    "alpha as text": ("plain", {"lora_alpha": "7"}, None),
+    "alpha of 400 digits": ("plain", {"lora_alpha": 10**400}, None),
+    "rank 3": ("plain", {"r": 3}, None),
+    "rank 0": ("plain", {"r": 0}, None),
+    "rank as text": ("plain", {"r": "2"}, None),
+    "rank 2.0": ("plain", {"r": 2.0}, None),
+    "no rank": ("plain", {"r": None}, None),
+    "rank_pattern": ("plain", {"rank_pattern": {"q_proj": 4}}, None),
+    "rank_pattern as a list": ("plain", {"rank_pattern": ["q_proj"]}, None),
+    "a pattern that is none": ("plain", {"alpha_pattern": {"q_proj(": 1}}, None),
+    "no target is there": ("plain", {"target_modules": ["zzz"]}, None),
+    "no targets": ("plain", {"target_modules": []}, None),
+    "a pattern of a part": ("plain", {"target_modules": "q_proj"}, None),
+    "a norm as a target": ("plain", {"target_modules": ["q_proj", "input_layernorm"]}, None),
+    "a block as a target": ("plain", {"target_modules": ["q_proj", "self_attn"]}, None),
+    "a number as a target": ("plain", {"target_modules": 5}, None),
+    "all excluded": ("plain", {"exclude_modules": ["q_proj", "down_proj"]}, None),
+    "a layer too far": ("plain", {"layers_to_transform": [7]}, None),
+    "layers as text": ("plain", {"layers_to_transform": "0"}, None),
+    "layers and a pattern": ("plain", {"layers_to_transform": [0], "target_modules": ".*q_proj"}, None),
+    "another list of layers": ("plain", {"layers_to_transform": [0], "layers_pattern": "h"}, None),
+    "a list of layers alone": ("plain", {"layers_pattern": "layers"}, None),
+    "a head that is not there": ("plain", {"modules_to_save": ["lm_head"]}, None),
+    "an adapted module to save": ("plain", {"modules_to_save": ["q_proj"]}, None),
+    "another bias": ("plain", {"bias": "some"}, None),
+    "another type": ("plain", {"peft_type": "lora"}, None),
+    "a norm of another model": ("plain", {}, plus(**{f"{_NORM}weight": torch.ones(35)})),
+    "A for B": ("plain", {}, other_names),
+    "factors of 3 dimensions": ("plain", {}, factors(lambda t: t[None], "lora_")),
+}
+
+# peft goes on with what is not the adapter that was trained.
+REFUSED_HERE: dict[str, Case] = {
+    "alpha NaN": ("plain", {"lora_alpha": math.nan}, None),
+    "alpha infinite": ("plain", {"lora_alpha": math.inf}, None),
+    "alpha too large": ("plain", {"lora_alpha": 1e308}, None),
+    "alpha_pattern NaN": ("plain", {"alpha_pattern": {"q_proj": math.nan}}, None),
+    "a factor NaN": ("plain", {}, factors(lambda t: t * math.nan)),
+    "factors too large": ("plain", {}, factors(lambda t: t * 1e30, "lora_")),
+    "no target_modules": ("plain", {"target_modules": None}, None),
+    "DoRA": ("plain", {"use_dora": True}, None),
+    "DoRA that is not named": ("plain", {}, plus(**{f"{_Q}lora_magnitude_vector": torch.ones(36)})),
+    "a bias of a factor": ("plain", {}, plus(**{f"{_Q}lora_B.bias": torch.ones(36)})),
+    "random where tensors lack": ("plain", {"init_lora_weights": False}, without("layers.0.self_attn.q_proj")),
+    "integers": ("plain", {}, factors(lambda t: (t * 100).int())),
+    "an integer norm": ("plain", {}, plus(**{f"{_NORM}weight": torch.ones(36).int()})),
+    "names of another adapter": ("plain", {}, renamed(".weight", ".other.weight")),
+    "two names of a factor": ("plain", {}, plus(**{f"{_Q}lora_A.default.weight": torch.ones(2, 36)})),
+    "two adapters": ("plain", {}, plus(**{f"{_Q}lora_A.other.weight": torch.ones(2, 36)})),
+    "no prefix": ("plain", {}, renamed(_P, "")),
+    "A alone": ("plain", {}, without("layers.0.self_attn.q_proj", "lora_B")),
+    "B alone": ("plain", {}, without("layers.0.self_attn.q_proj", "lora_A")),
+    "a layer too many": ("plain", {}, lambda tensors: {**tensors, **renamed("layers.1", "layers.7")(tensors)}),
+    "a tensor of no module": ("plain", {}, plus(**{f"{_P}model.zzz.weight": torch.ones(2)})),
+    "names of an embedding": (
+        "plain",
+        {},
+        lambda tensors: {re.sub(r"lora_([AB])\.weight", r"lora_embedding_\1", name): t for name, t in tensors.items()},
+    ),
+    "an embedding by the names of others": (
+        "embedding",
+        {},
+        lambda tensors: {re.sub(r"lora_embedding_([AB])$", r"lora_\1.weight", name): t for name, t in tensors.items()},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model `base`, and adapters of it with tensors that are all trained."""
+    root = tmp_path_factory.mktemp("adapters")
+    save_model(root / "base", tied=False)
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {"target_modules": ["q_proj", "down_proj"]},
+        "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+        "head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    }
+    for name, settings in kinds.items():
+        save(AutoModelForCausalLM.from_pretrained(root / "base"), settings, root / name)
+    return root
+
+
+def save(model: Any, settings: dict[str, Any], directory: Path) -> None:
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=2, lora_alpha=7, init_lora_weights=False, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.get_peft_model(model, config)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data += torch.randn_like(parameter) / 100
+        adapted.save_pretrained(directory)
+    edit(directory, {"init_lora_weights": True}, None)  # as files of real training have it
+
+
+def edit(directory: Path, settings: dict[str, Any], change: Change | None) -> None:
+    config = json.loads((directory / "adapter_config.json").read_text()) | settings
+    kept = {key: value for key, value in config.items() if key not in settings or value is not None}
+    (directory / "adapter_config.json").write_text(json.dumps(kept))
+    if change is not None:
+        tensors = change(load_file(directory / "adapter_model.safetensors"))
+        copied = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        save_file(copied, directory / "adapter_model.safetensors", {"format": "pt"})
+
+
+def made(root: Path, tmp_path: Path, case: Case) -> Path:
+    start, settings, change = case
+    adapter = Path(shutil.copytree(root / start, tmp_path / "adapter"))
+    edit(adapter, settings, change)
+    return adapter
+
+
+def by_peft(adapter: Path, base: Path) -> Tensors:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+        found: Tensors = model.merge_and_unload().state_dict()
+    return found
+
+
+def by_us(adapter: Path) -> Tensors:
+    with locate(adapter).model_index as index:
+        return {name: index.read(name) for name in index.names}
+
+
+def assert_same(ours: Tensors, theirs: Tensors) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_is_what_peft_makes_of_it(name: str, root: Path, tmp_path: Path) -> None:
+    adapter = made(root, tmp_path, SAME[name])
+    assert_same(by_us(adapter), by_peft(adapter, root / "base"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_as_by_peft(name: str, root: Path, tmp_path: Path) -> None:
+    adapter = made(root, tmp_path, REFUSED[name])
+    with pytest.raises(_ERRORS_OF_PEFT):
+        by_peft(adapter, root / "base")
+    assert_refused(adapter)
+
+
+@pytest.mark.parametrize("name", REFUSED_HERE)
+def test_is_refused_where_peft_goes_on(name: str, root: Path, tmp_path: Path) -> None:
+    adapter = made(root, tmp_path, REFUSED_HERE[name])
+    by_peft(adapter, root / "base")
+    assert_refused(adapter)
+
+
+def assert_refused(adapter: Path) -> None:
+    """One line that names the adapter, from reading and from verify."""
+    with pytest.raises(CheckpointError) as caught:
+        by_us(adapter)
+    message = str(caught.value)
+    assert str(adapter) in message
+    assert "\n" not in message
+    assert message in [problem.message for problem in verify(adapter).problems]
+
+
+def test_what_is_left_out_is_said(root: Path, tmp_path: Path) -> None:
+    adapter = made(root, tmp_path, ("plain", {"target_modules": ["q_proj", "k_proj"]}, None))
+    absent, left_out = locate(adapter).model_index.notes
+    assert "without tensors for model.layers.0.self_attn.k_proj, model.layers.1.self_attn.k_proj, which stay" in absent
+    assert f"left out {_P}model.layers.0.mlp.down_proj.lora_A.weight" in left_out
+    assert [problem.message for problem in verify(adapter).problems] == [absent, left_out]
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_transposed_layers_are_known_by_their_class(says: bool, tmp_path: Path) -> None:
+    """GPT-2's square weights are stored transposed, whatever the adapter says; peft asks the module."""
+    base = AutoModelForCausalLM.from_config(GPT2Config(n_embd=12, n_layer=1, n_head=2, n_positions=16))
+    base.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    save(model, {"target_modules": ["c_attn", "attn.c_proj"], "fan_in_fan_out": True}, tmp_path / "adapter")
+    edit(tmp_path / "adapter", {"fan_in_fan_out": says}, None)
+    theirs = by_peft(tmp_path / "adapter", tmp_path / "base")
+    theirs.pop("lm_head.weight")
+    assert_same(by_us(tmp_path / "adapter"), theirs)
+    (tmp_path / "base" / "config.json").unlink()
+    if says:  # without a class, only the shape tells
+        with pytest.raises(CheckpointError, match=r"fan_in_fan_out is set, but .*attn\.c_proj is stored"):
+            by_us(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_overflows_when_it_is_rounded_is_refused(dtype: str, root: Path, tmp_path: Path) -> None:
+    """The sum is finite in float32, and peft adds the product in the base's dtype."""
+    wide = torch.finfo(getattr(torch, dtype)).max
+    base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=getattr(torch, dtype))
+    base.save_pretrained(tmp_path / "base")
+    adapter = made(root, tmp_path, ("plain", {}, factors(lambda t: torch.full_like(t, wide**0.5), "lora_")))
+    edit(adapter, {"base_model_name_or_path": str(tmp_path / "base")}, None)
+    theirs = by_peft(adapter, tmp_path / "base")
+    assert not all(bool(tensor.isfinite().all()) for tensor in theirs.values())
+    with pytest.raises(CheckpointError, match=rf"too large for {dtype}; its factors or its scale \(3\.5\)"):
+        by_us(adapter)
+
+
+def test_a_base_that_is_not_finite_itself_is_not_blamed_on_the_adapter(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "base", tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"][3, 4] = math.inf
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    adapter = made(root, tmp_path, ("plain", {"base_model_name_or_path": str(tmp_path / "base")}, None))
+    assert by_us(adapter)["model.layers.0.self_attn.q_proj.weight"].isinf().sum() == 1
