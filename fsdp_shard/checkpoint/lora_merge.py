@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.checkpoint.base_model import fingerprint, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import CASTABLE, has_file, itemsize, member, read_json, to_torch
+from fsdp_shard.checkpoint.io import CASTABLE, has_file, itemsize, member, to_torch
 from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import read_json
 
 if TYPE_CHECKING:
     import torch

@@ -15,18 +15,17 @@ from typing import Any
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats.dcp_writer import plan_dcp as plan
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import Handles, find_torch_name, has_file, itemsize, member, open_regular
+from fsdp_shard.checkpoint.io import Handles, find_torch_name, has_file, itemsize, member
 from fsdp_shard.checkpoint.steps import DCP_METADATA
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
 from fsdp_shard.checkpoint.torch_pickle import Metadata, MetadataIndex, StorageInfo, StoredTensor, TensorStorageMetadata
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import open_regular, read_bounded
 
 __all__ = ["LISTS_TIED_NAMES", "NAME", "plan", "read", "recognize"]
 
 NAME = "dcp"
 LISTS_TIED_NAMES = True
-
-_MAX_METADATA = 1 << 30
 
 
 def recognize(path: Path) -> bool:
@@ -53,11 +52,7 @@ def read(path: Path) -> TensorIndex:
 
 def _metadata(path: Path) -> Metadata:
     where = member(path, DCP_METADATA)
-    with os.fdopen(open_regular(where), "rb") as file:
-        data = file.read(_MAX_METADATA + 1)
-    if len(data) > _MAX_METADATA:
-        raise CheckpointError(f"{where} is larger than {_MAX_METADATA} bytes, so it is not read.")
-    metadata = torch_pickle.load(data, str(where))
+    metadata = torch_pickle.load(read_bounded(where, "metadata_bytes"), str(where))
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{where} holds a {type(metadata).__name__}, not the Metadata of a DCP checkpoint.")
     storage = metadata.storage_data

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.io import open_regular
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import open_regular
 
 MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9

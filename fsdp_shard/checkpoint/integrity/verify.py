@@ -17,10 +17,11 @@ from fsdp_shard.checkpoint.integrity.config_shapes import config_problems
 from fsdp_shard.checkpoint.integrity.non_finite import DTYPES
 from fsdp_shard.checkpoint.integrity.scan import Scan, damage, non_finite, scan
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, VerifyReport, size_problem
-from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
+from fsdp_shard.checkpoint.io import has_file, itemsize, member
 from fsdp_shard.checkpoint.location import Location, local_path, locate
 from fsdp_shard.checkpoint.steps import Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import read_json
 
 _CONFIG = "config.json"
 
