@@ -66,7 +66,7 @@ def exceeded(name: str) -> str:
     """The end of an error: that this limit is exceeded, and how to raise it."""
     value = getattr(limits(), name)
     shown = format_size(value) if name.endswith("_bytes") else f"{value:,g} s" if _is_seconds(name) else f"{value:,}"
-    return f"the limit is {shown}; if the file is right, raise it by {VARIABLE}={name}=..."
+    return f"the limit is {shown}; if the file is right, raise it by {VARIABLE}={name}=VALUE"
 
 
 @cache

@@ -38,13 +38,18 @@ def read(path: Path) -> TensorIndex:
     metadata = _metadata(path)
     items = metadata.state_dict_metadata.items()
     tensors = {key: item for key, item in items if isinstance(item, TensorStorageMetadata)}
+    num_pieces, num_stored = sum(len(item.chunks) for item in tensors.values()), len(metadata.storage_data)
+    if num_pieces > 1000 + num_stored:  # of a few that are missing, the first is named when it is asked for
+        raise CheckpointError(
+            f"{path / DCP_METADATA} has {num_pieces} pieces of tensors, but only {num_stored} in files."
+        )
     selection = torch_pickle.select_weights({key: _keys(metadata, key) for key in tensors}, path / DCP_METADATA)
     with closing(_Items(path)) as reader:
         found = {
             fqn: _entry(path, fqn, key, tensors[key], metadata.storage_data, reader)
             for key, fqn in selection.names.items()
         }
-    kept, aliases = torch_pickle.without_copies(found)
+    kept, aliases = torch_pickle.without_copies(found, path)
     extras = {kind: _extra(path, keys, tensors) for kind, keys in selection.extras.items()}
     writers = {piece.file for entry in kept.values() for piece in entry.pieces}
     return TensorIndex(path, NAME, kept, aliases, world_size=len(writers), extras=extras)

@@ -41,7 +41,7 @@ def read(path: Path) -> TensorIndex:
     make = _split_anywhere if zeros[0].stage <= 2 else _split_equally
     found = {entry.name: entry for entry in make(path, models[0], shapes, zeros)}
     found |= {entry.name: entry for entry in _kept_in_models(path, models, zeros[0].stage)}
-    tensors, aliases = torch_pickle.without_copies(found)
+    tensors, aliases = torch_pickle.without_copies(found, path)
     aliases |= {name: kept for name, kept in _shared(models[0], found).items() if kept in tensors}
     moments = [tensor for state in optimizers for keys, tensor in walk(state.content, state.where) if "state" in keys]
     step = models[0].content.get("global_steps")

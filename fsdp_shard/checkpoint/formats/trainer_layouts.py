@@ -90,8 +90,8 @@ def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path], depth: int =
         return None
     if depth > _MAX_DEPTH or len(seen) > _MAX_DIRECTORIES:
         raise CheckpointError(
-            f"{path} is nested deeply, or one of thousands of directories, none of which is a checkpoint; give the path "
-            "of the checkpoint itself."
+            f"{path} is nested deeply, or one of thousands of directories, none of which is a checkpoint; give the "
+            "path of the checkpoint itself."
         )
     seen.add(real)
     for rule in (_fsdp_models, partial(_subdirectories, _INNER), _newest_first, partial(_subdirectories, _OUTER)):

@@ -186,7 +186,7 @@ def _entry(name: str, value: Any, path: Path) -> tuple[str, tuple[int, ...], int
     if not isinstance(dtype, str) or not is_known(dtype):
         raise _wrong(path, name, f"has the dtype {dtype!r}, which is unknown")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not _are_counts(shape):
-        raise _wrong(path, name, f"has the shape {str(shape)[:200]}; it must be a list of at most {_MAX_DIMS} counts")
+        raise _wrong(path, name, f"has the shape {str(shape)[:200]}; it must be a list of counts, at most {_MAX_DIMS}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
         raise _wrong(path, name, f"has the data_offsets {str(offsets)[:200]}; they must be two byte positions")
     begin, end = offsets

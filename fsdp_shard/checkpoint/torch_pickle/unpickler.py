@@ -15,7 +15,6 @@ from typing import Any
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import exceeded, format_size, limits
 
-
 # What objects of a pickle take in memory: any, one in the memo, and those that take more. All that is in a file may
 # take so much, and so much for each byte of it; a real .metadata takes 28.
 _OBJECT_BYTES, _MEMO_BYTES = 64, 128
