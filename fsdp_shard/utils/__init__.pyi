@@ -22,6 +22,11 @@ from .environment import (
     set_environment as set_environment,
     user_cache as user_cache,
 )
+from .limited_process import (
+    LimitedProcess as LimitedProcess,
+    is_out_of_memory as is_out_of_memory,
+    run_limited as run_limited,
+)
 from .limits import (
     Limits as Limits,
     exceeded as exceeded,

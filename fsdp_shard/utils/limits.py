@@ -24,6 +24,7 @@ class Limits:
         nesting: Depth of JSON.
         tensors: Tensors in one file.
         array_items: Texts in an array of a GGUF file, such as the tokens of its tokenizer.
+        tokens: Whole numbers in tokenizer_config.json, which are numbers of tokens, or their ids.
         mesh_ranks: Ranks that a tensor is sharded over.
         directory_entries: Files in the directory of a checkpoint.
         view_bytes: What the tensors of a checkpoint of torch.save may have together beyond the bytes of its files: such
@@ -40,11 +41,12 @@ class Limits:
     nesting: int = 64
     tensors: int = 500_000
     array_items: int = 4_000_000
+    tokens: int = 2_000_000
     mesh_ranks: int = 1 << 17
     directory_entries: int = 100_000
     view_bytes: int = 64 << 20
     buffer_bytes: int = 256 << 20
-    build_seconds: float = 1.0
+    build_seconds: float = 1.5
     build_bytes: int = 128 << 20
     render_seconds: float = 1.0
     render_bytes: int = 128 << 20
