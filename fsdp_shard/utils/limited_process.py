@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from threading import Lock
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -23,7 +24,7 @@ from fsdp_shard.utils.text import first_line
 A = TypeVar("A")
 R = TypeVar("R")
 
-UNIT_BYTES = 64 << 10
+UNIT_BYTES = 32 << 10
 """The bytes of an argument for which the limits of a call are granted once more."""
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whoever started it ends it, once it needs no more results
@@ -34,6 +35,8 @@ _MEMORY = "memory"
 class LimitedProcess(Generic[A, R]):
     """Calls a function in a process that is forked from this one; the function and what it refers to are not sent.
 
+    Thread-safe: one call after the other.
+
     Args:
         work: The function. Its argument and its result are sent as pickles. What it changes is lost.
         what: What it does and with which file, for errors: `rendering the chat template of DIR`.
@@ -43,8 +46,9 @@ class LimitedProcess(Generic[A, R]):
 
     def __init__(self, work: Callable[[A], R], what: str, *, kind: str = "render", error: type[FsdpShardError]) -> None:
         self._what, self._kind, self._error = what, kind, error
+        self._lock = Lock()
         self._connection, theirs = Pipe()
-        self._pid = os.fork()
+        self._owner, self._pid = os.getpid(), os.fork()
         if not self._pid:
             self._connection.close()
             _serve(work, theirs, self._failure)
@@ -52,6 +56,10 @@ class LimitedProcess(Generic[A, R]):
 
     def __call__(self, argument: A, num_bytes: int = 0) -> R:
         """Return `work(argument)`; the limits are those of `num_bytes` of text. Raises what `work` raises."""
+        with self._lock:
+            return self._call(argument, num_bytes)
+
+    def _call(self, argument: A, num_bytes: int) -> R:
         if not self._pid:
             raise self._error(f"{self._what} ended the process that did it, which was said before.")
         granted = 1 + num_bytes / UNIT_BYTES
@@ -72,9 +80,9 @@ class LimitedProcess(Generic[A, R]):
         return value
 
     def close(self) -> None:
-        """End the process. It has ended already if it was too slow or too large."""
+        """End the process, unless it has ended because it was too slow or too large, or another process began it."""
         self._connection.close()
-        if self._pid:
+        if self._pid and self._owner == os.getpid():
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
             self._wait()

@@ -31,7 +31,7 @@ class Limits:
             files can hold one number as a tensor of any shape.
         buffer_bytes: What a model computes when it is loaded, such as masks.
         build_seconds, build_bytes: Reading a model's config and building it without its weights.
-        render_seconds, render_bytes: Rendering a chat template and tokenizing, each time, and again for 64 KiB of text.
+        render_seconds, render_bytes: Rendering a chat template and tokenizing, each time, and again for 32 KiB of text.
         match_seconds: Matching the patterns in an adapter's config.
     """
 
