@@ -33,10 +33,7 @@ from .io.fault_points import (
 from .io.files import (
     has_file as has_file,
     member as member,
-    open_regular as open_regular,
-    parse_json as parse_json,
     pread_into as pread_into,
-    read_json as read_json,
 )
 from .io.safetensors_format import CASTABLE as CASTABLE, itemsize as itemsize, to_torch as to_torch
 from .keys.matching import MatchedNames as MatchedNames, match_names as match_names, untie as untie

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
+from fsdp_shard.checkpoint.io import has_file, itemsize, member
 from fsdp_shard.errors import CheckpointError, InputError
+from fsdp_shard.utils import read_json
 
 if TYPE_CHECKING:
     from fsdp_shard.checkpoint.index import TensorIndex

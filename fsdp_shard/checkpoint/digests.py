@@ -14,9 +14,10 @@ from typing import Any
 import xxhash
 
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import TensorSpec, itemsize, open_regular, page_aligned
+from fsdp_shard.checkpoint.io import TensorSpec, itemsize, page_aligned
 from fsdp_shard.checkpoint.steps import FilePlan, FileRecord, TensorRecord
 from fsdp_shard.checkpoint.tensor_entry import TensorEntry
+from fsdp_shard.utils import limits, open_regular
 
 CHUNK_BYTES = 1 << 20
 """Logical bytes of a chunk. Part of the digest: changing it changes every digest (see docs/decisions.md)."""
@@ -95,8 +96,11 @@ def header_digest(path: Path) -> str:
     """The digest of a safetensors file's first bytes, up to where its tensors begin."""
     with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(8)
-        length = int.from_bytes(start, "little")
-        return chunk_digest(start + file.read(min(length, 1 << 30))).hex()
+        hasher, left = xxhash.xxh3_128(start), min(int.from_bytes(start, "little"), limits().metadata_bytes)
+        while data := file.read(min(CHUNK_BYTES, left)):
+            hasher.update(data)
+            left -= len(data)
+    return hasher.hexdigest()
 
 
 def frame_digest(path: Path, owned: Iterable[tuple[int, int]]) -> str:

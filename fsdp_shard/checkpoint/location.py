@@ -91,7 +91,8 @@ class Location:
             return _locate_named("config", self.config_path).directory
         directory = self._home
         if self.format == GGUF_FORMAT and (self.weights.is_file() or not has_file(directory, CONFIG)):
-            return gguf_model_files(self.index.files()[0])
+            starts = (piece.start for entry in self.index.tensors.values() for piece in entry.pieces)
+            return gguf_model_files(self.index.files()[0], min(starts, default=0))
         return directory
 
     @property

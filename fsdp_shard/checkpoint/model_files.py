@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.io.files import has_file, member, read_json
+from fsdp_shard.checkpoint.io.files import has_file, member
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import read_bounded, read_json
 
 CONFIG = "config.json"
 # Whatever else is in the directory (a trainer's state, an optimizer, other weights) is not copied.
@@ -130,7 +131,7 @@ def copy_model_files(
     """
     for name, path in files.items():
         (target / name).parent.mkdir(exist_ok=True)
-        (target / name).write_bytes(path.read_bytes())
+        (target / name).write_bytes(read_bounded(path, "tokenizer_bytes"))
     if dtype is not None and has_file(target, CONFIG):
         _change_config(target / CONFIG, dtype, is_dequantized=is_dequantized)
     return [str(entry.relative_to(target)) for entry in sorted(target.rglob("*")) if entry.is_file()]

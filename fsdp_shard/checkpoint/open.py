@@ -12,6 +12,8 @@ from fsdp_shard.checkpoint.steps import MANIFEST, Manifest
 from fsdp_shard.checkpoint.tensor_entry import count
 from fsdp_shard.errors import CheckpointError
 
+_MAX_NAME, _MAX_PARTS = 1000, 100  # of a tensor's name
+
 
 def open_weights(weights: Path, side: Path | None = None, step: int | None = None) -> TensorIndex:
     """Open the weights in one directory or file, under the names that the model itself uses.
@@ -31,6 +33,7 @@ def open_weights(weights: Path, side: Path | None = None, step: int | None = Non
     if found is None:
         raise CheckpointError(f"{weights} is no checkpoint that fsdp-shard reads: {_contents(weights)}")
     index = found.read(weights)
+    _refuse_names(index)
     index = dataclasses.replace(
         index, side=side, step=step if index.step is None else index.step, file=weights if weights.is_file() else None
     )
@@ -39,6 +42,16 @@ def open_weights(weights: Path, side: Path | None = None, step: int | None = Non
     if not getattr(found, "KEEPS_NAMES", False):
         index = _with_plain_names(index)
     return dataclasses.replace(index, aliases=index.aliases or usual_ties(index, index.model_directory))
+
+
+def _refuse_names(index: TensorIndex) -> None:
+    """Refuse names that are no paths of modules: what is done with their parts takes for ever, or nests too deeply."""
+    for name in (*index.tensors, *index.aliases):
+        if len(name) > _MAX_NAME or name.count(".") > _MAX_PARTS:
+            raise CheckpointError(
+                f"{index.path} has a tensor whose name is no path of modules: it has {len(name)} characters and "
+                f"{name.count('.')} dots; it begins with {name[:100]!r}."
+            )
 
 
 def _with_plain_names(index: TensorIndex) -> TensorIndex:

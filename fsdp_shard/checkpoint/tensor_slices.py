@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _NUM_ALWAYS_SEARCHED = 1000
+_NUM_COMPARED = 256  # with each piece, on average: twice the ranks along the second dimension of a mesh
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -164,22 +165,31 @@ def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     filled = [(offsets, box) for offsets, box in boxes if math.prod(box)]
     stored, expected = sum(math.prod(box) for _, box in filled), math.prod(shape)
     # The search is slow only for boxes that were made for that; those do not add up to the tensor.
-    is_searched = stored == expected or len(filled) <= _NUM_ALWAYS_SEARCHED
-    if is_searched and (clash := _overlap(shape, filled)) is not None:
-        return f"the pieces at {list(clash[0])} and {list(clash[1])} overlap"
+    if stored == expected or len(filled) <= _NUM_ALWAYS_SEARCHED:
+        try:
+            clash = _overlap(shape, filled)
+        except OverflowError:
+            return f"its {len(filled)} pieces are in no order that ranks would write"
+        if clash is not None:
+            return f"the pieces at {list(clash[0])} and {list(clash[1])} overlap"
     if stored != expected:
         return f"its pieces hold {stored} of {expected} elements"
     return None
 
 
 def _overlap(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The offsets of two boxes that overlap, or None; OverflowError if each had to be compared with most others."""
     if not shape:
         return (boxes[0][0], boxes[1][0]) if len(boxes) > 1 else None
     # Sweep along the axis with most distinct offsets, so that rank files (sharded on any one dim) take linear time.
     axis = max(range(len(shape)), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
     open_boxes: list[Box] = []
+    num_compared = 0
     for offsets, box in sorted(boxes, key=lambda item: item[0][axis]):
         open_boxes = [(o, b) for o, b in open_boxes if o[axis] + b[axis] > offsets[axis]]
+        num_compared += len(open_boxes)
+        if num_compared > _NUM_COMPARED * max(len(boxes), _NUM_ALWAYS_SEARCHED):
+            raise OverflowError
         for other, other_box in open_boxes:
             if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, box, other, other_box, strict=True)):
                 return other, offsets

@@ -9,6 +9,7 @@ from fsdp_shard.checkpoint import Location
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import dispatch_model
+from fsdp_shard.inference.generation.tokenize_prompts import tokenize
 from fsdp_shard.models import check_causal, context_of, load_config, load_tokenizer
 from fsdp_shard.utils import format_count
 
@@ -71,7 +72,7 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
             finite.
     """
     tokenizer = load_tokenizer(a.tokenizer)
-    tokens = list(tokenizer(prompt)["input_ids"])
+    tokens = tokenize(tokenizer, prompt)
     if not tokens:
         raise DataError(f"--logits {prompt!r} has no tokens that the model in {a} knows; give other text.")
     warnings = [line for source in (a, b) if (line := _check(source, len(tokens)))]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.utils import atomic_directory, first_line, user_cache
+from fsdp_shard.utils import atomic_directory, first_line, run_limited, user_cache
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,26 +20,38 @@ if TYPE_CHECKING:
 # The name of the format, defined here so that comparing a checkpoint's format imports nothing else.
 GGUF_FORMAT = "gguf"
 _VERSION = 2  # changes with the content of the files
+_TIMES = 4  # as long as other work on so many bytes: transformers takes 5 s for a megabyte of tokens
 _SCALING = ("type", "factor", "original_context_length", "finetuned")  # the keys that are supported, or have no effect
 
 
-def gguf_model_files(file: Path) -> Path:
+def gguf_model_files(file: Path, header_bytes: int = 0) -> Path:
     """Return a directory with config.json, generation_config.json and the tokenizer files of a GGUF file.
 
     Several processes may call this at the same time.
 
     Args:
         file: The GGUF file.
+        header_bytes: The bytes in it before the first tensor.
 
     Raises:
-        ModelError: transformers cannot make the files, or the cache cannot be written.
+        ModelError: transformers cannot make the files, or takes too long for a header of this size, or the cache cannot
+            be written.
     """
     target = user_cache("gguf") / _key(file)
     if target.is_dir():
         return target
     try:
         with atomic_directory(target) as partial:
-            _write_model_files(file, partial)
+            import gguf  # noqa: F401  # before the time is counted
+            import transformers.integrations.ggml  # noqa: F401
+
+            run_limited(
+                lambda: _write_model_files(file, partial),
+                f"making the config and the tokenizer of {file}",
+                _TIMES * header_bytes,
+                kind="build",
+                error=ModelError,
+            )
     except OSError as error:
         raise ModelError(
             f"The config and tokenizer of {file} could not be written to {target.parent}: {error}. "

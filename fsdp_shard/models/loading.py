@@ -10,7 +10,9 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.errors import ModelError
+from fsdp_shard.models.model_directory import check_model_files
 from fsdp_shard.models.transformers_private import build_from_config, initialize, model_classes
+from fsdp_shard.models.trials import refuse_large_buffers, try_config, try_tokenizer
 from fsdp_shard.utils import first_line, non_persistent_buffers
 
 _AUTO_CLASSES: dict[str, Any] = {
@@ -28,8 +30,12 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
-        ModelError: The config is missing or transformers cannot use it.
+        ModelError: The config is missing, transformers cannot use it, or the model takes too much time or memory to
+            build, even without weights.
     """
+    check_model_files(directory)
+    if not trust_remote_code:
+        try_config(directory, lambda: build_on_meta(AutoConfig.from_pretrained(directory)))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:
@@ -106,8 +112,10 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
-        ModelError: The tokenizer files are missing or transformers cannot use them.
+        ModelError: The tokenizer files are missing, transformers cannot use them, or the tokenizer or its chat template
+            takes too much time or memory for a few words.
     """
+    check_model_files(directory)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code
@@ -118,6 +126,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
             f"Copy the tokenizer files of the original model into that directory, or name them with tokenizer=PATH "
             f"(generate, evaluate, convert; --tokenizer in diff)."
         ) from error
+    try_tokenizer(tokenizer, directory)
     return tokenizer
 
 
@@ -174,8 +183,9 @@ def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:
         device: The device for the buffers.
 
     Raises:
-        ModelError: A module outside of any transformers model has such buffers.
+        ModelError: A module outside of any transformers model has such buffers, or they take too much memory.
     """
+    refuse_large_buffers(model)
     owners = _owners(model)
     with torch.no_grad():
         for module in model.modules():

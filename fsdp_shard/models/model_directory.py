@@ -3,15 +3,27 @@
 Imports no transformers.
 """
 
-import json
+import fnmatch
+import os
+import stat
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from fsdp_shard.errors import ModelError
-from fsdp_shard.utils import first_line
+from fsdp_shard.errors import CheckpointError, ModelError
+from fsdp_shard.utils import exceeded, first_line, limits, read_json, refuse_excess
 
 # The files of a hub repository to download: no weights of other frameworks, and pickles only without safetensors.
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.spm", "*.codes", "*.tiktoken", "*.tokenizer")
 _PICKLES = ("*.bin", "*.bin.index.json")
+# What transformers reads as a whole, by the limit of its size; and of these, what Python parses.
+_SETTINGS = ("config.json", "generation_config.json", "*_config.json", "special_tokens_map.json", "added_tokens.json")
+_READ_WHOLE = {
+    "config_bytes": (*_SETTINGS, "chat_template*"),
+    "tokenizer_bytes": ("*.json", "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "vocab*", "merges*", "*.codes"),
+}
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def download_model(name: str, gguf_file: str | None = None, fetch_weights: bool = True) -> Path:
@@ -49,8 +61,63 @@ def check_model_config(directory: Path) -> None:
     if not config.is_file():
         raise ModelError(f"{directory} is not a model: it has no config.json; expected a Hugging Face model directory.")
     try:
-        parsed = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{config} is not valid JSON: {error}.") from error
+        parsed = read_json(config)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
     if not isinstance(parsed, dict) or "model_type" not in parsed:
         raise ModelError(f"{config} has no model_type, so the architecture is unknown.")
+
+
+def check_model_files(directory: Path) -> None:
+    """Check the files that transformers reads, which itself reads them whatever they are and however large.
+
+    Args:
+        directory: The directory of config or tokenizer.
+
+    Raises:
+        ModelError: One is no regular file, larger than its limit, or JSON that is nested too deeply or has numbers that
+            no tokenizer has.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in islice(entries, limits().directory_entries)]
+        for name in names:
+            if limit := next((limit for limit, patterns in _READ_WHOLE.items() if _fits(name, patterns)), None):
+                _check_file(directory / name, limit)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+    except OSError as error:
+        raise ModelError(f"{directory} cannot be read: {error.strerror}.") from error
+
+
+def _check_file(path: Path, limit: str) -> None:
+    try:
+        state = path.stat()
+    except OSError:  # a link to nothing; whoever needs the file reports it
+        return
+    if stat.S_ISDIR(state.st_mode):
+        return
+    if not stat.S_ISREG(state.st_mode):
+        raise ModelError(f"{path} is not a regular file, so it is not read.")
+    refuse_excess(state.st_size, limit, f"{path} is too large to be read")
+    if _fits(path.name, _SETTINGS):
+        document = read_json(path)
+        if path.name == _TOKENIZER_CONFIG and (large := next(_large_numbers(document), None)) is not None:
+            raise ModelError(f"{path} has the number {large}: {exceeded('tokens')}.")
+
+
+def _fits(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _large_numbers(value: Any, key: str = "") -> Iterator[int]:
+    """Whole numbers that are too large for tokens, keys too; those of lengths, such as model_max_length, are not."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _large_numbers(int(name) if name.isdecimal() and name.isascii() else None)
+            yield from _large_numbers(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _large_numbers(item, key)
+    elif type(value) is int and value > limits().tokens and "len" not in key:
+        yield value

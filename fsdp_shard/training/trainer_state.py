@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from fsdp_shard.checkpoint import parse_json
 from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.utils import parse_json
 
 _FORMAT_VERSION = 1
 

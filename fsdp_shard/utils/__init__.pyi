@@ -8,12 +8,30 @@ from .atomic_write import (
     write_file as write_file,
     write_result as write_result,
 )
+from .bounded_read import (
+    open_regular as open_regular,
+    parse_json as parse_json,
+    read_bounded as read_bounded,
+    read_json as read_json,
+    read_range as read_range,
+)
 from .environment import (
     install_command as install_command,
     one_thread as one_thread,
     require_package as require_package,
     set_environment as set_environment,
     user_cache as user_cache,
+)
+from .limited_process import (
+    LimitedProcess as LimitedProcess,
+    is_out_of_memory as is_out_of_memory,
+    run_limited as run_limited,
+)
+from .limits import (
+    Limits as Limits,
+    exceeded as exceeded,
+    limits as limits,
+    refuse_excess as refuse_excess,
 )
 from .module_tensors import replace_tensors as replace_tensors
 from .package_data import configs as configs, recipes as recipes, shipped as shipped

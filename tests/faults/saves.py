@@ -28,12 +28,12 @@ from fsdp_shard.checkpoint import (
     Staging,
     Store,
     open_checkpoint,
-    read_json,
     save_step,
     verify,
 )
 from fsdp_shard.distributed import DistributedContext, LocalShard, init_distributed, run_on_all, run_on_main
 from fsdp_shard.training import BackgroundSave
+from fsdp_shard.utils import read_json
 
 WORLD_SIZE = 2
 # Whether `make faults` runs the suite: the same faults, more often.

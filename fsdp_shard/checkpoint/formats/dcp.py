@@ -17,7 +17,7 @@ from typing import Any
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats.dcp_writer import plan_dcp as plan
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import Handles, find_torch_name, has_file, itemsize, member, open_regular
+from fsdp_shard.checkpoint.io import Handles, find_torch_name, has_file, itemsize, member
 from fsdp_shard.checkpoint.steps import DCP_METADATA
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
 from fsdp_shard.checkpoint.torch_pickle import (
@@ -30,13 +30,12 @@ from fsdp_shard.checkpoint.torch_pickle import (
     TensorStorageMetadata,
 )
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import open_regular, read_bounded
 
 __all__ = ["LISTS_TIED_NAMES", "NAME", "plan", "read", "recognize"]
 
 NAME = "dcp"
 LISTS_TIED_NAMES = True
-
-_MAX_METADATA = 1 << 30
 
 
 def recognize(path: Path) -> bool:
@@ -49,6 +48,11 @@ def read(path: Path) -> TensorIndex:
     metadata = _metadata(path)
     items = metadata.state_dict_metadata.items()
     tensors = {key: item for key, item in items if isinstance(item, TensorStorageMetadata)}
+    num_pieces, num_stored = sum(len(item.chunks) for item in tensors.values()), len(metadata.storage_data)
+    if num_pieces > 1000 + num_stored:  # of a few that are missing, the first is named when it is asked for
+        raise CheckpointError(
+            f"{path / DCP_METADATA} has {num_pieces} pieces of tensors, but only {num_stored} in files."
+        )
     selection = torch_pickle.select_weights(
         {key: _keys(path / DCP_METADATA, metadata, key) for key in tensors}, path / DCP_METADATA
     )
@@ -57,7 +61,7 @@ def read(path: Path) -> TensorIndex:
             fqn: _entry(path, fqn, key, tensors[key], metadata.storage_data, reader)
             for key, fqn in selection.names.items()
         }
-    kept, aliases = torch_pickle.without_copies(found)
+    kept, aliases = torch_pickle.without_copies(found, path)
     extras = {kind: _extra(path, keys, tensors) for kind, keys in selection.extras.items()}
     writers = {piece.file for entry in kept.values() for piece in entry.pieces}
     return TensorIndex(path, NAME, kept, aliases, world_size=len(writers), extras=extras)
@@ -65,11 +69,7 @@ def read(path: Path) -> TensorIndex:
 
 def _metadata(path: Path) -> Metadata:
     where = member(path, DCP_METADATA)
-    with os.fdopen(open_regular(where), "rb") as file:
-        data = file.read(_MAX_METADATA + 1)
-    if len(data) > _MAX_METADATA:
-        raise CheckpointError(f"{where} is larger than {_MAX_METADATA} bytes, so it is not read.")
-    metadata = torch_pickle.load(data, str(where))
+    metadata = torch_pickle.load(read_bounded(where, "metadata_bytes"), str(where))
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{where} holds a {type(metadata).__name__}, not the Metadata of a DCP checkpoint.")
     storage = metadata.storage_data

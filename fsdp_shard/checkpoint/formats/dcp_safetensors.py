@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from fsdp_shard.checkpoint.formats.several_files import Agreement, one_world_size
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import Header, has_file, member, open_regular, parse_json, read_header, read_json
+from fsdp_shard.checkpoint.io import Header, has_file, member, read_header
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import open_regular, parse_json, read_json
 
 NAME = "torch_huggingface"
 INFO_KEY = "DCP_SHARDING_INFO"

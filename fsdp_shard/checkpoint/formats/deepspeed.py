@@ -47,7 +47,7 @@ def read(path: Path) -> TensorIndex:
         if found.setdefault(entry.name, entry) is not entry:
             raise CheckpointError(f"{models[0].where} names parameter {entry.name} twice; which one is meant?")
     replicas.compare()
-    tensors, aliases = torch_pickle.without_copies(found)
+    tensors, aliases = torch_pickle.without_copies(found, path)
     aliases |= {name: kept for name, kept in _shared(models[0], found).items() if kept in tensors}
     moments = [tensor for state in optimizers for keys, tensor in walk(state.content, state.where) if "state" in keys]
     step = models[0].content.get("global_steps")

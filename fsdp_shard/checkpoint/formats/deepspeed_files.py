@@ -10,11 +10,11 @@ from typing import Any
 
 from fsdp_shard.checkpoint import tensor_slices
 from fsdp_shard.checkpoint.formats.several_files import Agreement, files_by_rank
-from fsdp_shard.checkpoint.io import Checksum, has_file, itemsize, member, open_regular
+from fsdp_shard.checkpoint.io import Checksum, has_file, itemsize, member
 from fsdp_shard.checkpoint.tensor_entry import Piece
 from fsdp_shard.checkpoint.torch_pickle import Record, counts, piece_of, read_torch_file, readable
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import format_count
+from fsdp_shard.utils import format_count, open_regular
 
 _LATEST = "latest"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

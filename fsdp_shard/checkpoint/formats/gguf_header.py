@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.io import open_regular
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import exceeded, format_size, limits, open_regular, refuse_excess
 
 MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
+_MAX_DIMS, _MIN_BYTES = 8, 12  # of a tensor, and of an entry of the header
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 
@@ -64,6 +65,7 @@ class _Parser:
     def __init__(self, path: Path, data: mmap.mmap, block_of: BlockOf) -> None:
         self._path, self._data, self._block_of = path, data, block_of
         self._size, self._position = len(data), 4
+        self._end = min(self._size, limits().metadata_bytes)
 
     def parse(self) -> GGUFHeader:
         """Read the header from its start."""
@@ -71,6 +73,9 @@ class _Parser:
         if version not in (2, 3):
             raise self._error(f"has version {version}; versions 2 and 3 in little-endian order can be read")
         num_tensors, num_values = self._scalar("<Q"), self._scalar("<Q")
+        if _MIN_BYTES * max(num_tensors, num_values) > self._size:
+            raise self._error("has fewer bytes than tensors and values in its header: it was cut short")
+        refuse_excess(max(num_tensors, num_values), "tensors", f"{self._path} has too many tensors or values")
         values: dict[str, Any] = {}
         for _ in range(num_values):
             key = self._string()
@@ -84,7 +89,7 @@ class _Parser:
             if name in found:
                 raise self._error(f"has the tensor {name} twice")
             num_dims = self._scalar("<I")
-            if num_dims > 8:
+            if num_dims > _MAX_DIMS:
                 raise self._error(f"has a tensor {name} of {num_dims} dimensions")
             dims = [self._scalar("<Q") for _ in range(num_dims)]
             found[name] = (self._scalar("<I"), tuple(reversed(dims)), self._scalar("<Q"))
@@ -123,15 +128,19 @@ class _Parser:
     def _take(self, count: int) -> int:
         """Move on by `count` bytes; returns the position of the first one."""
         start, self._position = self._position, self._position + count
-        if self._position > self._size:
-            raise self._error("ends inside its header: it was cut short")
+        if self._position > self._end:
+            if self._position > self._size:
+                raise self._error("ends inside its header: it was cut short")
+            raise self._error(f"has a header of {format_size(self._position)} or more: {exceeded('metadata_bytes')}")
         return start
 
     def _scalar(self, code: str) -> Any:
         return struct.unpack_from(code, self._data, self._take(struct.calcsize(code)))[0]
 
     def _string(self) -> str:
-        start = self._take(self._scalar("<Q"))
+        count = self._scalar("<Q")
+        start = self._take(count)
+        refuse_excess(count, "config_bytes", f"{self._path} has a text of {format_size(count)} in its header")
         try:
             return self._data[start : self._position].decode("utf-8")
         except UnicodeDecodeError:
@@ -152,6 +161,9 @@ class _Parser:
         if kind in _SCALARS:
             self._take(count * struct.calcsize(_SCALARS[kind]))
         elif kind == _STRING:
+            if 8 * count > self._size - self._position:
+                raise self._error(f"has an array of {count} texts in its header, more than it has bytes for")
+            refuse_excess(count, "array_items", f"{self._path} has an array of {count:,} texts in its header")
             for _ in range(count):
                 self._take(self._scalar("<Q"))
         else:

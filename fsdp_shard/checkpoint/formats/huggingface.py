@@ -10,10 +10,11 @@ from typing import Any
 from fsdp_shard.checkpoint.formats.dcp_safetensors import INFO_KEY, refuse_parts
 from fsdp_shard.checkpoint.formats.several_files import add_entry
 from fsdp_shard.checkpoint.index import TensorIndex, aliases_in
-from fsdp_shard.checkpoint.io import TensorSpec, has_file, member, read_header, read_json
+from fsdp_shard.checkpoint.io import TensorSpec, has_file, member, read_header
 from fsdp_shard.checkpoint.steps import file_plan
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import parse_json, read_bounded, refuse_excess
 
 NAME = "huggingface"
 LISTS_TIED_NAMES = False
@@ -88,7 +89,9 @@ def _compare_size(root: Path, document: dict[str, Any], index: TensorIndex) -> N
 def read_index_file(root: Path, index_file: str) -> dict[str, Any]:
     """The content of `index_file` in `root`, its `weight_map` checked to be {tensor: file}."""
     where = member(root, index_file)
-    document = read_json(where)
+    data = read_bounded(where, "metadata_bytes")
+    refuse_excess(data.count(b'":'), "tensors", f"{where} lists too many tensors")
+    document = parse_json(data, str(where))
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{where} has no weight_map from tensor names to file names.")

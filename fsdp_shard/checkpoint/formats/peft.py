@@ -10,8 +10,9 @@ from typing import Any
 
 from fsdp_shard.checkpoint.formats import huggingface
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import has_file, member, read_json
+from fsdp_shard.checkpoint.io import has_file, member
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import read_json
 
 NAME = "peft"
 KEEPS_NAMES = True  # they name the modules that are adapted

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import TensorSpec
+from fsdp_shard.checkpoint.io import TensorSpec, refuse_many_entries
 from fsdp_shard.checkpoint.steps import TargetPlan, WriteRequest
 
 
@@ -75,7 +75,8 @@ WRITERS = {"huggingface": "huggingface", "sharded": "native_sharded", "dcp": "dc
 
 
 def recognize(path: Path) -> Format | None:
-    """The format of exactly this file or directory, or None if it is none."""
+    """The format of exactly this file or directory, or None if it is none; CheckpointError if it has too many files."""
+    refuse_many_entries(path)
     return next((known for known in map(_module, FORMATS) if known.recognize(path)), None)
 
 

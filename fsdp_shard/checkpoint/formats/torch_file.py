@@ -73,7 +73,7 @@ def _read_files(root: Path, names: Sequence[str]) -> TensorIndex:
         extras = sum_extras(extras, others)
         for name, tensor in weights.items():
             add_entry(found, torch_pickle.plain_entry(name, _full(tensor), file, where), root)
-    tensors, aliases = torch_pickle.without_copies(found)
+    tensors, aliases = torch_pickle.without_copies(found, root)
     return TensorIndex(root, NAME, tensors, aliases, extras=extras)
 
 

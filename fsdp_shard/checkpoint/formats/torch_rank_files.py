@@ -24,6 +24,8 @@ NAME = "torch_ranks"
 
 _RANK = re.compile(r"(?P<stem>.*?)(?:world_size_?(?P<world>\d+)_?)?rank[_-]?(?P<rank>\d+)\.(?:pt|pth|bin|ckpt)")
 _NO_WEIGHTS = re.compile(r"optim|extra|scheduler|scaler|rng|random|dataloader|sampler|trainer|zero_pp")
+# A piece holds a few rows of a matrix, or more. Only files of tiny models have more pieces for their size.
+_FREE_PIECES, _BYTES_OF_A_PIECE = 100_000, 16
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,20 @@ def read(path: Path) -> TensorIndex:
             "SHARDED_STATE_DICT instead; of copies, give one file."
         )
     replicas = Replicas(path)
-    found = {name: _entry(replicas, name, held, len(files)) for name, held in parts.items()}
-    tensors, aliases = torch_pickle.without_copies(found)
+    found, num_pieces = {}, 0
+    most = _FREE_PIECES + sum((path / file).stat().st_size for file in files) // _BYTES_OF_A_PIECE
+    for name, held in parts.items():
+        found[name] = _entry(replicas, name, held, len(files))
+        num_pieces += len(found[name].pieces)
+        if num_pieces > most:
+            raise CheckpointError(
+                f"{path}: its tensors are in more than {most} pieces, too many for files of this size."
+            )
+    tensors, aliases = torch_pickle.without_copies(found, path)
     extras = sum_extras(extras, _other_states(path))
     replicas.compare()
-    held = tuple(replicas.pieces)
-    return TensorIndex(path, NAME, tensors, aliases, world_size=len(files), extras=extras, replicas=held)
+    pieces = tuple(replicas.pieces)
+    return TensorIndex(path, NAME, tensors, aliases, world_size=len(files), extras=extras, replicas=pieces)
 
 
 def _files(path: Path, is_extra: bool = False) -> list[re.Match[str]]:

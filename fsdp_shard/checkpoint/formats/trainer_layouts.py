@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from fsdp_shard.checkpoint.io import has_file
@@ -30,6 +31,8 @@ _INNER = ("actor", "huggingface", "sharded")
 _OUTER = ("checkpoint", "checkpoints")
 _SIDE_DIRECTORY = "huggingface"  # verl
 _SIDE_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+# What is looked at before a search ends: no layout nests so deeply, and no run keeps so many steps without weights.
+_MAX_DEPTH, _MAX_DIRECTORIES = 16, 2000
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,22 @@ def is_numbered(name: str) -> bool:
     return _NUMBERED.fullmatch(name) is not None
 
 
-def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path]) -> list[Path] | None:
+def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path], depth: int = 0) -> list[Path] | None:
     """The directories from `path` down to a checkpoint, or None. `seen` stops at links that form a cycle."""
     real = path.resolve()
     if real not in seen and is_checkpoint(path):
         return [path]
     if real in seen or not path.is_dir():
         return None
+    if depth > _MAX_DEPTH or len(seen) > _MAX_DIRECTORIES:
+        raise CheckpointError(
+            f"{path} is nested deeply, or one of thousands of directories, none of which is a checkpoint; give the "
+            "path of the checkpoint itself."
+        )
     seen.add(real)
     for rule in (_fsdp_models, partial(_subdirectories, _INNER), _newest_first, partial(_subdirectories, _OUTER)):
         for child in rule(path):
-            below = _lead(child, is_checkpoint, seen)
+            below = _lead(child, is_checkpoint, seen, depth + 1)
             if below is not None:
                 return [path, *below]
     return None
@@ -122,7 +130,7 @@ def _other_checkpoints(path: Path, is_checkpoint: IsCheckpoint) -> list[Path]:
     if not path.is_dir():
         return []
     children = (entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("optim"))
-    return sorted(entry for entry in children if is_checkpoint(entry))
+    return sorted(entry for entry in islice(children, _MAX_DIRECTORIES) if is_checkpoint(entry))
 
 
 def _ambiguous(path: Path, found: list[Path]) -> CheckpointError:

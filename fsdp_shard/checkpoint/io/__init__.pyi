@@ -15,12 +15,10 @@ from .files import (
     aligned as aligned,
     has_file as has_file,
     member as member,
-    open_regular as open_regular,
     page_aligned as page_aligned,
-    parse_json as parse_json,
     pread_into as pread_into,
     pwrite_all as pwrite_all,
-    read_json as read_json,
+    refuse_many_entries as refuse_many_entries,
 )
 from .safetensors_format import (
     CASTABLE as CASTABLE,

@@ -4,20 +4,21 @@ Every name that comes from an index, a manifest or a header passes through `memb
 """
 
 import fcntl
-import json
 import mmap
 import os
 import re
+import resource
 import stat
 import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import limits, open_regular, refuse_excess
 
 _NOT_IN_NAMES = re.compile(r"[\0\\\ud800-\udfff]")  # a lone surrogate is not valid text
 _LARGE_BYTES = 64 << 10  # less than what malloc maps on its own
@@ -71,16 +72,12 @@ def has_file(root: Path, name: str) -> bool:
     return os.path.isfile(root / name)
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor; never blocks, even if the path is a FIFO."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CheckpointError(f"{path} is not a regular file, so it is not read.")
-    return descriptor
+def refuse_many_entries(path: Path) -> None:
+    """Raise CheckpointError if a directory has more entries than any checkpoint: each is looked at again and again."""
+    if path.is_dir():
+        with os.scandir(path) as entries:
+            count = sum(1 for _ in islice(entries, limits().directory_entries + 1))
+        refuse_excess(count, "directory_entries", f"{path} has too many files to be a checkpoint")
 
 
 def page_aligned(num_bytes: int) -> memoryview:
@@ -121,38 +118,11 @@ def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def read_json(path: Path, max_bytes: int = 1 << 30) -> Any:
-    """Parse the JSON in a regular file; duplicate keys are an error, since readers disagree on which one counts."""
-    descriptor = open_regular(path)
-    with os.fdopen(descriptor, "rb") as file:
-        if os.fstat(descriptor).st_size > max_bytes:
-            raise CheckpointError(f"{path} is larger than {max_bytes} bytes, so it is not read as JSON.")
-        return parse_json(file.read(), str(path))
-
-
-def parse_json(data: bytes, where: str) -> Any:
-    """`json.loads` that raises a CheckpointError for anything that is wrong; `where` names the file."""
-    try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
-    except RecursionError:
-        raise CheckpointError(f"{where} is nested too deeply to be the JSON of a checkpoint.") from None
-    except ValueError as error:
-        raise CheckpointError(f"{where} is not valid JSON: {error}.") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"duplicate key {twice!r}")
-    "".join(found).encode()  # a lone surrogate is not valid text: UnicodeEncodeError is a ValueError
-    return found
-
-
 class Handles:
     """Open files by name, at most `MAX_HANDLES`; the least recently used of those not in use are closed first.
 
-    A checkpoint of thousands of ranks has more files than a process may have open. Thread-safe.
+    A checkpoint of thousands of ranks has more files than a process may have open, and a process may have few
+    (`ulimit -n`). Thread-safe.
     """
 
     MAX_HANDLES = 256
@@ -162,6 +132,8 @@ class Handles:
         self._handles: dict[str, int] = {}  # the most recently used one is the last
         self._users: Counter[str] = Counter()
         self._lock = threading.Lock()
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max_handles = self.MAX_HANDLES if allowed < 0 else max(min(self.MAX_HANDLES, allowed // 4), 1)
 
     @contextmanager
     def use(self, name: str) -> Iterator[int]:
@@ -169,8 +141,13 @@ class Handles:
         with self._lock:
             handle = self._handles.pop(name, None)
             if handle is None:
-                self._make_room()
-                handle = self._open(name)
+                self._close_idle(self._max_handles - 1)
+                try:
+                    handle = self._open(name)
+                except (CheckpointError, OSError):  # others of this process may have all files open that there can be
+                    if not self._close_idle(0):
+                        raise
+                    handle = self._open(name)
             self._handles[name] = handle
             self._users[name] += 1
         try:
@@ -179,10 +156,13 @@ class Handles:
             with self._lock:
                 self._users[name] -= 1
 
-    def _make_room(self) -> None:
+    def _close_idle(self, num_kept: int) -> int:
+        """Close files that are not in use until at most `num_kept` are open; returns how many were closed."""
         idle = [name for name in self._handles if not self._users[name]]
-        for name in idle[: max(len(self._handles) - self.MAX_HANDLES + 1, 0)]:
+        closed = idle[: max(len(self._handles) - num_kept, 0)]
+        for name in closed:
             os.close(self._handles.pop(name))
+        return len(closed)
 
     def close(self) -> None:
         """Close all files; one that is asked for later is opened again."""

@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdp_shard.checkpoint.io.files import open_regular, parse_json
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import open_regular, parse_json, read_range, refuse_excess
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ PAGE_BYTES = 4096
 PAGED_BYTES = 1 << 20
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+_MAX_DIMS = 64  # torch's own limit; products of thousands of large numbers take for ever
 
 # safetensors name -> (bytes of an element, torch's attribute). Sub-byte types (F4, F6) have no flat byte ranges.
 _DTYPES = {
@@ -142,7 +143,8 @@ def read_header(path: Path) -> Header:
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         length = _header_length(file.read(8), size, path)
-        data = file.read(length)
+        data = read_range(file.fileno(), 8, length, f"the header of {path}", "metadata_bytes")
+    refuse_excess(data.count(b'"data_offsets"'), "tensors", f"the header of {path} has too many tensors")
     document = parse_json(data, f"the header of {path}")
     if not isinstance(document, dict):
         raise CheckpointError(f"the header of {path} is not a JSON object, so this is not a safetensors file.")
@@ -188,10 +190,10 @@ def _entry(name: str, value: Any, path: Path) -> tuple[str, tuple[int, ...], int
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or not is_known(dtype):
         raise _wrong(path, name, f"has the dtype {dtype!r}, which is unknown")
-    if not isinstance(shape, list) or not _are_counts(shape):
-        raise _wrong(path, name, f"has the shape {shape!r}; it must be a list of counts")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMS or not _are_counts(shape):
+        raise _wrong(path, name, f"has the shape {str(shape)[:200]}; it must be a list of counts, at most {_MAX_DIMS}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
-        raise _wrong(path, name, f"has the data_offsets {offsets!r}; they must be two byte positions")
+        raise _wrong(path, name, f"has the data_offsets {str(offsets)[:200]}; they must be two byte positions")
     begin, end = offsets
     expected = math.prod(shape) * itemsize(dtype)
     if end - begin != expected:

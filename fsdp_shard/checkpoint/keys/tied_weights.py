@@ -11,9 +11,10 @@ from typing import Any
 
 from fsdp_shard.checkpoint.digests import read_chunks
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import has_file, member, read_json
+from fsdp_shard.checkpoint.io import has_file, member
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.errors import CheckpointError, ModelError
+from fsdp_shard.utils import read_json
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")

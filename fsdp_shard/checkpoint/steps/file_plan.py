@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.io import PAGE_BYTES, PAGED_BYTES, TensorSpec, build_header, itemsize, parse_json
+from fsdp_shard.checkpoint.io import PAGE_BYTES, PAGED_BYTES, TensorSpec, build_header, itemsize
 from fsdp_shard.checkpoint.tensor_slices import Box
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import parse_json
 
 SHARD_FORMAT_VERSION = 1
 SHARD_KEY = "fsdp_shard"  # our entry in the __metadata__ of a rank file

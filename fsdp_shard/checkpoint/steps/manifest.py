@@ -4,7 +4,6 @@ Its last entry is the digest of all bytes of the file before it, so that damage 
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any, Self
 
 import xxhash
 
-from fsdp_shard.checkpoint.io import has_file, is_known, member, open_regular, parse_json
+from fsdp_shard.checkpoint.io import has_file, is_known, member
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import parse_json, read_bounded
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -122,19 +122,23 @@ def read_manifest(root: Path) -> Manifest | None:
     if not has_file(root, MANIFEST):
         return None
     path = member(root, MANIFEST)
-    with os.fdopen(open_regular(path), "rb") as file:
-        content = file.read()
+    content = read_bounded(path, "metadata_bytes")
     document = parse_json(content, str(path))
     # If `kind` itself is damaged, the other keys show whose it is.
     keys = {"format_version", *_MANIFEST_FIELDS}
     if not is_ours(document) and not (isinstance(document, dict) and len(document.keys() & keys) > len(keys) // 2):
         return None
-    return parse_manifest(content, str(path))
+    return _checked(document, content, str(path))
 
 
 def parse_manifest(content: bytes, where: str) -> Manifest:
     """Parse the content of a manifest.json and compare it with its digest; `where` names the file in errors."""
-    manifest = Manifest.from_json(parse_json(content, where), where)
+    return _checked(parse_json(content, where), content, where)
+
+
+def _checked(document: Any, content: bytes, where: str) -> Manifest:
+    """The manifest in a document, which must have the digest of its content."""
+    manifest = Manifest.from_json(document, where)
     start = content.rfind(f'"{_DIGEST}"'.encode())
     if content != _sealed(content[:start].decode()).encode():
         raise CheckpointError(

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint import digests
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import in_threads, member, open_regular
+from fsdp_shard.checkpoint.io import in_threads, member
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps.manifest import FileRecord, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import balanced_partition
+from fsdp_shard.utils import balanced_partition, open_regular
 
 _SMALL_BYTES = 16 << 20
 

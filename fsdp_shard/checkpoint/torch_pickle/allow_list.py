@@ -35,7 +35,7 @@ def load_from(data: bytes, start: int, where: str, persistent: Callable[[Any], A
     try:
         return machine.run(), machine.end
     except CheckpointError as error:
-        raise CheckpointError(f"{where} {error}.") from None
+        raise type(error)(f"{where} {error}.") from None
 
 
 # Constructors of plain values. Each accepts the arguments that Python's own pickles contain, and refuses all others.

@@ -7,6 +7,7 @@ name what older versions of torch write differently. Imports no torch.
 import itertools
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from fsdp_shard.checkpoint.io import from_torch_name
@@ -14,6 +15,7 @@ from fsdp_shard.checkpoint.tensor_slices import Box
 from fsdp_shard.checkpoint.torch_pickle.metadata_classes import Record, count, counts
 from fsdp_shard.checkpoint.torch_pickle.placements import Placement
 from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor, Unreadable
+from fsdp_shard.utils import exceeded, limits
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ def _placement(item: Record) -> Placement:
     return Placement("replicate" if kind == "Replicate" else "partial")
 
 
+@lru_cache(maxsize=16)  # all tensors of a file have the same few
 def _mesh(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
     """(shape, ranks, coordinate of the writer) of a DeviceMesh."""
     if not isinstance(mesh, Record):
@@ -101,11 +104,13 @@ def _mesh(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] 
     coordinate = counts(coordinate) if coordinate is not None else None
     if isinstance(mesh.get("mesh"), StoredTensor):  # before torch 2.9
         shape = mesh.get("mesh").shape
-        ranks = counts(mesh.get("_flatten_mesh_list"), 1 << 20)
+        ranks = counts(mesh.get("_flatten_mesh_list"), limits().mesh_ranks)
     else:
         axes = _axes(mesh.get("_layout"))
         shape = tuple(len(axis) for axis in axes)
-        ranks = _ranks_on(axes, counts(mesh.get("_flatten_rank_map"), 1 << 20), mesh.get("_rank"), coordinate)
+        ranks = _ranks_on(
+            axes, counts(mesh.get("_flatten_rank_map"), limits().mesh_ranks), mesh.get("_rank"), coordinate
+        )
     if math.prod(shape) != len(ranks) or (coordinate is not None and len(coordinate) != len(shape)):
         raise ValueError(f"a mesh of shape {list(shape)} with {len(ranks)} ranks")
     return shape, ranks, coordinate
@@ -122,8 +127,8 @@ def _axes(layout: Any) -> list[list[int]]:
     else:
         pairs = [(axis.get("shape"), axis.get("stride")) for axis in axes]
     found = [_along(_flat(shape), _flat(stride)) for shape, stride in pairs]
-    if math.prod(map(len, found)) > 1 << 20:
-        raise ValueError("a mesh of more than a million ranks")
+    if math.prod(map(len, found)) > limits().mesh_ranks:
+        raise ValueError(f"a mesh of too many ranks; {exceeded('mesh_ranks')}")
     return found
 
 
@@ -134,8 +139,8 @@ def _flat(value: Any) -> tuple[int, ...]:
 def _along(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     positions = [0]
     for size, step in zip(shape, stride, strict=True):
-        if size * len(positions) > 1 << 20:
-            raise ValueError("a mesh of more than a million ranks")
+        if size * len(positions) > limits().mesh_ranks:
+            raise ValueError(f"a mesh of too many ranks; {exceeded('mesh_ranks')}")
         positions = [position + index * step for position in positions for index in range(size)]
     return positions
 

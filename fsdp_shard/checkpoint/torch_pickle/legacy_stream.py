@@ -10,10 +10,12 @@ from typing import Any
 from fsdp_shard.checkpoint.io import is_known, itemsize
 from fsdp_shard.checkpoint.torch_pickle.allow_list import load_from
 from fsdp_shard.checkpoint.torch_pickle.tensor import Storage, storage_reference
+from fsdp_shard.checkpoint.torch_pickle.unpickler import CutShort
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import limits
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
-_FIRST_READ, _MAX_PICKLE = 1 << 20, 1 << 30
+_FIRST_READ = 1 << 20
 
 
 _Head = tuple[Any, list[str], int]
@@ -47,15 +49,16 @@ def _read_head(
     descriptor: int, start: int, num_bytes: int, where: str, sizes: dict[str, tuple[int, int]]
 ) -> tuple[_Head, bytes]:
     """Read more and more of the file until the pickles are complete, since their length is not stored."""
-    limit = _FIRST_READ
+    most = min(num_bytes, limits().metadata_bytes)
+    count = min(_FIRST_READ, most)
     while True:
-        data = os.pread(descriptor, min(limit, num_bytes), start)
+        data = os.pread(descriptor, count, start)
         try:
             return _parse(data, where, {}, sizes), data
-        except CheckpointError:
-            if limit >= min(num_bytes, _MAX_PICKLE):
+        except CutShort:
+            if count == most:
                 raise
-        limit *= 8
+        count = min(8 * count, most)
 
 
 def _parse(data: bytes, where: str, positions: dict[str, int], sizes: dict[str, tuple[int, int]]) -> _Head:

@@ -4,6 +4,7 @@ Source: `compute_local_shape_and_global_offset` of torch.distributed.tensor._uti
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +31,7 @@ class Placement:
 
 
 Span = tuple[int, int]
+_MAX_SPANS = 1 << 12  # of a rank in a tensor; there are as many as the ranks of tensor parallelism
 
 
 def local_spans(
@@ -48,7 +50,12 @@ def local_spans(
             continue
         if placement.dim >= len(shape) or not 0 <= index < num_chunks or placement.split_factor < 1:
             raise ValueError(f"it is sharded on dimension {placement.dim} of {len(shape)}")
-        spans[placement.dim] = _cut(spans[placement.dim], placement.split_factor, num_chunks, index)
+        if min(placement.split_factor, shape[placement.dim]) * len(spans[placement.dim]) <= _MAX_SPANS:
+            spans[placement.dim] = _cut(spans[placement.dim], placement.split_factor, num_chunks, index)
+        elif math.prod(shape):
+            raise ValueError(f"it is cut into more than {_MAX_SPANS} parts")
+    if math.prod(map(len, spans)) > _MAX_SPANS:
+        raise ValueError(f"it is cut into more than {_MAX_SPANS} parts")
     return spans
 
 

@@ -11,10 +11,10 @@ from fsdp_shard.checkpoint.torch_pickle.dtensor import AnyTensor, StoredDTensor,
 from fsdp_shard.checkpoint.torch_pickle.strided import piece_of
 from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor, Unreadable
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import format_count
+from fsdp_shard.utils import format_count, format_size, refuse_excess
 
-_MAX_CONTAINERS = 200_000  # a pickle can refer to one list many times, also within itself; each time it is walked
 _MAX_DEPTH = 24
+_EXTENTS_PER_BYTE = 64  # slices of one large tensor are read through, each from its first to its last element
 _WALKED = (dict, list, tuple, AnyTensor)
 
 
@@ -60,11 +60,13 @@ def walk(state: Any, where: Path) -> Iterator[tuple[tuple[str, ...], AnyTensor]]
         if isinstance(value, AnyTensor):
             yield path or ("tensor",), value
         elif isinstance(value, (dict, list, tuple)):
-            seen += 1
-            if seen > _MAX_CONTAINERS or len(path) > _MAX_DEPTH:
+            if len(path) > _MAX_DEPTH:
                 raise CheckpointError(f"{where} is nested in itself, or deeper than any state dict.")
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            stack += reversed([((*path, str(key)), item) for key, item in items if isinstance(item, _WALKED)])
+            inner = [(key, item) for key, item in items if isinstance(item, _WALKED)]
+            seen += len(inner)  # a pickle can refer to one list many times, also within itself; each time it is walked
+            refuse_excess(seen / 2, "tensors", f"{where} is nested in itself, or has too many tensors")
+            stack += reversed([((*path, str(key)), item) for key, item in inner])
 
 
 def readable(tensor: object, name: str, where: Path) -> StoredTensor:
@@ -99,8 +101,19 @@ def _num_bytes(tensor: AnyTensor) -> int:
     return tensor.num_elements * itemsize(tensor.dtype) if isinstance(tensor, StoredTensor) else 0
 
 
-def without_copies(found: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Tie tensors that are the same bytes: (each tensor once, under its first name; {alias: that name})."""
+def without_copies(found: Mapping[str, TensorEntry], root: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Tie tensors that are the same bytes.
+
+    Args:
+        found: The tensors by name.
+        root: The directory of their files.
+
+    Returns:
+        Each tensor once, under its first name; and {alias: that name}.
+
+    Raises:
+        CheckpointError: The tensors have far more bytes than the files: one of a kilobyte can hold terabytes of zeros.
+    """
     kept: dict[str, TensorEntry] = {}
     owners: dict[object, str] = {}
     aliases: dict[str, str] = {}
@@ -110,4 +123,15 @@ def without_copies(found: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEn
             kept[name] = entry
         else:
             aliases[name] = owner
+    _refuse_views(kept, root)
     return kept, aliases
+
+
+def _refuse_views(tensors: Mapping[str, TensorEntry], root: Path) -> None:
+    pieces = [piece for entry in tensors.values() for piece in entry.pieces]
+    stored = sum((root / file).stat().st_size for file in {piece.file for piece in pieces})
+    logical = sum(entry.num_bytes for entry in tensors.values())
+    extents = sum(piece.codec.num_bytes for piece in pieces if piece.codec is not None)
+    beyond = max(logical - stored, extents - _EXTENTS_PER_BYTE * stored)
+    what = f"{root}: its files have {format_size(stored)}, but hold views of {format_size(max(logical, extents))}"
+    refuse_excess(beyond, "view_bytes", what)

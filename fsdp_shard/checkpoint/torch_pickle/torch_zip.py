@@ -10,15 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.io import open_regular
 from fsdp_shard.checkpoint.torch_pickle.allow_list import load
 from fsdp_shard.checkpoint.torch_pickle.legacy_stream import read_stream
 from fsdp_shard.checkpoint.torch_pickle.tensor import Storage, storage_reference
-from fsdp_shard.checkpoint.torch_pickle.zip_reader import Member, read_members
+from fsdp_shard.checkpoint.torch_pickle.zip_reader import read_members
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import open_regular, read_range
 
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-_MAX_PICKLE = 1 << 30
 
 
 def is_torch_file(path: Path) -> bool:
@@ -63,8 +62,8 @@ def _read_zip(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
     if f"{top}/data.pkl" not in members:
         raise CheckpointError(f"{where} is a zip archive, but not one of torch.save: it has no data.pkl.")
     order = members.get(f"{top}/byteorder")
-    if order is not None and (text := _contents(descriptor, order, 16, where)) != b"little":
-        raise CheckpointError(f"{where} was saved with byte order {text[:16]!r}; only little-endian files are read.")
+    if order is not None and (text := os.pread(descriptor, min(order.num_bytes, 16), order.start)) != b"little":
+        raise CheckpointError(f"{where} was saved with byte order {text!r}; only little-endian files are read.")
     storages: dict[str, Storage] = {}
 
     def find(identifier: Any) -> Storage:
@@ -79,16 +78,11 @@ def _read_zip(descriptor: int, start: int, num_bytes: int, where: str) -> Any:
         known = storages[key]
         return known if known.dtype == dtype else replace(known, dtype=dtype)
 
-    return load(_contents(descriptor, members[f"{top}/data.pkl"], _MAX_PICKLE, where), where, find)
-
-
-def _contents(descriptor: int, member: Member, limit: int, where: str) -> bytes:
-    if member.num_bytes > limit:
-        raise CheckpointError(f"{where} has {member.num_bytes} bytes where at most {limit} are expected.")
-    data = os.pread(descriptor, member.num_bytes, member.start)
-    if member.crc and zlib.crc32(data) != member.crc:
+    pickled = members[f"{top}/data.pkl"]
+    data = read_range(descriptor, pickled.start, pickled.num_bytes, f"the pickle in {where}", "metadata_bytes")
+    if pickled.crc and zlib.crc32(data) != pickled.crc:
         raise CheckpointError(
-            f"{where}, bytes {member.start}-{member.start + member.num_bytes - 1}: what describes the tensors does not "
-            f"have the CRC32 that was written with it, so the file is damaged."
+            f"{where}, bytes {pickled.start}-{pickled.start + pickled.num_bytes - 1}: what describes the tensors does "
+            f"not have the CRC32 that was written with it, so the file is damaged."
         )
-    return data
+    return load(data, where, find)

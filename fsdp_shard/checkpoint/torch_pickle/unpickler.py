@@ -13,6 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import exceeded, format_size, limits
+
+# What objects of a pickle take in memory: any, one in the memo, and those that take more. All that is in a file may
+# take so much, and so much for each byte of it; a real .metadata takes 28.
+_OBJECT_BYTES, _MEMO_BYTES = 64, 128
+_BYTES_OF = {ord("\x8f"): 216, ord("\x91"): 216, ord("r"): _MEMO_BYTES}
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 64 << 20, 40
+
+
+class CutShort(CheckpointError):
+    """A pickle that goes on behind the end of its data."""
 
 
 class Machine:
@@ -33,8 +44,9 @@ class Machine:
                 raise Malformed("ends with more or less than one object")
             return self._stack.pop()
         except IndexError:
-            at_end = self.end >= len(self.data)
-            raise self._error("is cut short" if at_end else "takes more from its stack than it holds") from None
+            if self.end < len(self.data):
+                raise self._error("takes more from its stack than it holds") from None
+            raise CutShort(f"is cut short, at byte {self.end} of the pickle") from None
         except Malformed as error:
             raise self._error(str(error)) from None
         except (UnicodeDecodeError, MemoryError, OverflowError, RecursionError) as error:
@@ -43,12 +55,14 @@ class Machine:
     def _run(self) -> None:
         """Read opcodes until STOP. The most frequent ones are inlined, since a call for each is too slow."""
         data, memo = self.data, self._memo
-        while True:
+        left = _MEMORY_BYTES + _MEMORY_PER_BYTE * len(data)
+        while left > 0:
             at = self.end
             opcode = data[at]
             self.end = at + 1
             if opcode == 0x94:  # MEMOIZE
                 memo[len(memo)] = self._stack[-1]
+                left -= _MEMO_BYTES
             elif opcode == 0x68 and data[at + 1] in memo:  # BINGET
                 self._stack.append(memo[data[at + 1]])
                 self.end = at + 2
@@ -64,13 +78,16 @@ class Machine:
             elif opcode == 0x28:  # MARK
                 self._outer.append(self._stack)
                 self._stack = []
+                left -= _OBJECT_BYTES
             elif opcode == 0x29:  # EMPTY_TUPLE
                 self._stack.append(())
             elif opcode == 0x85:  # TUPLE1
                 self._stack[-1] = (self._stack[-1],)
+                left -= _OBJECT_BYTES
             elif opcode == 0x86:  # TUPLE2
                 last = self._stack.pop()
                 self._stack[-1] = (self._stack[-1], last)
+                left -= _OBJECT_BYTES
             elif opcode == 0x2E:  # STOP
                 return
             else:
@@ -78,6 +95,8 @@ class Machine:
                 if step is None:
                     raise Malformed(f"has the opcode {bytes([opcode])!r}, which no checkpoint needs")
                 step(self)
+                left -= _BYTES_OF.get(opcode, _OBJECT_BYTES)
+        raise Malformed("consists of more tiny objects than any checkpoint of its size")
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{problem}, at byte {self.end} of the pickle")
@@ -89,18 +108,23 @@ class Machine:
         self.end = start + count
         if self.end > len(self.data):
             self.end = len(self.data)
-            raise Malformed("is cut short")
+            raise IndexError
         return self.data[start : self.end]
 
     def _line(self) -> str:
         stop = self.data.find(b"\n", self.end, self.end + 1000)
         if stop < 0:
-            raise Malformed("is cut short in a name")
+            if self.end + 1000 < len(self.data):
+                raise Malformed("is cut short in a name")
+            raise IndexError
         start, self.end = self.end, stop + 1
         return self.data[start:stop].decode()
 
     def _sized(self, width: int) -> bytes:
-        return self._take(self._int(width))
+        count = self._int(width)
+        if count > limits().config_bytes:
+            raise Malformed(f"is cut short, or has a text of {format_size(count)} ({exceeded('config_bytes')})")
+        return self._take(count)
 
     def _since_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._outer.pop()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import read_range, refuse_excess
 
 _END, _END_64, _LOCATOR_64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
@@ -21,7 +22,6 @@ _LOCAL_FORMAT = struct.Struct("<4s5H3L2H")
 ENTRY_BYTES, CRC_IN_ENTRY = _ENTRY_FORMAT.size, 16
 _ENCRYPTED = 1
 _MAX_COMMENT = (1 << 16) - 1
-_MAX_DIRECTORY = 1 << 30
 _NONE_16, _NONE_32 = 0xFFFF, 0xFFFFFFFF  # "see the zip64 record"
 
 
@@ -68,7 +68,9 @@ class _Archive:
         """The members by name, after checking that they do not overlap."""
         offset, length, number = self._directory()
         found, end, before = {}, 0, ""
-        for header, name, num_bytes, crc, at in sorted(self._entries(self._read(offset, length), number)):
+        refuse_excess(number, "tensors", f"{self._where} is a zip archive of too many members")
+        directory = read_range(self._descriptor, self._start + offset, length, self._where, "metadata_bytes")
+        for header, name, num_bytes, crc, at in sorted(self._entries(directory, number)):
             if header < end:
                 raise self.wrong(f"has members {before!r} and {name!r} that overlap")
             begin = self._data_start(header, name)
@@ -100,7 +102,7 @@ class _Archive:
                     raise self.wrong(f"says at its end that its central directory has {narrow}, and {wide} before that")
         if disk:
             raise self.wrong("is a zip archive in several parts")
-        if offset + length != end or length > _MAX_DIRECTORY:
+        if offset + length != end:
             raise self.wrong(
                 f"says that its central directory is {length} bytes at byte {offset}, but that directory ends at {end}"
             )
@@ -117,7 +119,7 @@ class _Archive:
     def _entries(self, directory: bytes, number: int) -> Iterator[tuple[int, str, int, int, int]]:
         """(position of the local header, name, bytes, CRC, its position in the directory) of each member."""
         at = count = 0
-        while at < len(directory):
+        while at < len(directory) and count <= number:
             fields = _ENTRY_FORMAT.unpack_from(directory, at)
             signature, flags, method, packed, size = fields[0], fields[3], fields[4], fields[8], fields[9]
             name_length, extra_length, comment_length, header = fields[10], fields[11], fields[12], fields[16]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 from fsdp_shard.data.sources.row import Row, require_column, text_of
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import is_plain_fast_tokenizer
-from fsdp_shard.utils import REQUIRED, setting
+from fsdp_shard.utils import REQUIRED, set_environment, setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,13 +176,23 @@ def plain_ids(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
+def letter_ids(tokenizer: Tokenizer, *, is_target: bool = False) -> list[int]:
+    """Tokenize one letter, as a target of a seq2seq model if `is_target`, with the special tokens around it.
+
+    Not in the tokenizer's threads: a process that is forked later, to tokenize the data, would have none.
+    """
+    with set_environment({"TOKENIZERS_PARALLELISM": "false"}):
+        encoded = tokenizer(text_target="a") if is_target else tokenizer("a")
+    return list(encoded["input_ids"])
+
+
 def beginning(tokenizer: Tokenizer) -> list[int]:
     """Return [beginning-of-text] if the tokenizer adds that token to every text, else an empty list."""
-    first: list[int] = tokenizer("a")["input_ids"][:1]
+    first = letter_ids(tokenizer)[:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def ends_in_special(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer ends a text with a special token, such as </s> or [SEP]."""
-    last = tokenizer("a")["input_ids"][-1:]  # empty if it has neither this letter nor an unknown token
+    last = letter_ids(tokenizer)[-1:]  # empty if it has neither this letter nor an unknown token
     return not set(tokenizer.all_special_ids).isdisjoint(last)

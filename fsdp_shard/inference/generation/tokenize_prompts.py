@@ -1,7 +1,7 @@
 """Tokenizes prompts and conversations, and compares them, with their answers, with the model's context."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import transformers
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -9,8 +9,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.generation.prompts import Prompt
 from fsdp_shard.models import Context, check_causal
+from fsdp_shard.utils import run_limited
 
+R = TypeVar("R")
 Message = dict[str, str]
+
+_BYTES_OF_A_TEXT = 1024  # a short text, too, takes time to render
 
 
 def tokenize_prompts(
@@ -33,19 +37,28 @@ def tokenize_prompts(
 
     Raises:
         DataError: A prompt has no tokens.
-        ModelError: The model does not generate text, or has no chat template for `chat`.
+        ModelError: The model does not generate text, has no chat template for `chat`, or its tokenizer or chat template
+            takes too much time or memory.
     """
     check_generates(config)
     if chat and tokenizer.chat_template is None:
         raise ModelError("chat=true needs a chat template, and this model's tokenizer has none; remove chat=true.")
-    encoded = []
-    for prompt in prompts:
-        message = {"role": "user", "content": prompt.text}
-        ids = apply_chat_template(tokenizer, [message]) if chat else list(tokenizer(prompt.text)["input_ids"])
+
+    def encode() -> list[list[int]]:
+        if chat:
+            return [_render(tokenizer, [{"role": "user", "content": prompt.text}]) for prompt in prompts]
+        return [list(tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
+
+    encoded = _limited(tokenizer, encode, [prompt.text for prompt in prompts])
+    for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
             raise DataError(f"{prompt.location} has no tokens that the model knows; give other text.")
-        encoded.append(ids)
     return encoded
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text; raises ModelError as `tokenize_prompts` does."""
+    return _limited(tokenizer, lambda: list(tokenizer(text)["input_ids"]), [text])
 
 
 def check_room(
@@ -94,6 +107,16 @@ def check_generates(config: PretrainedConfig) -> None:
 
 
 def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, up to where the model's answer begins."""
+    """Token ids of a conversation, up to where the model's answer begins; ModelError as of `tokenize_prompts`."""
+    return _limited(tokenizer, lambda: _render(tokenizer, messages), [message["content"] for message in messages])
+
+
+def _limited(tokenizer: PreTrainedTokenizerBase, encode: Callable[[], R], texts: Sequence[str]) -> R:
+    """Return `encode()`, in a process that is ended when it takes too much for these texts."""
+    num_bytes = sum(_BYTES_OF_A_TEXT + len(text) for text in texts)
+    return run_limited(encode, f"tokenizing with {tokenizer.name_or_path}", num_bytes, error=ModelError)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     ids: Any = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     return list(ids)

@@ -1,0 +1,187 @@
+"""Work that a file may make endless, such as rendering its chat template: in a forked process that is ended then.
+
+Limits are on processor time and on memory beyond what the process has when it is forked. The system enforces both, so
+they hold in native code too.
+"""
+
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import Lock
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from fsdp_shard.errors import FsdpShardError
+from fsdp_shard.utils.limits import exceeded, limits
+from fsdp_shard.utils.text import first_line
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+UNIT_BYTES = 32 << 10
+"""The bytes of an argument for which the limits of a call are granted once more."""
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whoever started it ends it, once it needs no more results
+_WALL_SECONDS, _WALL_FACTOR = 60.0, 20.0  # for a process that waits for ever, and uses no processor time
+_MEMORY = "memory"
+
+
+class LimitedProcess(Generic[A, R]):
+    """Calls a function in a process that is forked from this one; the function and what it refers to are not sent.
+
+    Thread-safe: one call after the other.
+
+    Args:
+        work: The function. Its argument and its result are sent as pickles. What it changes is lost.
+        what: What it does and with which file, for errors: `rendering the chat template of DIR`.
+        kind: Whose limits apply: `build` or `render`.
+        error: The class of errors: that a limit is exceeded, and whatever `work` raises that is none of ours.
+    """
+
+    def __init__(self, work: Callable[[A], R], what: str, *, kind: str = "render", error: type[FsdpShardError]) -> None:
+        self._what, self._kind, self._error = what, kind, error
+        self._lock = Lock()
+        self._connection, theirs = Pipe()
+        self._owner, self._pid = os.getpid(), os.fork()
+        if not self._pid:
+            self._connection.close()
+            _serve(work, theirs, self._failure)
+        theirs.close()
+
+    def __call__(self, argument: A, num_bytes: int = 0) -> R:
+        """Return `work(argument)`; the limits are those of `num_bytes` of text. Raises what `work` raises."""
+        with self._lock:
+            return self._call(argument, num_bytes)
+
+    def _call(self, argument: A, num_bytes: int) -> R:
+        if not self._pid:
+            raise self._error(f"{self._what} ended the process that did it, which was said before.")
+        granted = 1 + num_bytes / UNIT_BYTES
+        seconds: float = getattr(limits(), f"{self._kind}_seconds") * granted
+        most_bytes = int(getattr(limits(), f"{self._kind}_bytes") * granted)
+        try:
+            self._connection.send((argument, seconds, most_bytes))
+            if not self._connection.poll(_WALL_SECONDS + _WALL_FACTOR * seconds):
+                os.kill(self._pid, signal.SIGKILL)
+            result, error = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise self._death() from None
+        if error == _MEMORY:
+            raise self._excess("memory", "bytes")
+        if error is not None:
+            raise error
+        value: R = result
+        return value
+
+    def close(self) -> None:
+        """End the process, unless it has ended because it was too slow or too large, or another process began it."""
+        self._connection.close()
+        if self._pid and self._owner == os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pid", 0):
+            self.close()
+
+    def _wait(self) -> int:
+        """Wait until the process has ended; returns the number of the signal that ended it, 0 for none."""
+        pid, self._pid = self._pid, 0
+        with suppress(ChildProcessError):
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) * -1
+        return 0
+
+    def _death(self) -> FsdpShardError:
+        number = self._wait() if self._pid else 0
+        if number == signal.SIGPROF:
+            return self._excess("time", "seconds")
+        name = signal.Signals(number).name if number > 0 else "no signal"
+        return self._error(f"{self._what} ended the process that did it ({name}): the file is damaged or hostile.")
+
+    def _excess(self, of: str, unit: str) -> FsdpShardError:
+        return self._error(f"{self._what} takes too much {of}: {exceeded(f'{self._kind}_{unit}')}.")
+
+    def _failure(self, error: BaseException) -> FsdpShardError:
+        return self._error(f"{self._what} fails: {type(error).__name__}: {first_line(error)}")
+
+
+def run_limited(
+    work: Callable[[], R], what: str, num_bytes: int = 0, *, kind: str = "render", error: type[FsdpShardError]
+) -> R:
+    """Return `work()`, called once in a process as `LimitedProcess` describes it."""
+    with LimitedProcess[None, R](lambda _: work(), what, kind=kind, error=error) as process:
+        return process(None, num_bytes)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no more memory; torch has no class of its own for that."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def _serve(
+    work: Callable[[Any], Any], connection: Connection, failure: Callable[[BaseException], FsdpShardError]
+) -> None:
+    """Answer calls until the other end is closed. Never returns: nothing of the process that was forked runs here."""
+    try:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):  # Rust writes a traceback there
+            os.dup2(nowhere, descriptor)
+        unlimited = resource.getrlimit(resource.RLIMIT_DATA)
+        while True:
+            argument, seconds, most_bytes = connection.recv()
+            _limit_memory(most_bytes, unlimited)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            answer = _answer(work, argument, failure)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            resource.setrlimit(resource.RLIMIT_DATA, unlimited)
+            try:
+                connection.send(answer)
+            except Exception as error:  # a result that cannot be pickled
+                connection.send((None, failure(error)))
+    except (EOFError, OSError):
+        pass
+    finally:
+        os._exit(0)
+
+
+def _answer(work: Callable[[Any], Any], argument: Any, failure: Callable[[BaseException], FsdpShardError]) -> Any:
+    """(result, error) of a call."""
+    try:
+        return work(argument), None
+    except FsdpShardError as error:
+        return None, error
+    except BaseException as error:  # Rust's panics are no Exception
+        if is_out_of_memory(error):
+            return None, _MEMORY
+        found = failure(error)
+        found.add_note(traceback.format_exc())
+        return None, found
+
+
+def _limit_memory(most_bytes: int, unlimited: tuple[int, int]) -> None:
+    """Limit the private memory of this process to so much more than it has now."""
+    if not sys.platform.startswith("linux"):
+        return
+    with open("/proc/self/status", encoding="ascii") as lines:
+        used = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
+    soft, hard = unlimited
+    known = [limit for limit in (used + most_bytes, soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))
