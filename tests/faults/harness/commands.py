@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import fsdp_shard
 from fsdp_shard.cli import load_recipe, run_command
 from fsdp_shard.config import COMMANDS, compose_jobs
+from tests.faults.corpus import bases
 from tests.support.runs import RECIPES
 
 Command = Callable[[Path, Path], None]  # (what the command is given, an empty directory to work in)
@@ -32,13 +32,12 @@ READERS = {
 }
 
 
-def commands(work: Path) -> dict[str, Command]:
-    """All commands; `work` is a directory for what they share."""
-    text = work / "text.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
-    data = [f"data.path={text}", "data.sequence_length=16", f"data.cache_dir={work}/tokens"]
+def commands() -> dict[str, Command]:
+    """All commands."""
+    _, *data = bases.run_settings("x")
+    data.pop()
     few = "generation.max_new_tokens=2"
-    train = [*data, "train.steps=1", "launch.device=cpu", "shard.param_dtype=float32"]
+    train = [*data, "train.steps=1"]
     found: dict[str, Command] = {
         "open": _open,
         "inspect": lambda path, _: run_command(["inspect", str(path)]),
@@ -48,11 +47,11 @@ def commands(work: Path) -> dict[str, Command]:
         "load": _load,
         "generate": _recipe("generate", "checkpoint", ["prompt=Hello", few]),
         "chat": _recipe("generate", "checkpoint", ["prompt=Hello", "chat=true", few]),
-        "evaluate": _recipe("evaluate", "checkpoint", [data[0], data[1]]),
+        "evaluate": _recipe("evaluate", "checkpoint", [data[0], data[2]]),
         "finetune": _recipe("finetune", "model.path", train),
         "plan": _recipe("plan", "model.path", ["data.sequence_length=16"]),
         "doctor": _recipe("doctor", "model.path", train),
-        "resume": _resume(train),
+        "resume": _resume(),
     }
     for format in FORMATS:
         ranks = [] if format == "huggingface" else ["ranks=2"]
@@ -91,16 +90,16 @@ def _recipe(command: str, setting: str, arguments: list[str]) -> Command:
     return run
 
 
-def _resume(arguments: list[str]) -> Command:
-    """Finetune goes on in the run that is damaged: the case is its directory, whose config.json names the model."""
-    job = compose_jobs(COMMANDS["finetune"], ["model.path=x", *arguments, "train.steps=2"], "finetune")[0]
+def _resume() -> Command:
+    """Finetune goes on in the run that is damaged; a case of anything else passes."""
+    job = compose_jobs(COMMANDS["finetune"], [*bases.run_settings("x"), "train.steps=2"], "finetune")[0]
     recipe = _load_recipe("finetune")
 
     def run(path: Path, _: Path) -> None:
-        if not (path / "config.yaml").exists():
+        if not (path / "checkpoints").is_dir():
             return
         config: Any = copy.deepcopy(job.config)
-        config.run_dir, config.model.path = str(path), json.loads((path.parent / "origin.json").read_text())
+        config.run_dir = str(path)
         recipe.check(config)
         recipe.perform(config)
 

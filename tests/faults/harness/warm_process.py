@@ -39,7 +39,7 @@ def main(place: Path) -> None:
     transformers.logging.set_verbosity_error()
     place.mkdir(parents=True, exist_ok=True)
     bases.make_all(place / "bases")
-    found = commands(place)
+    found = commands()
     healthy = warm_up(found, place / "warm")
     gc.collect()
     gc.freeze()
@@ -165,7 +165,12 @@ class WarmProcess:
         root = Path(__file__).resolve().parents[3]
         stand_ins = Path(__file__).parent / "stand_ins"
         path = os.pathsep.join([str(stand_ins), str(root), os.environ.get("PYTHONPATH", "")])
-        environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "0", "KERNEL_CALLS": str(place / "calls")}
+        environment = os.environ | {
+            "PYTHONPATH": path,
+            "HF_HUB_OFFLINE": "0",
+            "KERNEL_CALLS": str(place / "calls"),
+            "XDG_CACHE_HOME": str(place / "cache"),
+        }
         self.root = str(place / "cases" / "case" / "model")  # where each case is
         self._log = place.with_suffix(".log")
         with self._log.open("w") as log:
