@@ -50,7 +50,7 @@ def check_model_config(directory: Path) -> None:
         raise ModelError(f"{directory} is not a model: it has no config.json; expected a Hugging Face model directory.")
     try:
         parsed = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{config} is not valid JSON: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{config} is not valid JSON: {first_line(error)}.") from error
     if not isinstance(parsed, dict) or "model_type" not in parsed:
         raise ModelError(f"{config} has no model_type, so the architecture is unknown.")

@@ -39,12 +39,13 @@ class ChatKind(Kind):
         return bool(read)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        from jinja2 import TemplateError, TemplateSyntaxError
+        from jinja2 import TemplateSyntaxError
 
         if not tokenizer.chat_template:
             raise DataError(
-                "data.kind=chat needs a chat template, but the model's tokenizer has none. Set data.chat_template to a "
-                "file with one, start from an instruction-tuned model, or use data.kind=instruction."
+                f"data.kind=chat needs a chat template, but the model's tokenizer has none "
+                f"({tokenizer.name_or_path}). Set data.chat_template to a file with one, start from an instruction-tuned model, "
+                "or use data.kind=instruction."
             )
         if not tokenizer.is_fast:
             raise DataError(
@@ -54,12 +55,16 @@ class ChatKind(Kind):
         try:
             tokenizer.get_chat_template()
         except ValueError as error:
-            raise DataError(f"{first_line(error)} Set data.chat_template to one of these names.") from error
+            raise DataError(
+                f"{tokenizer.name_or_path}: {first_line(error)} Set data.chat_template to one of these names."
+            ) from error
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
         except TemplateSyntaxError as error:
-            raise DataError(f"The chat template is not valid, line {error.lineno}: {error}. Correct it.") from error
-        except (TemplateError, ValueError, TypeError, KeyError):
+            raise DataError(
+                f"The chat template of {tokenizer.name_or_path} is not valid, line {error.lineno}: {error}. Correct it."
+            ) from error
+        except Exception:  # a template is a program
             pass  # it rejects this conversation
 
     def examples(self, read: list[Conversation], tokenizer: Tokenizer) -> list[list[Example]]:

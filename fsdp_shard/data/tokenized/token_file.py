@@ -188,7 +188,8 @@ def summarize(files: Sequence[Path], encoder: Encoder, name: str) -> TokenFile:
         num_used += int(np.count_nonzero(compute.list_value_length(table["lengths"]).to_numpy()))
     if separators is not None and num_tokens < 2:
         count, documents = format_count(num_tokens, "token"), format_count(num_rows, "document")
-        raise DataError(f"{name} has {count} in {documents}; at least two are needed.")
+        tokenizer = encoder.tokenizer.name_or_path or "the tokenizer"
+        raise DataError(f"{name} has {count} in {documents}, as {tokenizer} tokenizes it; at least two are needed.")
     if not num_examples:
         rows = format_count(num_rows, "row")
         raise DataError(f"{name} has nothing to train on: no token to predict in {rows}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import warnings
@@ -62,6 +63,14 @@ def make_all(place: Path) -> None:
 def text_file() -> Path:
     """A text that the runs of the bases were trained on."""
     return _made[0] / "text.txt"
+
+
+def conversations() -> Path:
+    """Two conversations, to train on."""
+    file = _made[0] / "chat.jsonl"
+    messages = [{"role": role, "content": text} for role, text in (("user", "Hello"), ("assistant", "Hi there"))]
+    file.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"messages": messages * 2}) + "\n")
+    return file
 
 
 def _model(root: Path) -> None:

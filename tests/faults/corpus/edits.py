@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from fsdp_shard.checkpoint.steps import manifest
+from fsdp_shard.checkpoint import MANIFEST
 
 Damage = Callable[[Path], object]
 
@@ -133,12 +134,12 @@ def sealed_manifest(change: Callable[[Any], Any]) -> Damage:
 
 def seal(root: Path, change: Callable[[Any], Any]) -> None:
     """Write the manifest of `root` anew, after `change` of the parsed one, as fsdp-shard would."""
-    file = root / manifest.MANIFEST
+    file = root / MANIFEST
     document = json.loads(file.read_text())
     del document["digest"]
     changed = change(document)
-    text = json.dumps(document if changed is None else changed)
-    file.write_text(manifest._sealed(text[:-1] + ("," if document else "")))
+    text = json.dumps(document if changed is None else changed)[:-1] + ","
+    file.write_text(f'{text}"digest": "{xxhash.xxh3_128_hexdigest(text.encode())}"\n}}\n')
 
 
 def sealed(*damages: Damage) -> Damage:
@@ -148,11 +149,10 @@ def sealed(*damages: Damage) -> Damage:
         both(*damages)(root)
 
         def record(document: Any) -> None:
-            from fsdp_shard.checkpoint import digests
-
             for name, held in document["files"].items():
                 if held["digest"] is not None and (root / name).is_file():
-                    held.update(vars(digests.record_file(root / name)))
+                    data = (root / name).read_bytes()
+                    held.update(size=len(data), digest=xxhash.xxh3_128_hexdigest(data))
 
         seal(root, record)
 

@@ -60,7 +60,7 @@ def _measured(name: str, call: Callable[[], None], watch: _Watch, place: Path) -
             outcome.status = int(error.code or 0) if isinstance(error.code, int | None) else 1
         except BaseException as error:
             outcome.status = _status(error)
-            outcome.error = str(error) if outcome.status else "".join(traceback.format_exception(error))[-3000:]
+            outcome.error = str(error) if outcome.status else _where(error)
             # A command's own last words; what it raised without any is no clear error, whatever is printed of it.
             print_error(error, debug=False)
     outcome.said = said.read_text(encoding="utf-8", errors="replace")
@@ -68,6 +68,14 @@ def _measured(name: str, call: Callable[[], None], watch: _Watch, place: Path) -
     outcome.growth_bytes = _peak() - memory
     outcome.harm = watch.found()
     return outcome
+
+
+def _where(error: BaseException) -> str:
+    """What was raised, the last lines of ours that it went through, and where it began."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "/fsdp_shard/" in frame.filename][-3:]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in [*ours, *frames[-1:]]]
+    return f"{type(error).__name__}: {str(error)[:500]} <- {' < '.join(reversed(lines))}"
 
 
 def _status(error: BaseException) -> int | None:
