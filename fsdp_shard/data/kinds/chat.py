@@ -44,8 +44,8 @@ class ChatKind(Kind):
         if not tokenizer.chat_template:
             raise DataError(
                 f"data.kind=chat needs a chat template, but the model's tokenizer has none "
-                f"({tokenizer.name_or_path}). Set data.chat_template to a file with one, start from an instruction-tuned model, "
-                "or use data.kind=instruction."
+                f"({tokenizer.name_or_path}). Set data.chat_template to a file with one, start from an instruction-tuned "
+                "model, or use data.kind=instruction."
             )
         if not tokenizer.is_fast:
             raise DataError(

@@ -30,6 +30,10 @@ from tests.support.ranks import on_ranks
 from tests.support.runs import RECIPES
 from tests.support.tiny import save_adapter, save_model
 
+_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 _made: list[Path] = []  # the directory of this process
 
 
@@ -76,10 +80,7 @@ def conversations() -> Path:
 def _model(root: Path) -> None:
     """The tiny Llama with its byte tokenizer and a chat template, as transformers writes them."""
     save_model(root)
-    (root / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
+    (root / "chat_template.jinja").write_text(_TEMPLATE)
 
 
 def _converted(root: Path, **settings: Any) -> None:
@@ -173,7 +174,14 @@ def _deepspeed(root: Path) -> None:
 def _gguf(root: Path) -> None:
     """By the gguf package's own writer: matrices in 8 bits, with a tokenizer."""
     root.mkdir()
-    test_gguf.write_gguf(root / "model.gguf", "llama", gguf.GGMLQuantizationType.Q8_0)
+    write_gguf(root / "model.gguf")
+
+
+def write_gguf(file: Path, **values: Any) -> None:
+    """A GGUF file with a chat template; `values` are metadata, (value, type) by name with `__` for dots."""
+    template = {"tokenizer.chat_template": (_TEMPLATE, gguf.GGUFValueType.STRING)}
+    more = {name.replace("__", "."): value for name, value in values.items()}
+    test_gguf.write_gguf(file, "llama", gguf.GGMLQuantizationType.Q8_0, values=template | more)
 
 
 def _run(root: Path) -> None:

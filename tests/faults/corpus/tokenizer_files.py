@@ -92,7 +92,6 @@ _EITHER: dict[str, Damage] = {
     "unk_token that is none": _model(unk_token="<unk>"),
     "a FIFO": edits.fifo(_FILE),
     "no tokenizer.json": edits.gone(_FILE),
-    "an empty vocabulary": edits.both(_model(vocab={}), _set(added_tokens=[])),
     "continuing_subword_prefix a number": _model(continuing_subword_prefix=3),
     "config: an unknown class": _settings(tokenizer_class="MagicTokenizer"),
     "config: a class that is a list": _settings(tokenizer_class=["LlamaTokenizer"]),

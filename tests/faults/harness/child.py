@@ -66,7 +66,7 @@ def _measured(name: str, call: Callable[[], None], watch: _Watch, place: Path) -
     outcome.said = said.read_text(encoding="utf-8", errors="replace")
     outcome.cpu_seconds = round(_cpu_seconds() - seconds, 3)
     outcome.growth_bytes = _peak() - memory
-    outcome.harm = watch.found()
+    outcome.harm = watch.found(writes_inside=name == "resume")
     return outcome
 
 
@@ -148,14 +148,15 @@ class _Watch:
         self._seen.clear()
         self._kernel_calls.unlink(missing_ok=True)
 
-    def found(self) -> list[str]:
+    def found(self, *, writes_inside: bool) -> list[str]:
         harm = list(dict.fromkeys(self._seen))
         if self._kernel_calls.exists():
             harm += [f"kernels: {line}" for line in self._kernel_calls.read_text().splitlines()]
         harm += [f"import {name}" for name in sorted(_packages() - self._known - _ALLOWED_IMPORTS)]
-        if (now := _snapshot(Path(self._outside))) != self._before:
-            harm += [f"changed {name}" for name in sorted(set(map(str, now.items() ^ self._before.items())))]
-            self._before = now
+        now = _snapshot(Path(self._outside))
+        changed = sorted({path for path, _ in now.items() ^ self._before.items()})
+        harm += [f"changed {path}" for path in changed if not (writes_inside and path.startswith(f"{self._inside}/"))]
+        self._before = now
         return harm
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
