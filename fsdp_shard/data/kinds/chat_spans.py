@@ -20,6 +20,7 @@ from typing import Any
 from fsdp_shard.data.kinds.conversation import Conversation, Message
 from fsdp_shard.data.kinds.kind import Tokenizer
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import tokenizer_files
 from fsdp_shard.utils import first_line
 
 Span = tuple[int, int]
@@ -52,7 +53,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Tokenizer, conversation: Conversation, ends: tuple[str, ...]) -> None:
         self._messages, self._where, self._ends = conversation.messages, conversation.where, ends
-        self._template = f"the chat template of {tokenizer.name_or_path}"
+        self._template = f"the chat template of {tokenizer_files(tokenizer)}"
         template = str(tokenizer.get_chat_template(tools=conversation.tools))
         self._marks = _GENERATION.search(template) is not None
         self._options: dict[str, Any] = {"chat_template": template, "tools": conversation.tools}

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.generation.prompts import Prompt
-from fsdp_shard.models import Context, check_causal, check_vocabulary, model_errors
+from fsdp_shard.models import Context, check_causal, check_vocabulary, model_errors, tokenizer_files
 
 Message = dict[str, str]
 
@@ -36,18 +36,15 @@ def tokenize_prompts(
         ModelError: The model does not generate text, or has no chat template for `chat`.
     """
     check_generates(config)
+    files = tokenizer_files(tokenizer)
     if chat and tokenizer.chat_template is None:
-        raise ModelError(
-            f"chat=true needs a chat template, and the tokenizer {tokenizer.name_or_path} has none; remove chat=true."
-        )
+        raise ModelError(f"chat=true needs a chat template, and the tokenizer {files} has none; remove chat=true.")
     encoded = []
     for prompt in prompts:
         message = {"role": "user", "content": prompt.text}
         ids = apply_chat_template(tokenizer, [message]) if chat else list(tokenizer(prompt.text)["input_ids"])
         if not ids:
-            raise DataError(
-                f"{prompt.location} has no tokens that the tokenizer {tokenizer.name_or_path} knows; give other text."
-            )
+            raise DataError(f"{prompt.location} has no tokens that the tokenizer {files} knows; give other text.")
         check_vocabulary(ids, config)
         encoded.append(ids)
     return encoded
@@ -100,6 +97,6 @@ def check_generates(config: PretrainedConfig) -> None:
 
 def apply_chat_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation, up to where the model's answer begins."""
-    with model_errors(f"The chat template of {tokenizer.name_or_path} fails"):
+    with model_errors(f"The chat template of {tokenizer_files(tokenizer)} fails"):
         ids: Any = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     return list(ids)
