@@ -132,8 +132,8 @@ def copy_model_files(
     for name, path in files.items():
         (target / name).parent.mkdir(exist_ok=True)
         (target / name).write_bytes(read_bounded(path, "tokenizer_bytes"))
-    if dtype is not None and has_file(target, CONFIG):
-        _change_config(target / CONFIG, dtype, is_dequantized=is_dequantized)
+    if dtype is not None and CONFIG in files:
+        _change_config(files[CONFIG], target / CONFIG, dtype, is_dequantized=is_dequantized)
     return [str(entry.relative_to(target)) for entry in sorted(target.rglob("*")) if entry.is_file()]
 
 
@@ -141,15 +141,15 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _change_config(path: Path, dtype: str, *, is_dequantized: bool) -> None:
-    config = read_json(path)
+def _change_config(source: Path, target: Path, dtype: str, *, is_dequantized: bool) -> None:
+    config = read_json(source)
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object, so it is not the config of a model.")
+        raise CheckpointError(f"{source} is not a JSON object, so it is not the config of a model.")
     changed = _with_dtype(config, dtype)
     if is_dequantized:
         changed = _without_quantization(changed)
     if changed != config:
-        path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        target.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from fsdp_shard.data import MASKED, MapDataset, prepare_held_out
 from fsdp_shard.errors import LossError
 from fsdp_shard.evaluation.config import PERPLEXITY, EvaluateSettings, Figures
-from fsdp_shard.models import context_of, load_context, settle_length
+from fsdp_shard.models import check_vocabulary, context_of, load_context, running, settle_length
 from fsdp_shard.utils import format_count, report_progress
 
 _MAX_LOSS = 700.0  # exp of more overflows a double
@@ -112,7 +112,10 @@ def perplexity(
         for first in range(0, len(windows), batch_size):
             indices = range(first, min(first + batch_size, len(windows)))
             batch = windows.batch(indices)
-            logits = model(**{k: torch.from_numpy(v) for k, v in batch.inputs.items()}, use_cache=False).logits
+            inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
+            check_vocabulary(batch.inputs["input_ids"], model.config)
+            with running(model):
+                logits = model(**inputs, use_cache=False).logits
             loss = _summed_loss(logits, torch.from_numpy(batch.labels))
             if not math.isfinite(loss):
                 raise LossError(

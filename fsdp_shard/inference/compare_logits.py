@@ -10,7 +10,7 @@ from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import dispatch_model
 from fsdp_shard.inference.generation.tokenize_prompts import tokenize
-from fsdp_shard.models import check_causal, context_of, load_config, load_tokenizer
+from fsdp_shard.models import check_causal, check_vocabulary, context_of, load_config, load_tokenizer, running
 from fsdp_shard.utils import format_count
 
 
@@ -73,6 +73,7 @@ def diff_logits(a: Location, b: Location, prompt: str) -> LogitsReport:
     """
     tokenizer = load_tokenizer(a.tokenizer)
     tokens = tokenize(tokenizer, prompt)
+    check_vocabulary(tokens, load_config(a.directory))
     if not tokens:
         raise DataError(f"--logits {prompt!r} has no tokens that the model in {a} knows; give other text.")
     warnings = [line for source in (a, b) if (line := _check(source, len(tokens)))]
@@ -113,7 +114,7 @@ def _logits(source: Location, tokens: list[int]) -> torch.Tensor:
     # diff has listed the tensors already
     model = dispatch_model(source, load_config(source.directory), DispatchConfig(), log=lambda text: None)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), running(model):
             logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].double().cpu()
     finally:
         del model

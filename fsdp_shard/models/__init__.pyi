@@ -7,11 +7,18 @@ from .context import (
     load_context as load_context,
     settle_length as settle_length,
 )
+from .file_errors import (
+    config_file as config_file,
+    model_errors as model_errors,
+    running as running,
+    tokenizer_files as tokenizer_files,
+)
 from .gguf_config import GGUF_FORMAT as GGUF_FORMAT, gguf_model_files as gguf_model_files
 from .loading import (
     build_on_meta as build_on_meta,
     check_causal as check_causal,
     check_model_task as check_model_task,
+    check_vocabulary as check_vocabulary,
     computed_tensor as computed_tensor,
     load_config as load_config,
     load_tokenizer as load_tokenizer,

@@ -6,10 +6,12 @@ They follow from the modules, their names and the shapes of their parameters, so
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from fsdp_shard.errors import ModelError
+from fsdp_shard.models.file_errors import config_file
 from fsdp_shard.models.transformers_private import no_split_modules
 from fsdp_shard.utils import nearest
 
@@ -95,8 +97,10 @@ def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     if not layers:  # one that is used for all layers (ALBERT), or the only one
         layers = list(_structural(model, _classes(model, _is_listed)))
     if not layers:
+        config: Any = getattr(model, "config", None)
+        source = f" of {config_file(config)}" if hasattr(config, "name_or_path") else ""
         raise ModelError(
-            f"No blocks were found in {type(model).__name__}: no module repeats, and it lists none itself. "
+            f"No blocks were found in {type(model).__name__}{source}: no module repeats, and it lists none itself. "
             f"Set shard.blocks=[CLASS]; candidates are {', '.join(_candidates(model))}."
         )
     return layers

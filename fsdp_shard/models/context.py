@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.models.file_errors import config_file, model_errors
 from fsdp_shard.models.loading import build_on_meta, load_config
 
 _DEFAULT_LENGTH = 2048
@@ -90,12 +91,13 @@ def context_of(config: PretrainedConfig, trust_remote_code: bool = False) -> Con
     Raises:
         ModelError: transformers cannot build the model.
     """
-    text = config.get_text_config()
-    stated = getattr(text, "max_position_embeddings", None)
-    if stated is None or stated < 1:  # XLNet has -1
-        return Context(None)
-    if rope := getattr(text, "rope_parameters", None):
-        return Context(_scaled(stated, rope))
+    with model_errors(f"The context of the model is not known from {config_file(config)}"):
+        text = config.get_text_config()
+        stated = getattr(text, "max_position_embeddings", None)
+        if stated is None or stated < 1:  # XLNet has -1
+            return Context(None)
+        if rope := getattr(text, "rope_parameters", None):
+            return Context(_scaled(stated, rope))
     rows = _table_rows(build_on_meta(config, trust_remote_code=trust_remote_code), stated)
     return Context(stated if rows is None else rows, is_table=rows is not None)
 

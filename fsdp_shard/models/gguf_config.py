@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.utils import atomic_directory, first_line, run_limited, user_cache
+from fsdp_shard.models.file_errors import MADE_FROM, model_errors
+from fsdp_shard.utils import atomic_directory, run_limited, user_cache
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # The name of the format, defined here so that comparing a checkpoint's format imports nothing else.
 GGUF_FORMAT = "gguf"
-_VERSION = 2  # changes with the content of the files
+_VERSION = 3  # changes with the content of the files
 _TIMES = 4  # as long as other work on so many bytes: transformers takes 5 s for a megabyte of tokens
 _SCALING = ("type", "factor", "original_context_length", "finetuned")  # the keys that are supported, or have no effect
 
@@ -76,21 +77,20 @@ def _write_model_files(file: Path, directory: Path) -> None:
     # In a directory of its own: transformers prefers a tokenizer.json in the same directory.
     (alone := directory / "alone").mkdir()
     (alone / file.name).symlink_to(file.resolve())
-    try:
-        config = AutoConfig.from_pretrained(alone, gguf_file=file.name)
-        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
-    # Raised for whatever transformers does not support.
-    except (ValueError, KeyError, ImportError, TypeError, NotImplementedError) as error:
-        raise ModelError(f"{file} cannot be used as a model: {first_line(error)}") from error
-    finally:
-        shutil.rmtree(alone)
-    if scaling := _rope_scaling(file, config):
-        config.rope_parameters = {**config.rope_parameters, **scaling}
-    if not config.architectures:  # GGUF knows no classes; the architectures that can be read are decoder-only models
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.save_pretrained(directory)
-    GenerationConfig.from_model_config(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    with model_errors(f"{file} cannot be used as a model"):
+        try:
+            config = AutoConfig.from_pretrained(alone, gguf_file=file.name)
+            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
+        finally:
+            shutil.rmtree(alone)
+        if scaling := _rope_scaling(file, config):
+            config.rope_parameters = {**config.rope_parameters, **scaling}
+        if not config.architectures:  # GGUF knows no classes; the architectures that can be read are decoders
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        config.save_pretrained(directory)
+        GenerationConfig.from_model_config(config).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    (directory / MADE_FROM).write_text(str(file), encoding="utf-8", errors="replace")
 
 
 def _rope_scaling(file: Path, config: PretrainedConfig) -> dict[str, Any]:

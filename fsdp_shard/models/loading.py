@@ -10,10 +10,11 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.errors import ModelError
+from fsdp_shard.models.file_errors import config_file, model_errors
 from fsdp_shard.models.model_directory import check_model_files
 from fsdp_shard.models.transformers_private import build_from_config, initialize, model_classes
 from fsdp_shard.models.trials import refuse_large_buffers, try_config, try_tokenizer
-from fsdp_shard.utils import first_line, non_persistent_buffers
+from fsdp_shard.utils import non_persistent_buffers
 
 _AUTO_CLASSES: dict[str, Any] = {
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
@@ -36,30 +37,46 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
     check_model_files(directory)
     if not trust_remote_code:
         try_config(directory, lambda: build_on_meta(AutoConfig.from_pretrained(directory)))
-    try:
+    with model_errors(f"The config in {directory} cannot be used"):
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise ModelError(f"The config in {directory} cannot be used: {first_line(error)}") from error
+    _check_values(config)
     return config
+
+
+def _check_values(config: PretrainedConfig) -> None:
+    """ModelError for values that transformers takes, and that would be an error of the wrong kind later."""
+    names = config.architectures
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ModelError(f"{config_file(config)}: architectures is {names!r}; expected a list of names of classes.")
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 0:
+        raise ModelError(f"{config_file(config)}: num_hidden_layers is {layers}; expected a count.")
 
 
 def named_class(config: PretrainedConfig) -> tuple[str, Any]:
     """Return the name of the class that a config names, or else of its type; and the class, if transformers has it."""
     name = next(iter(config.architectures or ()), "")
-    return name or config.model_type, getattr(transformers, name, None)
+    found = getattr(transformers, name, None)
+    return name or config.model_type, found if is_model_class(found) else None
+
+
+def is_model_class(value: Any) -> bool:
+    """Whether something of transformers, which has functions and modules too, is the class of a model."""
+    return isinstance(value, type) and issubclass(value, PreTrainedModel)
 
 
 def check_causal(config: PretrainedConfig) -> None:
     """Raise ModelError unless `config` names a causal language model."""
     if config.is_encoder_decoder:
         raise ModelError(
-            f"{config.model_type} is an encoder-decoder model; a decoder-only model, which predicts the next token, is "
-            "required."
+            f"{config_file(config)}: {config.model_type} is an encoder-decoder model; a decoder-only model, which "
+            "predicts the next token, is required."
         )
     name, cls = named_class(config)
     if cls is not None and not cls.can_generate():
         raise ModelError(
-            f"The model is a {name}, which does not predict the next token; a causal language model is required."
+            f"{config_file(config)} is of a {name}, which does not predict the next token; a causal language model is "
+            "required."
         )
 
 
@@ -116,18 +133,33 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
             takes too much time or memory for a few words.
     """
     check_model_files(directory)
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=trust_remote_code
-        )
-    except (ValueError, KeyError, OSError, ImportError, TypeError) as error:
-        raise ModelError(
-            f"There is no usable tokenizer in {directory}: {first_line(error)} "
-            f"Copy the tokenizer files of the original model into that directory, or name them with tokenizer=PATH "
-            f"(generate, evaluate, convert; --tokenizer in diff)."
-        ) from error
+    advice = (
+        "Copy the tokenizer files of the original model into that directory, or name them with tokenizer=PATH "
+        "(generate, evaluate, convert; --tokenizer in diff)."
+    )
+    with model_errors(f"There is no usable tokenizer in {directory}", advice):
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise TypeError(f"its class {type(tokenizer).__name__} is that of no tokenizer.")
+        tokenizer("a")  # some settings of a wrong type show only then
     try_tokenizer(tokenizer, directory)
     return tokenizer
+
+
+def check_vocabulary(ids: Any, config: PretrainedConfig) -> None:
+    """Raise ModelError if the vocabulary of a model does not have all of these tokens; a GPU would not name the cause.
+
+    Args:
+        ids: Token ids in an array, a tensor or a list.
+        config: The config of the model.
+    """
+    num_tokens = getattr(config.get_text_config(), "vocab_size", None)
+    largest = int(max(ids, default=0)) if isinstance(ids, list) else int(ids.max()) if len(ids) else 0
+    if isinstance(num_tokens, int) and largest >= num_tokens:
+        raise ModelError(
+            f"{config_file(config)} has a vocabulary of {num_tokens} tokens, but the tokenizer makes token {largest}: "
+            f"it belongs to another model. Copy the tokenizer files of this one."
+        )
 
 
 def build_on_meta(
@@ -155,21 +187,18 @@ def build_on_meta(
     if attention not in (None, "auto"):
         kwargs["attn_implementation"] = attention
     name, cls = named_class(config)
-    try:
-        with torch.device("meta"):
-            if cls is not None:
-                model = build_from_config(cls, config, **kwargs)
-            else:
-                auto = transformers.AutoModelForCausalLM
-                model = auto.from_config(config, trust_remote_code=trust_remote_code, **kwargs)
-    except (ValueError, KeyError, ImportError, AttributeError) as error:
-        raise ModelError(f"{name} cannot be built: {first_line(error)}") from error
-    if getattr(model.config, "rescale_every", 0):
-        # In eval mode, RWKV divides weights in place, against overflow in float16: a run would save them so, and those
-        # of a block on disk are read again.
-        model.config.rescale_every = 0
-    model.tie_weights()
-    return model.eval()  # type: ignore[no-any-return]  # torch leaves eval() untyped here
+    with model_errors(f"{name} cannot be built from {config_file(config)}"), torch.device("meta"):
+        if cls is not None:
+            model = build_from_config(cls, config, **kwargs)
+        else:
+            auto = transformers.AutoModelForCausalLM
+            model = auto.from_config(config, trust_remote_code=trust_remote_code, **kwargs)
+        if getattr(model.config, "rescale_every", 0):
+            # In eval mode, RWKV divides weights in place, against overflow in float16: a run would save them so, and
+            # those of a block on disk are read again.
+            model.config.rescale_every = 0
+        model.tie_weights()
+        return model.eval()  # type: ignore[no-any-return]  # torch leaves eval() untyped here
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:

@@ -10,9 +10,11 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from fsdp_shard.data import MASKED, Batch, Dataset
 from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.models import check_vocabulary
 from fsdp_shard.training.config import TrainConfig
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -55,13 +57,15 @@ class BatchLoader:
         dataset: The samples.
         config: Sizes of the batches.
         context: The ranks that train.
+        model: The model, whose vocabulary must have all tokens.
 
     Attributes:
         seconds_waited: How long the last step waited for its samples, on this rank.
     """
 
-    def __init__(self, dataset: Dataset, config: TrainConfig, context: DistributedContext) -> None:
+    def __init__(self, dataset: Dataset, config: TrainConfig, context: DistributedContext, model: nn.Module) -> None:
         self._dataset, self._config, self._context = dataset, config, context
+        self._model_config: Any = getattr(model, "config", None)
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
         self._loading: Future[LoadedStep] | None = None
@@ -97,6 +101,9 @@ class BatchLoader:
         context = self._context
         parts = micro_batches(samples, self._config.micro_batch_size, context.data_rank, context.num_data_ranks)
         batches = [self._dataset.batch(part) for part in parts]
+        if self._model_config is not None:
+            for batch in batches:
+                check_vocabulary(batch.inputs["input_ids"], self._model_config)
         counts = [float(sum(batch.num_predictions for batch in batches))]
         counts += source_predictions(self._dataset, parts, batches)
         copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)

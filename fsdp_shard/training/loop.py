@@ -21,6 +21,7 @@ import torch
 from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import STOP_SIGNALS, DistributedContext
 from fsdp_shard.errors import LossError
+from fsdp_shard.models import running
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.batch_loader import BatchLoader, DeviceBatch
 from fsdp_shard.training.config import TrainConfig
@@ -137,7 +138,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     """
     run.model.module.train()
     run.dataset.load_state_dict(run.state.place)
-    with BatchLoader(run.dataset, run.config, run.context) as loader:
+    with BatchLoader(run.dataset, run.config, run.context, run.model.module) as loader:
         while not run.is_over:
             with run.profile(run.state.step + 1):
                 report = _train_step(run, loader)
@@ -237,7 +238,8 @@ def forward_loss(model: ShardedModel, batch: DeviceBatch, divisor: float) -> tor
     with giving_loss(model.module, batch.labels, divisor) as is_loss, warnings.catch_warnings():
         # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        logits = model.module(**batch.inputs, use_cache=False).logits
+        with running(model.module):
+            logits = model.module(**batch.inputs, use_cache=False).logits
     return logits.reshape(()) if is_loss else cross_entropy(logits, batch.labels, divisor)
 
 

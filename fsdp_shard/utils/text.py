@@ -8,6 +8,7 @@ from fsdp_shard.errors import ConfigError
 
 # Decimal and binary suffixes, as in the IEC 80000-13 standard; "5G" is read as "5GB", as transformers does.
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_LINE = 500  # characters of an error's first line
 
 
 def parse_size(text: str | int, setting: str) -> int:
@@ -66,8 +67,13 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of an error's message, with the next one if it ends with a colon, cut if it is long.
+
+    If the message is empty, that is the name of the error's class.
+    """
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    line = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
+    return line if len(line) <= _LINE else f"{line[:_LINE]}..."
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

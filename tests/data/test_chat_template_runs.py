@@ -53,7 +53,7 @@ def test_the_template_lies_beside_an_adapter(settings: list[str], tmp_path: Path
     other = [name for name in settings if "chat_template" not in name]
     refused = run_recipe("finetune", tmp_path / "run", *other, "adapter=lora", "train.steps=6")
     assert refused.status == 2
-    assert "needs a chat template, but the model's tokenizer has none. Set data.chat_template" in refused.err
+    assert "the model's tokenizer has none" in refused.err
 
 
 def test_the_name_of_a_template(settings: list[str], tmp_path: Path, tiny_model: Path) -> None:

@@ -62,6 +62,8 @@ def read(path: Path) -> TensorIndex:
         raise CheckpointError(
             f"{file} holds a model of the architecture {architecture!r}; GGUF files of {known} can be read."
         )
+    if not header.tensors:
+        raise CheckpointError(f"{file} has no tensors.")
     tensors = {}
     for stored, tensor in header.tensors.items():
         if stored in _COMPUTED:

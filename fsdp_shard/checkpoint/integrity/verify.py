@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from fsdp_shard.checkpoint.digests import file_digest, frame_digest, header_digest
+from fsdp_shard.checkpoint.digests import file_digest, frame_digest, header_digest, tensor_digest
 from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import compare
@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, Ve
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
 from fsdp_shard.checkpoint.location import Location, local_path, locate
 from fsdp_shard.checkpoint.model_files import CONFIG
-from fsdp_shard.checkpoint.steps import Manifest, read_manifest
+from fsdp_shard.checkpoint.steps import MANIFEST, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
 
 
@@ -108,6 +108,7 @@ class _Checkpoint:
             self.manifest = read_manifest(location.weights) if self.path.is_dir() else None
             self.has_digests = self.manifest is not None
             if self.manifest is not None:
+                self.problems += _contradictions(location.weights, self.manifest)
                 self.problems += _file_problems(location.weights, self.manifest)
             self.index = self._stack.enter_context(location.index)
             self.checked.append("structure")
@@ -202,6 +203,18 @@ def _compare(one: _Checkpoint, two: _Checkpoint) -> int:
     except (CheckpointError, OSError) as error:
         one.problems.append(Problem(str(error)))
     return len(cast)
+
+
+def _contradictions(root: Path, manifest: Manifest) -> Iterator[Problem]:
+    """Tensors whose digest in the manifest is not that of its chunks there."""
+    for name, record in manifest.tensors.items():
+        try:
+            chunks = [bytes.fromhex(chunk) for chunk in record.chunks]
+        except ValueError:
+            chunks = []
+        if tensor_digest(record.dtype, record.shape, chunks) != record.digest:
+            text = f"{root / MANIFEST} contradicts itself: the digest of tensor {name} is not that of its chunks."
+            yield Problem(text, (ByteRange(MANIFEST),), name)
 
 
 def _file_problems(root: Path, manifest: Manifest) -> Iterator[Problem]:

@@ -77,7 +77,7 @@ class Manifest:
         if not is_ours(document):
             raise CheckpointError(f"{where} is not a manifest of fsdp-shard: its kind is not {KIND!r}.")
         version = document.get("format_version")
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version != FORMAT_VERSION:
             raise CheckpointError(
                 f"{where} has format version {version!r}, but this fsdp-shard reads {FORMAT_VERSION}: "
                 "use the version that wrote it, or a newer one."

@@ -11,6 +11,7 @@ from fsdp_shard.data.kinds.conversation import COLUMNS, Conversation, check_role
 from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, RowSettings, Tokenizer
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import ConfigError, DataError
+from fsdp_shard.models import tokenizer_files
 from fsdp_shard.utils import Parsed, first_line, setting
 
 
@@ -39,12 +40,13 @@ class ChatKind(Kind):
         return bool(read)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        from jinja2 import TemplateError, TemplateSyntaxError
+        from jinja2 import TemplateSyntaxError
 
         if not tokenizer.chat_template:
             raise DataError(
-                "data.kind=chat needs a chat template, but the model's tokenizer has none. Set data.chat_template to a "
-                "file with one, start from an instruction-tuned model, or use data.kind=instruction."
+                f"data.kind=chat needs a chat template, but the model's tokenizer has none "
+                f"({tokenizer_files(tokenizer)}). Set data.chat_template to a file with one, start from an instruction-"
+                "tuned model, or use data.kind=instruction."
             )
         if not tokenizer.is_fast:
             raise DataError(
@@ -54,12 +56,17 @@ class ChatKind(Kind):
         try:
             tokenizer.get_chat_template()
         except ValueError as error:
-            raise DataError(f"{first_line(error)} Set data.chat_template to one of these names.") from error
+            raise DataError(
+                f"{tokenizer_files(tokenizer)}: {first_line(error)} Set data.chat_template to one of these names."
+            ) from error
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
         except TemplateSyntaxError as error:
-            raise DataError(f"The chat template is not valid, line {error.lineno}: {error}. Correct it.") from error
-        except (TemplateError, ValueError, TypeError, KeyError):
+            raise DataError(
+                f"The chat template of {tokenizer_files(tokenizer)} is not valid, line {error.lineno}: {error}. "
+                "Correct it."
+            ) from error
+        except Exception:  # a template is a program
             pass  # it rejects this conversation
 
     def examples(self, read: list[Conversation], tokenizer: Tokenizer) -> list[list[Example]]:

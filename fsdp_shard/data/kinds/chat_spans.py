@@ -20,6 +20,7 @@ from typing import Any
 from fsdp_shard.data.kinds.conversation import Conversation, Message
 from fsdp_shard.data.kinds.kind import Tokenizer
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import tokenizer_files
 from fsdp_shard.utils import first_line
 
 Span = tuple[int, int]
@@ -52,6 +53,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Tokenizer, conversation: Conversation, ends: tuple[str, ...]) -> None:
         self._messages, self._where, self._ends = conversation.messages, conversation.where, ends
+        self._template = f"the chat template of {tokenizer_files(tokenizer)}"
         template = str(tokenizer.get_chat_template(tools=conversation.tools))
         self._marks = _GENERATION.search(template) is not None
         self._options: dict[str, Any] = {"chat_template": template, "tools": conversation.tools}
@@ -68,8 +70,6 @@ class Renderer:
         Raises:
             DataError: The template rejects the conversation, or the spans cannot be identified.
         """
-        from jinja2 import TemplateError
-
         rejected: Exception | None = None
         for form in _FORMS:
             messages, probe = (_form(self._messages, *form, value) for value in (None, _PROBE))
@@ -79,10 +79,10 @@ class Renderer:
                     return text, spans if self._marks else self._find(messages, text)
             except DataError:
                 raise
-            except (TemplateError, ValueError, TypeError, KeyError) as error:
+            except Exception as error:  # a template is a program
                 rejected = rejected or error
         reason = first_line(rejected) if rejected else "it does not write the arguments of tool calls as JSON"
-        raise DataError(f"{self._where}: the chat template rejects the conversation: {reason}") from rejected
+        raise DataError(f"{self._where}: {self._template} rejects the conversation: {reason}") from rejected
 
     def _render(self, messages: list[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
         """Return the text and the spans that the template marks; with `prompt`, up to where the assistant begins."""
@@ -176,8 +176,8 @@ class Renderer:
 
     def _refusal(self, reason: str) -> DataError:
         return DataError(
-            f"{self._where}: the assistant's tokens cannot be identified: {reason}. Set data.chat_template to a chat "
-            f"template that marks them with {{% generation %}}."
+            f"{self._where}: {self._template} does not show which tokens are the assistant's: {reason}. "
+            f"Set data.chat_template to a chat template that marks them with {{% generation %}}."
         )
 
 

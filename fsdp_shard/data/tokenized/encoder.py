@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +37,13 @@ class Encoder:
     kind: Kind
     tokenizer: Tokenizer
 
-    @property
+    @cached_property
     def schema(self) -> pyarrow.Schema:
         """The types of the columns: of tokens, the smallest that has all ids of the tokenizer."""
         import pyarrow
 
-        tokens = pyarrow.uint16() if len(self.tokenizer) <= 1 << 16 else pyarrow.uint32()
+        largest = max(self.tokenizer.get_vocab().values(), default=0)
+        tokens = pyarrow.uint16() if largest < 1 << 16 else pyarrow.uint32()
         lists = {"tokens": pyarrow.large_list(tokens), "predicted": pyarrow.large_list(pyarrow.uint8())}
         lists |= dict.fromkeys(("lengths", "first"), pyarrow.large_list(pyarrow.int64()))
         return pyarrow.schema(lists | {"label": pyarrow.string()})

@@ -15,6 +15,7 @@ import xxhash
 from fsdp_shard.data.kinds.kind import ends_in_special
 from fsdp_shard.data.tokenized.encoder import NONE, Encoder
 from fsdp_shard.errors import DataError
+from fsdp_shard.models import tokenizer_files
 from fsdp_shard.utils import format_count, fsync_path, write_file
 
 if TYPE_CHECKING:
@@ -188,7 +189,8 @@ def summarize(files: Sequence[Path], encoder: Encoder, name: str) -> TokenFile:
         num_used += int(np.count_nonzero(compute.list_value_length(table["lengths"]).to_numpy()))
     if separators is not None and num_tokens < 2:
         count, documents = format_count(num_tokens, "token"), format_count(num_rows, "document")
-        raise DataError(f"{name} has {count} in {documents}; at least two are needed.")
+        tokenizer = tokenizer_files(encoder.tokenizer) or "the tokenizer"
+        raise DataError(f"{name} has {count} in {documents}, as {tokenizer} tokenizes it; at least two are needed.")
     if not num_examples:
         rows = format_count(num_rows, "row")
         raise DataError(f"{name} has nothing to train on: no token to predict in {rows}.")

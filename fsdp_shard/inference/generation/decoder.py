@@ -12,9 +12,10 @@ import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.inference.config import GenerationSettings
 from fsdp_shard.inference.generation.prefix_cache import PrefixCache
+from fsdp_shard.models import running
 from fsdp_shard.utils import disk_bytes_read
 
 # Decoding methods in a model's own config that need another model or return several answers.
@@ -117,7 +118,7 @@ class Decoder:
             prefix_cache = None
         cache = None if prefix_cache is None else prefix_cache.take(batch[0])
         generate: Any = self.model.generate
-        with _own_config(self.model, self.config):
+        with running(self.model), _own_config(self.model, self.config):
             output = generate(
                 input_ids=ids,
                 attention_mask=mask,
@@ -141,6 +142,7 @@ def generation_config(
     """The model's own generation config, changed by `settings`; options of a method that is not used are unset."""
     config = copy.deepcopy(model.generation_config)
     assert config is not None, "tokenize_prompts refuses models that cannot generate"
+    _check_tokens(model, config)
     config.max_new_tokens, config.max_length, config.do_sample = settings.max_new_tokens, None, settings.do_sample
     config.num_beams, config.num_return_sequences = settings.num_beams, 1
     for name in _UNSUPPORTED:
@@ -165,6 +167,18 @@ def generation_config(
     if config.pad_token_id is None or not 0 <= config.pad_token_id < vocab_size:
         config.pad_token_id = next((t for t in (tokenizer.pad_token_id, *_end_tokens(config)) if t is not None), 0)
     return config
+
+
+def _check_tokens(model: PreTrainedModel, config: GenerationConfig) -> None:
+    """ModelError if a token that ends or pads answers is no number; transformers takes what the file has."""
+    for name in ("eos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        tokens = value if isinstance(value, (list, tuple)) and name == "eos_token_id" else [value]
+        if any(token is not None and type(token) is not int for token in tokens):
+            raise ModelError(
+                f"The generation config of {model.config.name_or_path} has {name} {value!r}; expected the number of a "
+                f"token. Repair its generation_config.json or config.json."
+            )
 
 
 @contextmanager

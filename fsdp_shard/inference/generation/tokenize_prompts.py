@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_shard.errors import DataError, ModelError
 from fsdp_shard.inference.generation.prompts import Prompt
-from fsdp_shard.models import Context, check_causal
+from fsdp_shard.models import Context, check_causal, check_vocabulary, model_errors, tokenizer_files
 from fsdp_shard.utils import run_limited
 
 R = TypeVar("R")
@@ -41,8 +41,9 @@ def tokenize_prompts(
             takes too much time or memory.
     """
     check_generates(config)
+    files = tokenizer_files(tokenizer)
     if chat and tokenizer.chat_template is None:
-        raise ModelError("chat=true needs a chat template, and this model's tokenizer has none; remove chat=true.")
+        raise ModelError(f"chat=true needs a chat template, and the tokenizer {files} has none; remove chat=true.")
 
     def encode() -> list[list[int]]:
         if chat:
@@ -52,7 +53,8 @@ def tokenize_prompts(
     encoded = _limited(tokenizer, encode, [prompt.text for prompt in prompts])
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
-            raise DataError(f"{prompt.location} has no tokens that the model knows; give other text.")
+            raise DataError(f"{prompt.location} has no tokens that the tokenizer {files} knows; give other text.")
+        check_vocabulary(ids, config)
     return encoded
 
 
@@ -118,5 +120,6 @@ def _limited(tokenizer: PreTrainedTokenizerBase, encode: Callable[[], R], texts:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    ids: Any = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    with model_errors(f"The chat template of {tokenizer_files(tokenizer)} fails"):
+        ids: Any = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
     return list(ids)

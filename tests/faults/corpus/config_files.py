@@ -1,0 +1,175 @@
+"""config.json and generation_config.json: fields of the wrong type, numbers beyond all, nesting, contradictions."""
+
+from __future__ import annotations
+
+from tests.faults.corpus import edits
+from tests.faults.corpus.bases import damaged
+from tests.faults.corpus.case import Case
+from tests.faults.corpus.edits import DEEP, DIGITS, Damage
+
+_FILE, _GENERATION = "config.json", "generation_config.json"
+
+
+def _set(**values: object) -> Damage:
+    return edits.fields(_FILE, **values)
+
+
+def _rope(**values: object) -> Damage:
+    return edits.edit(_FILE, lambda document: document["rope_parameters"].update(values))
+
+
+_CONFIG: dict[str, Damage] = {
+    # The file.
+    "cut short": edits.cut(_FILE, 200),
+    "empty": edits.content(_FILE, b""),
+    "a list": edits.content(_FILE, "[1]"),
+    "a text": edits.content(_FILE, '"llama"'),
+    "null": edits.content(_FILE, "null"),
+    "no UTF-8": edits.content(_FILE, b'{"model_type": "ll\xffama"}'),
+    "half a surrogate": edits.literal(_FILE, "model_type", r'"ll\ud800ama"'),
+    "deep nesting": edits.literal(_FILE, "comment", DEEP),
+    "a directory": edits.directory(_FILE),
+    "a FIFO": edits.fifo(_FILE),
+    # Its types.
+    "no model_type": edits.without(_FILE, "model_type"),
+    "an unknown model_type": _set(model_type="lama"),
+    "model_type a list": _set(model_type=["llama"]),
+    "model_type a number": _set(model_type=7),
+    "model_type null": _set(model_type=None),
+    "hidden_size a text": _set(hidden_size="many"),
+    "hidden_size a list": _set(hidden_size=[36]),
+    "hidden_size a map": _set(hidden_size={"a": 1}),
+    "hidden_size of 5,000 digits": edits.literal(_FILE, "hidden_size", DIGITS),
+    "hidden_size of 2^63": _set(hidden_size=2**63),
+    "hidden_size of 10^30": _set(hidden_size=10**30),
+    "hidden_size 0": _set(hidden_size=0),
+    "hidden_size negative": _set(hidden_size=-36),
+    "hidden_size infinite": edits.literal(_FILE, "hidden_size", "Infinity"),
+    "hidden_size another": _set(hidden_size=40, head_dim=None),
+    "vocab_size a text": _set(vocab_size="257"),
+    "vocab_size negative": _set(vocab_size=-1),
+    "vocab_size 0": _set(vocab_size=0),
+    "vocab_size null": _set(vocab_size=None),
+    "num_hidden_layers a text": _set(num_hidden_layers="two"),
+    "num_hidden_layers negative": _set(num_hidden_layers=-1),
+    "num_hidden_layers fractional": _set(num_hidden_layers=1.5),
+    "num_attention_heads 0": _set(num_attention_heads=0),
+    "num_attention_heads null": _set(num_attention_heads=None),
+    "num_key_value_heads 0": _set(num_key_value_heads=0),
+    "num_key_value_heads do not divide": _set(num_key_value_heads=2),
+    "head_dim 0": _set(head_dim=0),
+    "head_dim odd": _set(head_dim=7),
+    "head_dim a text": _set(head_dim="12"),
+    "intermediate_size negative": _set(intermediate_size=-85),
+    "an unknown activation": _set(hidden_act="sigh"),
+    "an activation that is a list": _set(hidden_act=["silu"]),
+    "an activation that is a map": _set(hidden_act={"silu": 1}),
+    "rms_norm_eps a text": _set(rms_norm_eps="small"),
+    "an unknown dtype": _set(dtype="float31"),
+    "a dtype that is no dtype": _set(dtype="nn"),
+    "a dtype that is a list": _set(dtype=["float32"]),
+    "architectures a text": _set(architectures="LlamaForCausalLM"),
+    "architectures a number": _set(architectures=3),
+    "architectures of numbers": _set(architectures=[3]),
+    "architectures of a map": _set(architectures=[{"a": 1}]),
+    "architectures of no model": _set(architectures=["PreTrainedTokenizerFast"]),
+    "architectures of a function": _set(architectures=["set_seed"]),
+    "architectures of a module": _set(architectures=["models"]),
+    "architectures of another model": _set(architectures=["GPT2LMHeadModel"]),
+    "architectures of an encoder": _set(architectures=["BertModel"]),
+    "rope_parameters a text": _set(rope_parameters="default"),
+    "rope_parameters a list": _set(rope_parameters=[1]),
+    "rope_theta a text": _rope(rope_theta="large"),
+    "rope_theta 0": _rope(rope_theta=0),
+    "rope_type unknown": _rope(rope_type="spiral"),
+    "rope_type a list": _rope(rope_type=["default"]),
+    "rope_type without its factor": _rope(rope_type="linear"),
+    "a factor that is a text": _rope(rope_type="linear", factor="two"),
+    "a factor that is a list": _rope(rope_type="yarn", factor=[2.0]),
+    "a factor that is not a number": edits.both(
+        _rope(rope_type="linear"), edits.literal(_FILE, "rope_parameters.factor", "NaN")
+    ),
+    "long factors that are texts": _rope(rope_type="longrope", long_factor=["a"], short_factor=[1.0], factor=2.0),
+    "max_position_embeddings a text": _set(max_position_embeddings="128"),
+    "max_position_embeddings a list": _set(max_position_embeddings=[128]),
+    "attention_bias a text": _set(attention_bias="maybe"),
+    "attention_dropout a text": _set(attention_dropout="none"),
+    "attention_dropout 7": _set(attention_dropout=7.0),
+    "initializer_range a text": _set(initializer_range="wide"),
+    "id2label a list": _set(id2label=["a"]),
+    "id2label of texts": _set(id2label={"first": "a"}),
+    "num_labels a text": _set(num_labels="two"),
+    "auto_map a list": _set(auto_map=["modeling.Model"]),
+    "is_encoder_decoder": _set(is_encoder_decoder=True),
+    "quantization_config a text": _set(quantization_config="4bit"),
+    "quantization_config of nothing known": _set(quantization_config={"quant_method": "magic"}),
+    "quantization_config without method": _set(quantization_config={"bits": 4}),
+    "quantization_config of a list": _set(quantization_config={"quant_method": ["gptq"]}),
+    "attribute_map a text": _set(attribute_map="hidden_size"),
+    "attribute_map in a circle": _set(attribute_map={"hidden_size": "vocab_size", "vocab_size": "hidden_size"}),
+    "a key with the name of a method": _set(get_text_config="mine"),
+    "a key with the name of __class__": _set(__class__="object"),
+    "layer_types unknown": _set(layer_types=["spiral", "spiral"]),
+    "layer_types too few": _set(layer_types=["full_attention"]),
+    "tie_word_embeddings a text": _set(tie_word_embeddings="no"),
+    "pad_token_id beyond the vocabulary": _set(pad_token_id=1000),
+    "pad_token_id negative": _set(pad_token_id=-5),
+    "pad_token_id a text": _set(pad_token_id="<pad>"),
+    "sub_configs a map": _set(sub_configs={"text_config": 1}),
+    "text_config a number": _set(text_config=5),
+    "transformers_version a number": _set(transformers_version=5),
+    "output_attentions a text": _set(output_attentions="yes"),
+    "use_cache a text": _set(use_cache="no"),
+    "pretraining_tp a text": _set(pretraining_tp="two"),
+    "chunk_size_feed_forward a text": _set(chunk_size_feed_forward="x"),
+    "base_model_tp_plan a text": _set(base_model_tp_plan="x"),
+    "eos_token_id a map": _set(eos_token_id={"a": 1}),
+    "bos_token_id beyond the vocabulary": _set(bos_token_id=10**9),
+}
+_GENERATIONS: dict[str, Damage] = {
+    "cut short": edits.cut(_GENERATION, 50),
+    "a list": edits.content(_GENERATION, "[1]"),
+    "no UTF-8": edits.content(_GENERATION, b"\xff\xfe"),
+    "deep nesting": edits.literal(_GENERATION, "comment", DEEP),
+    "an integer of 5,000 digits": edits.literal(_GENERATION, "eos_token_id", DIGITS),
+    "a FIFO": edits.fifo(_GENERATION),
+    "eos_token_id a text": edits.fields(_GENERATION, eos_token_id="</s>"),
+    "eos_token_id a map": edits.fields(_GENERATION, eos_token_id={"a": 1}),
+    "eos_token_id of texts": edits.fields(_GENERATION, eos_token_id=["</s>"]),
+    "eos_token_id beyond the vocabulary": edits.fields(_GENERATION, eos_token_id=10**6),
+    "pad_token_id a text": edits.fields(_GENERATION, pad_token_id="x"),
+    "temperature a text": edits.fields(_GENERATION, temperature="hot", do_sample=True),
+    "temperature 0": edits.fields(_GENERATION, temperature=0, do_sample=True),
+    "top_k a text": edits.fields(_GENERATION, top_k="x", do_sample=True),
+    "top_p 7": edits.fields(_GENERATION, top_p=7, do_sample=True),
+    "num_beams a text": edits.fields(_GENERATION, num_beams="x"),
+    "max_length a text": edits.fields(_GENERATION, max_length="x"),
+    "repetition_penalty 0": edits.fields(_GENERATION, repetition_penalty=0),
+    "repetition_penalty a text": edits.fields(_GENERATION, repetition_penalty="x"),
+    "bad_words_ids a text": edits.fields(_GENERATION, bad_words_ids="x"),
+    "bad_words_ids beyond the vocabulary": edits.fields(_GENERATION, bad_words_ids=[[10**6]]),
+    "suppress_tokens beyond the vocabulary": edits.fields(_GENERATION, suppress_tokens=[10**6]),
+    "forced_bos_token_id beyond the vocabulary": edits.fields(_GENERATION, forced_bos_token_id=10**6),
+    "forced_eos_token_id a text": edits.fields(_GENERATION, forced_eos_token_id="x"),
+    "sequence_bias a text": edits.fields(_GENERATION, sequence_bias="x"),
+    "watermarking_config a text": edits.fields(_GENERATION, watermarking_config="x"),
+    "cache_implementation unknown": edits.fields(_GENERATION, cache_implementation="magic"),
+    "guidance_scale a text": edits.fields(_GENERATION, guidance_scale="x"),
+    "stop_strings a number": edits.fields(_GENERATION, stop_strings=5),
+    "penalty_alpha without code": edits.fields(_GENERATION, penalty_alpha=0.6, top_k=4),
+    "compile_config a text": edits.fields(_GENERATION, compile_config="x"),
+    "max_time a text": edits.fields(_GENERATION, max_time="x"),
+    "prompt_lookup_num_tokens": edits.fields(_GENERATION, prompt_lookup_num_tokens=3),
+    "assistant_early_exit": edits.fields(_GENERATION, assistant_early_exit=1),
+    "custom_generate of a hub": edits.fields(_GENERATION, custom_generate="org/name"),
+    "transformers_version a list": edits.fields(_GENERATION, transformers_version=[5]),
+}
+
+CASES = [
+    Case("an unknown key", damaged("model", _set(comment="no harm")), expect="accepted"),
+    *(Case(name, damaged("model", damage), expect="any", damages="config") for name, damage in _CONFIG.items()),
+    *(
+        Case(f"generation: {name}", damaged("model", damage), expect="any", damages="config")
+        for name, damage in _GENERATIONS.items()
+    ),
+]

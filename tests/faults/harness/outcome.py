@@ -1,0 +1,69 @@
+"""How a command ended on a case, and which class of outcomes that is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.faults.corpus.case import Case
+from tests.faults.harness.commands import READERS
+
+# What a small file may cost, and what is a hang.
+CPU_SECONDS, GROWTH_BYTES, WALL_SECONDS = 2.0, 200 << 20, 30.0
+GOOD = ("clear error", "rightly accepted")
+BAD = ("refused", "unclear", "exception", "hang", "memory", "silent", "harm")
+_LONGEST = 2000  # characters of an error
+# What a terminal obeys: all control characters but line ends and tabs, and what reverses the direction of text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+@dataclass
+class Outcome:
+    """What a command did.
+
+    Attributes:
+        status: Exit status of the command: 0, or that of its error; None if it raised what is no error of ours, or was
+            ended.
+        said: What it printed, standard error last.
+        error: The error's one paragraph, or what it raised instead.
+        cpu_seconds: Of the process and its children.
+        growth_bytes: By which the process, or a child, was larger than before.
+        hung: Whether it was ended for taking too long.
+        harm: Requests, imports, kernels asked for, and files outside the case that it opened or changed.
+    """
+
+    command: str
+    status: int | None = None
+    said: str = ""
+    error: str = ""
+    cpu_seconds: float = 0.0
+    growth_bytes: int = 0
+    hung: bool = False
+    harm: list[str] = field(default_factory=list)
+
+    def classify(self, case: Case, root: str) -> str:
+        """One of GOOD or BAD."""
+        for name, applies in (
+            ("harm", bool(self.harm)),
+            ("hang", self.hung),
+            ("memory", self.cpu_seconds > CPU_SECONDS or self.growth_bytes > GROWTH_BYTES),
+            ("exception", self.status is None or "Traceback (most" in self.said),
+            ("unclear", bool(_CONTROL.search(self.said))),
+        ):
+            if applies:
+                return name
+        if self.status == 0:
+            is_silent = case.expect == "error" and self.command in READERS[case.damages]
+            return "silent" if is_silent else "rightly accepted"
+        if case.expect == "accepted":
+            return "refused"
+        return "clear error" if self._is_clear(root) else "unclear"
+
+    def _is_clear(self, root: str) -> bool:
+        """Whether the error is one short paragraph, and it or what was printed before (verify's list) has the file."""
+        lines = self.error.strip().splitlines()
+        return len(lines) == 1 and len(lines[0]) <= _LONGEST and root in self.said
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "said": self.said[-4000:]}
