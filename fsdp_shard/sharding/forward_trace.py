@@ -30,12 +30,15 @@ class ForwardTrace:
     Attributes:
         called: FQNs of the modules that were called.
         outside: FQNs of the modules of which a parameter was used while they would not be gathered.
+        with_grad: FQNs of the modules that ran with gradients. A layer that was called otherwise has a backward pass of
+            its own, which computes it again.
         converted: Names of the parameters that the forward pass itself converts, and to which dtype.
         is_complete: Whether a run came to its end; else it says nothing about modules that were not called.
     """
 
     called: set[str] = field(default_factory=set)
     outside: set[str] = field(default_factory=set)
+    with_grad: set[str] = field(default_factory=set)
     converted: dict[str, str] = field(default_factory=dict)
     is_complete: bool = False
 
@@ -107,6 +110,8 @@ class _Uses(TorchDispatchMode):
         self.running.append(module)
         if not torch.is_grad_enabled():  # its gradients come from a backward pass that computes it again (Reformer)
             self.trace.outside.add(self.fqns[module])
+        else:
+            self.trace.with_grad.add(self.fqns[module])
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.running.remove(module)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from math import prod
 
@@ -13,9 +13,11 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_shard import utils
 from fsdp_shard.distributed import DistributedContext, LocalShard
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, ModelError
+from fsdp_shard.models import Block, no_split_blocks
 from fsdp_shard.sharding.activation_checkpointing import clean_fqn
 from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit, itemsize
+from fsdp_shard.sharding.forward_trace import trace_forward
 from fsdp_shard.sharding.prepare_model import buffer_shards, empty_parameters, prepare_model
 
 _FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param: each parameter of a unit begins at a multiple of this
@@ -48,7 +50,17 @@ class Fsdp1Model:
 
 
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:
-    """Raise ConfigError for a model with a scalar parameter, which FullyShardedDataParallel refuses."""
+    """Raise ConfigError for a model that FullyShardedDataParallel refuses or fails with: one with a scalar parameter, or
+    with layers that its own backward pass computes again.
+    """
+    trace, blocks = trace_forward(model), list[Block]()
+    with suppress(ModelError):  # units by size need no blocks
+        blocks = no_split_blocks(model, settings.blocks)
+    for fqn in (block.fqn for block in blocks if block.repeated and block.fqn in trace.called - trace.with_grad):
+        raise ConfigError(
+            f"shard=fsdp1 cannot shard {type(model).__name__}, whose own backward pass computes {fqn} again when its "
+            f"parameters are sharded; use shard=fsdp2."
+        )
     for name in (name for name, param in model.named_parameters() if not param.ndim):
         raise ConfigError(
             f"shard=fsdp1 cannot shard the scalar parameter {name} of {type(model).__name__}, which torch refuses; use "

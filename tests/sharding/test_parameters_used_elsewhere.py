@@ -137,6 +137,12 @@ def test_modules_that_are_called_otherwise_are_no_units() -> None:
     assert visual == ["model.visual.blocks.0", "model.visual.blocks.1"], "only text was run"
 
 
+def test_a_backward_pass_of_its_own_is_refused_under_fsdp1() -> None:
+    with pytest.raises(ConfigError, match=r"own backward pass computes reformer\.encoder\.layers\.0 again"):
+        check_shardable(fresh("reformer"), Fsdp1Config(param_dtype="float32"))
+    check_shardable(fresh("llama"), Fsdp1Config(param_dtype="float32"))
+
+
 def test_experts_that_run_by_choice_are_no_units() -> None:
     units = units_of("switch", min_params=1)
     assert "encoder.block.0.layer.0.SelfAttention.q" in units
