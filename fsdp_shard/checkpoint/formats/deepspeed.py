@@ -14,8 +14,7 @@ from typing import Any
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats import deepspeed_files
 from fsdp_shard.checkpoint.formats.deepspeed_files import Segment, State, Zero, length, pieces, segment, step_directory
-from fsdp_shard.checkpoint.formats.replicas import Replicas
-from fsdp_shard.checkpoint.formats.several_files import Agreement
+from fsdp_shard.checkpoint.formats.several_files import Agreement, Replicas
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
 from fsdp_shard.checkpoint.torch_pickle import StoredTensor, counts, plain_entry, readable, walk

@@ -1,7 +1,7 @@
 """Format `torch_ranks`: one file of torch.save per rank, with DTensors (FSDP2, tensor parallelism) or ShardedTensors.
 
 Known by `rank` and a number in the names (verl's `model_world_size_8_rank_0.pt`). Optimizer and trainer states next to
-them count as extras. Replicas must be the same (see `replicas`); one is read. Imports no torch, runs no pickle.
+them count as extras. Replicas must be the same (`Replicas`); one is read. Imports no torch, runs no pickle.
 """
 
 import math
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_shard.checkpoint import torch_pickle
-from fsdp_shard.checkpoint.formats.replicas import Replicas
-from fsdp_shard.checkpoint.formats.several_files import Agreement, files_by_rank, one_world_size, sum_extras
+from fsdp_shard.checkpoint.formats.several_files import Agreement, Replicas, files_by_rank, one_world_size, sum_extras
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file, member
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
