@@ -65,8 +65,8 @@ def _write_model_files(file: Path, directory: Path) -> None:
     (alone := directory / "alone").mkdir()
     (alone / file.name).symlink_to(file.resolve())
     try:
-        config = AutoConfig.from_pretrained(alone, gguf_file=file.name)
-        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
+        config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
     # Raised for whatever transformers does not support.
     except (ValueError, KeyError, ImportError, TypeError, NotImplementedError) as error:
         raise ModelError(f"{file} cannot be used as a model: {first_line(error)}") from error

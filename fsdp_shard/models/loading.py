@@ -8,9 +8,16 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_kernels_available
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models.transformers_private import build_from_config, initialize, model_classes
+from fsdp_shard.models.transformers_private import (
+    build_from_config,
+    forget_implementations,
+    initialize,
+    model_classes,
+    model_types,
+)
 from fsdp_shard.utils import first_line, non_persistent_buffers
 
 _AUTO_CLASSES: dict[str, Any] = {
@@ -18,10 +25,12 @@ _AUTO_CLASSES: dict[str, Any] = {
     "masked_lm": transformers.AutoModelForMaskedLM,
     "sequence_classification": transformers.AutoModelForSequenceClassification,
 }
+# Their code in transformers downloads native code where the package `kernels` is installed.
+_DOWNLOADING = frozenset({"rwkv", "yoso", "mra", "sam3_video"})
 
 
 def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Load the transformers config of a model.
+    """Load the transformers config of a model, without the attention or kernels that it names: users choose those.
 
     Args:
         directory: The directory of config.json.
@@ -34,6 +43,7 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ModelError(f"The config in {directory} cannot be used: {first_line(error)}") from error
+    forget_implementations(config)
     return config
 
 
@@ -146,6 +156,11 @@ def build_on_meta(
     if attention not in (None, "auto"):
         kwargs["attn_implementation"] = attention
     name, cls = named_class(config)
+    if not trust_remote_code and is_kernels_available() and (types := _DOWNLOADING & model_types(config)):
+        raise ModelError(
+            f"transformers downloads native code for models of type {min(types)}, as the package kernels is installed; "
+            "uninstall it, or allow that with trust_remote_code=true."
+        )
     try:
         with torch.device("meta"):
             if cls is not None:
