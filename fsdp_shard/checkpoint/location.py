@@ -110,13 +110,17 @@ class Location:
                 f"model with config=PATH and tokenizer=PATH (directories or hub ids) in generate, evaluate and "
                 f"convert, --config and --tokenizer in diff; to train or plan with them, convert them first."
             )
+        list_model_files(model.model_directory)  # refuses links that lead out of it, which transformers would follow
         check_model_config(model.model_directory)
         return model.model_directory
 
     @property
     def tokenizer(self) -> Path:
         """The directory with the tokenizer; raises ModelError if it is that of the config, and there is none."""
-        return self.directory if self.tokenizer_directory == self.model_directory else self.tokenizer_directory
+        if self.tokenizer_directory == self.model_directory:
+            return self.directory
+        list_model_files(self.tokenizer_directory)
+        return self.tokenizer_directory
 
     @cached_property
     def tokenizer_directory(self) -> Path:
@@ -148,6 +152,8 @@ class Location:
     @cached_property
     def index(self) -> TensorIndex:
         """The stored tensors: of an adapter, its own; raises CheckpointError."""
+        if self._home.is_dir() and not (self.format == GGUF_FORMAT and self.weights.is_file()):
+            list_model_files(self._home)
         is_alone = self.config_path is not None and not self.is_adapter
         return open_weights(self.weights, self.model_directory if is_alone else self.side, self.step)
 

@@ -234,7 +234,7 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 
 
 def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
-    """Read generation_config.json if it exists, else the model has what its config says; kinds of caches are left out."""
+    """Read generation_config.json, if it exists; else the model has what its config says. Kinds of caches are unset."""
     if model.can_generate() and checkpoint.has_file(source.directory, "generation_config.json"):
         try:
             model.generation_config = GenerationConfig.from_pretrained(source.directory)

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import is_kernels_available
+from transformers.utils.import_utils import is_kernels_available
 
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models.transformers_private import (
