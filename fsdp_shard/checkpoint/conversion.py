@@ -24,7 +24,15 @@ from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, stored_twice, w
 from fsdp_shard.checkpoint.location import locate
 from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
 from fsdp_shard.checkpoint.open import open_weights
-from fsdp_shard.checkpoint.steps import DCP_METADATA, INDEX_FILE, MANIFEST, Manifest, TargetPlan, WriteRequest
+from fsdp_shard.checkpoint.steps import (
+    DCP_METADATA,
+    INDEX_FILE,
+    MANIFEST,
+    Manifest,
+    TargetPlan,
+    WriteRequest,
+    check_side_files,
+)
 from fsdp_shard.checkpoint.transfer import Digests, Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.utils import check, format_count, fsync_path, peak_resident_bytes, report_progress, write_file
@@ -136,6 +144,7 @@ def run_conversion(settings: ConvertSettings) -> ConvertReport:
         _refuse_part(index)
         _check_target(target, index, source.model_files if settings.overwrite else None)
         plan = plan_conversion(index, settings, source.model_files)
+        check_side_files(plan.model_files)
         stamps = _stamps(index)
         num_bytes = plan.target.num_bytes + sum(path.stat().st_size for path in plan.model_files.values())
         with atomicity.new_directory(target, num_bytes, replace=settings.overwrite, sync=settings.sync) as temporary:

@@ -70,8 +70,9 @@ class Location:
     def base(self) -> Location:
         """The base model of an adapter."""
         path = self.base_path or peft.base_of(self.weights)
+        is_typed = self.base_path is not None
         try:
-            return locate(path, config=self.config_path, fetch_weights=self.fetch_weights)
+            return locate(path, config=self.config_path, fetch_weights=self.fetch_weights, only_local=not is_typed)
         except InputError as error:
             raise self._unreadable_base(path, error) from error
 
@@ -110,13 +111,17 @@ class Location:
                 f"model with config=PATH and tokenizer=PATH (directories or hub ids) in generate, evaluate and "
                 f"convert, --config and --tokenizer in diff; to train or plan with them, convert them first."
             )
+        list_model_files(model.model_directory)  # refuses links that lead out of it, which transformers would follow
         check_model_config(model.model_directory)
         return model.model_directory
 
     @property
     def tokenizer(self) -> Path:
         """The directory with the tokenizer; raises ModelError if it is that of the config, and there is none."""
-        return self.directory if self.tokenizer_directory == self.model_directory else self.tokenizer_directory
+        if self.tokenizer_directory == self.model_directory:
+            return self.directory
+        list_model_files(self.tokenizer_directory)
+        return self.tokenizer_directory
 
     @cached_property
     def tokenizer_directory(self) -> Path:
@@ -148,6 +153,8 @@ class Location:
     @cached_property
     def index(self) -> TensorIndex:
         """The stored tensors: of an adapter, its own; raises CheckpointError."""
+        if self._home.is_dir() and not (self.format == GGUF_FORMAT and self.weights.is_file()):
+            list_model_files(self._home)
         is_alone = self.config_path is not None and not self.is_adapter
         return open_weights(self.weights, self.model_directory if is_alone else self.side, self.step)
 
@@ -190,6 +197,7 @@ def locate(
     config: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     fetch_weights: bool = True,
+    only_local: bool = False,
 ) -> Location:
     """Locate what a path names. Opens no weights; downloads what is on a remote store or the hub.
 
@@ -201,6 +209,7 @@ def locate(
         config: The model whose config to use, for weights that have none, or instead of theirs.
         tokenizer: The model whose tokenizer to use.
         fetch_weights: Whether to download the weights of a hub id; config and tokenizer are always downloaded.
+        only_local: Make no request, as for a name that a file has: an address is refused, a hub id must be cached.
 
     Returns:
         The location. That there are neither weights nor a config is an error only when they are used.
@@ -210,6 +219,8 @@ def locate(
             an adapter.
         ModelError: A hub id cannot be downloaded.
     """
+    if only_local and "://" in os.fspath(path):
+        raise CheckpointError("it is an address, and none is opened that only a file names.")
     root = local_path(path)
     if not root.exists():
         if root.is_symlink() or not _HUB_ID.fullmatch(str(path)):
@@ -217,7 +228,7 @@ def locate(
                 f"{root} does not exist; give a checkpoint (a file or a directory), a run directory, or a hub id "
                 f"org/name."
             )
-        root = download_model(str(path), gguf_file, fetch_weights)
+        root = download_model(str(path), gguf_file, fetch_weights, only_cached=only_local)
     if gguf_file is not None:
         root = root / gguf_file
         if not root.is_file():

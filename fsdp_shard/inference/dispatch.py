@@ -31,6 +31,8 @@ from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config,
 from fsdp_shard.utils import check, format_count
 
 Log = Callable[[str], object]
+# Options of a file's generation config that make `generate` compile native code on GPUs, or import other packages.
+_CACHES = ("cache_implementation", "cache_config")
 
 
 def load_dispatched(
@@ -229,7 +231,7 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 
 
 def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
-    """Read generation_config.json if it exists; otherwise the model has what its config says."""
+    """Read generation_config.json, if it exists; else the model has what its config says. Kinds of caches are unset."""
     if model.can_generate() and checkpoint.has_file(source.directory, "generation_config.json"):
         try:
             model.generation_config = GenerationConfig.from_pretrained(source.directory)
@@ -238,3 +240,6 @@ def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
                 f"{source.directory / 'generation_config.json'} is no generation config ({type(error).__name__}); "
                 "repair it, or remove it to use the defaults."
             ) from error
+    if model.can_generate() and model.generation_config is not None:
+        for name in _CACHES:
+            setattr(model.generation_config, name, None)

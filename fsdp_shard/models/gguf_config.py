@@ -79,8 +79,8 @@ def _write_model_files(file: Path, directory: Path) -> None:
     (alone / file.name).symlink_to(file.resolve())
     with model_errors(f"{file} cannot be used as a model"):
         try:
-            config = AutoConfig.from_pretrained(alone, gguf_file=file.name)
-            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name)
+            config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
         finally:
             shutil.rmtree(alone)
         if scaling := _rope_scaling(file, config):

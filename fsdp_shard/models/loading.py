@@ -8,11 +8,18 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.import_utils import is_kernels_available
 
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models.file_errors import config_file, model_errors
 from fsdp_shard.models.model_directory import check_model_files
-from fsdp_shard.models.transformers_private import build_from_config, initialize, model_classes
+from fsdp_shard.models.transformers_private import (
+    build_from_config,
+    forget_implementations,
+    initialize,
+    model_classes,
+    model_types,
+)
 from fsdp_shard.models.trials import refuse_large_buffers, try_config, try_tokenizer
 from fsdp_shard.utils import non_persistent_buffers
 
@@ -21,10 +28,12 @@ _AUTO_CLASSES: dict[str, Any] = {
     "masked_lm": transformers.AutoModelForMaskedLM,
     "sequence_classification": transformers.AutoModelForSequenceClassification,
 }
+# Their code in transformers downloads native code where the package `kernels` is installed.
+_DOWNLOADING = frozenset({"rwkv", "yoso", "mra", "sam3_video"})
 
 
 def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Load the transformers config of a model.
+    """Load the transformers config of a model, without the attention or kernels that it names: users choose those.
 
     Args:
         directory: The directory of config.json.
@@ -36,10 +45,16 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
     """
     check_model_files(directory)
     if not trust_remote_code:
-        try_config(directory, lambda: build_on_meta(AutoConfig.from_pretrained(directory)))
+        try_config(directory, lambda: build_on_meta(_read_config(directory, trust_remote_code)))
     with model_errors(f"The config in {directory} cannot be used"):
-        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        config = _read_config(directory, trust_remote_code)
     _check_values(config)
+    return config
+
+
+def _read_config(directory: Path, trust_remote_code: bool) -> PretrainedConfig:
+    config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    forget_implementations(config)
     return config
 
 
@@ -187,6 +202,11 @@ def build_on_meta(
     if attention not in (None, "auto"):
         kwargs["attn_implementation"] = attention
     name, cls = named_class(config)
+    if not trust_remote_code and is_kernels_available() and (types := _DOWNLOADING & model_types(config)):
+        raise ModelError(
+            f"transformers downloads native code for models of type {min(types)}, as the package kernels is installed; "
+            "uninstall it, or allow that with trust_remote_code=true."
+        )
     with model_errors(f"{name} cannot be built from {config_file(config)}"), torch.device("meta"):
         if cls is not None:
             model = build_from_config(cls, config, **kwargs)

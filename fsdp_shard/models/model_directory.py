@@ -26,13 +26,16 @@ _READ_WHOLE = {
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def download_model(name: str, gguf_file: str | None = None, fetch_weights: bool = True) -> Path:
+def download_model(
+    name: str, gguf_file: str | None = None, fetch_weights: bool = True, *, only_cached: bool = False
+) -> Path:
     """Download a model from the hub; what is in its cache already is not downloaded again.
 
     Args:
         name: The hub id, org/name.
         gguf_file: A GGUF file to download instead of other weights.
         fetch_weights: Whether to download weights; config and tokenizer are always downloaded.
+        only_cached: Make no request.
 
     Returns:
         The snapshot in the hub's cache.
@@ -45,11 +48,14 @@ def download_model(name: str, gguf_file: str | None = None, fetch_weights: bool 
 
     weights = [gguf_file] if gguf_file else ["*.safetensors"] if fetch_weights else []
     try:
-        snapshot = Path(snapshot_download(name, allow_patterns=[*_FILES, *weights]))
+        snapshot = Path(snapshot_download(name, allow_patterns=[*_FILES, *weights], local_files_only=only_cached))
         if fetch_weights and not gguf_file and not any(snapshot.glob("*.safetensors")):
-            snapshot = Path(snapshot_download(name, allow_patterns=[*_FILES, *_PICKLES]))
+            files = [*_FILES, *_PICKLES]
+            snapshot = Path(snapshot_download(name, allow_patterns=files, local_files_only=only_cached))
         return snapshot
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        if only_cached:
+            raise ModelError(f"{name} is neither a local directory nor in the hub's cache.") from error
         raise ModelError(
             f"{name} is neither a local directory nor a hub model that could be fetched: {first_line(error)}"
         ) from error

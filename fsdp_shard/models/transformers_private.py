@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +44,54 @@ def build_from_config(model_class: Any, config: PretrainedConfig, **kwargs: Any)
     """A model of exactly `model_class`, with dtype and attention; public are only the classes that choose one."""
     model: PreTrainedModel = model_class._from_config(config, **kwargs)
     return model
+
+
+def forget_implementations(config: PretrainedConfig) -> None:
+    """Unset the attention and the experts' kernels that a file named, in the configs of parts too: there is no option.
+
+    transformers downloads and loads native code for such a name, if the package `kernels` is installed.
+    """
+    for part in _parts(config):
+        if isinstance(part, dict):
+            for key in _IMPLEMENTATIONS & part.keys():
+                del part[key]
+        else:
+            part._attn_implementation = "eager" if part.output_attentions else None  # others return no attentions
+            part._experts_implementation = None
+
+
+_IMPLEMENTATIONS = frozenset(
+    f"{start}{kind}_implementation{end}"
+    for start in ("", "_")
+    for kind in ("attn", "experts")
+    for end in ("", "_internal")
+)
+
+
+def model_types(config: PretrainedConfig) -> set[str]:
+    """The types of a model and its parts."""
+    types = (part.get("model_type") if isinstance(part, dict) else part.model_type for part in _parts(config))
+    return {name for name in types if isinstance(name, str)}
+
+
+def _parts(config: PretrainedConfig) -> Iterator[Any]:
+    """A config and those in it, the outer ones first: configs of transformers, and dicts that models make some of."""
+    from transformers import PretrainedConfig as Config
+
+    seen: set[int] = set()
+    found: list[Any] = [config]
+    for value in found:
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Config):
+            yield value
+            found.extend(vars(value).values())
+        elif isinstance(value, dict):
+            yield value
+            found.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            found.extend(value)
 
 
 def initialize(model: Any, module: nn.Module) -> None:

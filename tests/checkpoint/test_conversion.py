@@ -465,3 +465,18 @@ def test_a_source_that_changes_is_not_converted(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(CheckpointError, match="was changed while it was converted"):
         convert(source, tmp_path / "target")
     assert names(tmp_path) == {"source"}
+
+
+def test_side_files_that_are_not_what_was_sealed_are_not_sealed_anew(tiny_model: Path, tmp_path: Path) -> None:
+    sealed = tmp_path / "sealed"
+    convert(tiny_model, sealed)
+    changed = json.loads((sealed / "config.json").read_text()) | {"rms_norm_eps": 0.5}
+    (sealed / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match=r"config\.json is not what was written.*config=PATH and tokenizer=PATH"):
+        convert(sealed, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+    (wanted := tmp_path / "wanted").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(sealed / name, wanted)
+    convert(sealed, tmp_path / "target", config=wanted, tokenizer=wanted)
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["rms_norm_eps"] == 0.5

@@ -325,3 +325,48 @@ def test_an_adapter_of_weights_that_lie_alone(tiny_model: Path, tmp_path: Path) 
     convert(adapter, tmp_path / "expected")
     assert verify(tmp_path / "merged", tmp_path / "expected").is_sound
     assert set(locate(tmp_path / "merged").model_files) == set(locate(tiny_model).model_files)
+
+
+_SIDE_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+@pytest.mark.parametrize("name", [*_SIDE_FILES, "adapter_config.json"])
+def test_side_files_that_lead_out_of_the_directory_are_refused(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "model"
+    if name == "adapter_config.json":
+        save_adapter(root, tiny_model)
+    else:
+        shutil.copytree(tiny_model, root)
+    (outside := tmp_path / "outside").write_bytes((root / name).read_bytes() if (root / name).exists() else b"")
+    (root / name).unlink(missing_ok=True)
+    (root / name).symlink_to(outside)
+    reads: list[Callable[[], object]] = [
+        lambda: load_dispatched(root),
+        lambda: locate(root).index,
+        lambda: locate(root).tokenizer,
+        lambda: summarize_checkpoint(root),
+        lambda: convert(root, tmp_path / "target"),
+    ]
+    if name != "adapter_config.json":
+        reads += [lambda: locate(root).directory, lambda: locate(tiny_model, tokenizer=root).tokenizer]
+    for read in reads:
+        with pytest.raises(CheckpointError, match=f"{name} is a link to .*outside.* it is not followed"):
+            read()
+    assert any(name in problem.message for problem in verify(root).problems)
+
+
+def test_links_of_a_hub_cache_are_followed_to_their_own_blobs(tiny_model: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / "1", tmp_path / "models--org--name" / "blobs"
+    shutil.copytree(tiny_model, blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert locate(snapshot).tokenizer == snapshot
+    assert verify(snapshot).problems == ()
+    load_dispatched(snapshot)

@@ -25,7 +25,12 @@ from .manifest import (
     parse_manifest as parse_manifest,
     read_manifest as read_manifest,
 )
-from .step_integrity import check_content as check_content, check_files as check_files, drop_cache as drop_cache
+from .step_integrity import (
+    check_content as check_content,
+    check_files as check_files,
+    check_side_files as check_side_files,
+    drop_cache as drop_cache,
+)
 from .step_reference import choose_step as choose_step, split_reference as split_reference
 from .step_store import (
     BEST as BEST,

@@ -5,7 +5,7 @@ each rank a part. Both raise at the first problem.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -14,7 +14,7 @@ from fsdp_shard.checkpoint import digests
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import in_threads, member
 from fsdp_shard.checkpoint.open import open_weights
-from fsdp_shard.checkpoint.steps.manifest import FileRecord, Manifest, read_manifest
+from fsdp_shard.checkpoint.steps.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import balanced_partition, open_regular
 
@@ -49,6 +49,29 @@ def check_files(directory: Path) -> Manifest:
         if record.digest is not None and size <= _SMALL_BYTES:
             _check_file(path, record)
     return manifest
+
+
+def check_side_files(files: Mapping[str, Path]) -> None:
+    """Compare config, tokenizer and others with the manifests of their directories, where there are any.
+
+    Args:
+        files: Name in the directory -> path.
+
+    Raises:
+        CheckpointError: The first one that is not what was written.
+    """
+    manifests: dict[Path, Manifest | None] = {}
+    for name, path in files.items():
+        root = path.parents[name.count("/")]
+        if root not in manifests:
+            manifests[root] = read_manifest(root)
+        manifest = manifests[root]
+        record = None if manifest is None else manifest.files.get(name)
+        if record is not None and record.digest is not None and digests.file_digest(path) != record.digest:
+            raise CheckpointError(
+                f"{path} is not what was written, according to {root / MANIFEST}. Restore it; or, if the change is "
+                "yours, give a directory with the files as you want them as config=PATH and tokenizer=PATH."
+            )
 
 
 def check_content(directory: Path, part: int = 0, num_parts: int = 1) -> None:
