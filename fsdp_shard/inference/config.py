@@ -124,9 +124,8 @@ class DispatchConfig:
         named, given, budgets = f"{prefix}device_map={self.device_map}", self.assignment, set(self.budgets or ())
         gpus = sorted(device for device in budgets if isinstance(device, int))
         fixed: dict[str, set[Device]] = {"cpu": {"cpu"}, "disk": {"disk", *gpus[:1]}}
-        used = {*given.values()} if isinstance(given, dict) else fixed.get(given)
-        if used is None:  # a strategy uses what it needs
-            return
+        # A strategy uses what it needs of all of them.
+        used = {*given.values()} if isinstance(given, dict) else fixed.get(given, {*budgets, "disk"})
         # What was read from the disk stays in CPU memory.
         if unused := sorted(budgets - used - ({"cpu"} if "disk" in used else set()), key=str):
             raise ConfigError(f"{prefix}max_memory has {unused[0]}, which {named} does not use; remove it.")

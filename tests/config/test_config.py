@@ -385,7 +385,8 @@ def test_text_is_swept_where_each_value_is_quoted() -> None:
 def test_null_unsets_a_text_that_can_be_unset() -> None:
     assert _one("finetune", "data.eval_path=a").data.eval_path == "a"
     assert _one("finetune", "data.eval_path=a", "data.eval_path=null").data.eval_path is None
-    assert _one("finetune", "train.tracker_project=null").train.tracker_project == "null"
+    given = "train.trackers=[wandb]", "train.tracker_project=null"
+    assert _one("finetune", *given).train.tracker_project == "null"
 
 
 def test_a_sweep_is_one_job_for_each_combination_each_in_its_own_directory(tmp_path: Path) -> None:

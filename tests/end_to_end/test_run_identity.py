@@ -186,7 +186,7 @@ def test_the_settings_are_those_of_the_newest_step(settings: list[str], run_dir:
         ended = run_recipe("finetune", run_dir, *settings, "train.steps=3", *refused)
         assert ended.status == 2, ended.err
         assert _contents(run_dir) == before
-    secret = "train.tracker_project=hf_AbsolutelySecret"
+    secret = f"data.cache_dir={run_dir}/hf_AbsolutelySecret"
     ended = run_recipe("finetune", run_dir, *settings, "train.steps=3", "optim.lr=0.01", secret)
     assert ended.status == 0, ended.err
     newest = (ended.checkpoint / RUN_CONFIG).read_text()

@@ -55,8 +55,7 @@ class StagedCopy:
         for part in self._parts.values():
             with part.lock:
                 if part.num_unread and not (part.is_copied or self._is_over):
-                    part.host.copy_(part.source)
-                    part.is_copied = True
+                    _copy(part)
         if self._transfer is not None:
             torch.cuda.current_stream().wait_event(self._transfer)
 
@@ -127,6 +126,11 @@ class Staging:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copy(part: _Part) -> None:
+    part.host.copy_(part.source)
+    part.is_copied = True
 
 
 def _start_transfer(jobs: list[Job]) -> Any:
