@@ -294,7 +294,7 @@ class _Merge:
         if shape == (rows, rows) and self.settings.fan_in_fan_out:
             raise CheckpointError(
                 f"{self.settings.where}: fan_in_fan_out is set, but whether the square weight of {module} is stored "
-                f"transposed depends on the class of the model, which {self.side} does not tell; merge it with peft."
+                f"transposed depends on the class of the model, which {self.side} does not define; merge it with peft."
             )
         return len(shape) == 2 and shape[0] != rows
 
