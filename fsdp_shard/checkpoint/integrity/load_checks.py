@@ -113,7 +113,7 @@ def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Prob
     except CheckpointError as error:
         return [Problem(str(error))], []
     if not Path(base).expanduser().is_dir():
-        return [], [f"not compared with its base model: {base} is no directory here"]
+        return [], [f"not compared with its base model: {base} is no directory on this machine"]
     try:
         with location.model_index as merged:
             problems = [Problem(note) for note in merged.notes]

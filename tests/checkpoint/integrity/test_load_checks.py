@@ -202,4 +202,4 @@ def test_an_adapter_is_compared_with_its_base(tmp_path: Path) -> None:
     shutil.rmtree(base)
     report = verify(adapter)  # of a base on the hub nothing is asked
     assert report.is_sound
-    assert report.notes == (f"not compared with its base model: {base} is no directory here",)
+    assert report.notes == (f"not compared with its base model: {base} is no directory on this machine",)
