@@ -117,23 +117,37 @@ def _codec(file: Path, stored: str, tensor: GGUFTensor, header: GGUFHeader) -> C
 
     elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
     blocks = BlockCodec(tensor.kind, int(elements), int(block_bytes), tensor.num_bytes)
-    architecture = header.values["general.architecture"]
-    part = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(stored.split(".")[-2])
-    if _ARCHITECTURES[architecture] and part is not None:
-        every = header.values.get(f"{architecture}.attention.head_count")
-        num_heads = header.values.get(f"{architecture}.attention.{part}", every)
-        rows = tensor.shape[0]
-        if type(num_heads) is not int or num_heads < 1 or rows % (2 * num_heads):
-            raise CheckpointError(f"{file} gives {num_heads!r} heads for the {rows} rows of tensor {stored}.")
-        head_rows, said = rows // num_heads, header.values.get(f"{architecture}.rope.dimension_count")
-        if said not in (None, head_rows):  # transformers' width of a head; all of it is rotated in these models
-            raise CheckpointError(
-                f"{file} rotates {said!r} rows of each head, but tensor {stored} has {head_rows} for each of its "
-                f"{num_heads} heads: they would be put in another order than they had."
-            )
+    if _ARCHITECTURES[header.values["general.architecture"]] and _heads_setting(stored):
         row = tensor.shape[1] if len(tensor.shape) > 1 else 1
-        return InterleavedCodec(blocks, head_rows, row)
+        return InterleavedCodec(blocks, _head_rows(file, stored, header), row)
     return None if tensor.kind == _F32 else blocks
+
+
+def _heads_setting(stored: str) -> str | None:
+    return {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(stored.split(".")[-2])
+
+
+def _head_rows(file: Path, stored: str, header: GGUFHeader) -> int:
+    """The rows of each attention head of a tensor, which must be those of the other tensor, and the rotated ones.
+
+    llama's heads are as wide as what is rotated of them: so transformers reads the file. Wrong ones would be put in
+    another order than they had.
+    """
+    architecture, found = header.values["general.architecture"], dict[str, int]()
+    for name in (stored, stored.replace("attn_q", "attn_k"), stored.replace("attn_k", "attn_q")):
+        if name in header.tensors:
+            every = header.values.get(f"{architecture}.attention.head_count")
+            num_heads = header.values.get(f"{architecture}.attention.{_heads_setting(name)}", every)
+            rows = header.tensors[name].shape[0]
+            if type(num_heads) is not int or num_heads < 1 or rows % (2 * num_heads):
+                raise CheckpointError(f"{file} gives {num_heads!r} heads for the {rows} rows of tensor {name}.")
+            found[name] = rows // num_heads
+    if (rotated := header.values.get(f"{architecture}.rope.dimension_count")) is not None:
+        found["rope.dimension_count"] = rotated
+    if set(found.values()) != {found[stored]}:
+        widths = ", ".join(f"{value} by {name}" for name, value in found.items())
+        raise CheckpointError(f"{file} contradicts itself: the rows of each attention head are {widths}.")
+    return found[stored]
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def _further_layers(unused: Collection[str], used: Collection[str]) -> Iterator[
 
 
 def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Problem], list[str]]:
-    """Compare an adapter with its settings and, if that is a directory here, with its base.
+    """Compare an adapter with its settings and, if that is a local directory, with its base.
 
     The adapted weights are read and merged, as what is finite may become infinite; nothing of the base is checked else.
 
@@ -112,8 +112,8 @@ def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Prob
         base = location.base_path or peft.base_of(index.root)
     except CheckpointError as error:
         return [Problem(str(error))], []
-    if not Path(base).expanduser().is_dir():
-        return [], [f"not compared with its base model: {base} is no directory here"]
+    if not _is_directory(base):
+        return [], [f"not compared with its base model: {base} is no directory on this machine"]
     try:
         with location.model_index as merged:
             problems = [Problem(note) for note in merged.notes]
@@ -123,6 +123,14 @@ def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Prob
     except (InputError, OSError) as error:
         return [Problem(str(error))], []
     return problems + found, notes
+
+
+def _is_directory(path: str) -> bool:
+    """Whether this is a directory; not if the system takes no such name."""
+    try:
+        return Path(path).expanduser().is_dir()
+    except (OSError, RuntimeError):
+        return False
 
 
 def _some(names: Sequence[str]) -> str:

@@ -190,19 +190,21 @@ def test_neither_a_part_nor_a_neighbor_is_taken_for_the_model(tmp_path: Path, mo
     assert len(AutoTokenizer.from_pretrained(gguf_model_files(path))) == VOCABULARY
 
 
+@pytest.mark.parametrize("is_rotated", [True, False])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_heads_that_do_not_have_the_rotated_width_are_refused(tmp_path: Path, architecture: str) -> None:
-    """The rows of llama's heads are put in order by their number, which one of two contradicting values gives."""
+def test_heads_of_contradicting_widths_are_refused(tmp_path: Path, architecture: str, is_rotated: bool) -> None:
+    """The rows of llama's heads are put in order by their number; of qwen2 they are stored so."""
     kind, u32 = gguf.GGMLQuantizationType.Q8_0, gguf.GGUFValueType.UINT32
-    for name, width in (("sound", HIDDEN // HEADS), ("wrong", HIDDEN // HEADS // 2)):
-        values = {f"{architecture}.rope.dimension_count": (width, u32)}
-        write_gguf(tmp_path / f"{name}.gguf", architecture, kind, values=values)
-    open_checkpoint(tmp_path / "sound.gguf").close()
-    if architecture == "qwen2":  # stored in order
-        open_checkpoint(tmp_path / "wrong.gguf").close()
+    values = {f"{architecture}.rope.dimension_count": (HIDDEN // HEADS, u32)} if is_rotated else {}
+    path = write_gguf(tmp_path / "model.gguf", architecture, kind, values=values)
+    open_checkpoint(path).close()
+    key = f"{architecture}.attention.head_count".encode() + struct.pack("<I", u32)
+    path.write_bytes(path.read_bytes().replace(key + struct.pack("<I", HEADS), key + struct.pack("<I", HEADS // 2)))
+    if architecture == "qwen2":
+        open_checkpoint(path).close()
     else:
-        with pytest.raises(CheckpointError, match=r"wrong\.gguf rotates \d+ rows of each head, but tensor"):
-            open_checkpoint(tmp_path / "wrong.gguf")
+        with pytest.raises(CheckpointError, match=r"model\.gguf contradicts itself: .* 32 by blk\.0\.attn_q\.weight, "):
+            open_checkpoint(path)
 
 
 def test_damage_is_one_error_that_names_the_file(tmp_path: Path) -> None:

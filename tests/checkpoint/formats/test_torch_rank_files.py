@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._shard.sharded_tensor import Shard as ShardOfTensor, init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardedStateDictConfig, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -307,6 +308,19 @@ def test_partial_sums_and_flat_parameters_are_refused(tmp_path: Path) -> None:
     on_ranks(2, save_only, fsdp1_local, local)
     with pytest.raises(CheckpointError, match="LOCAL_STATE_DICT"):
         open_checkpoint(local)
+
+
+def two_dtypes(context: DistributedContext) -> State:
+    """Two shards on one rank, of which one was cast."""
+    shards = [ShardOfTensor.from_tensor_and_offsets(torch.ones(2, 3), [row, 0], rank=context.rank) for row in (0, 2)]
+    sharded = init_from_local_shards(shards, 4, 3)
+    sharded.local_shards()[0].tensor = torch.ones(2, 3, dtype=torch.float64)
+    return {"w": sharded}
+
+
+def test_shards_of_several_dtypes_are_refused(tmp_path: Path) -> None:
+    on_ranks(1, save_only, two_dtypes, tmp_path)
+    assert_refused(tmp_path, "whose shards are of several dtypes")
 
 
 def save_only(context: DistributedContext, make: Callable[[DistributedContext], State], root: Path) -> None:
