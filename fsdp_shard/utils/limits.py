@@ -30,9 +30,9 @@ class Limits:
         view_bytes: What the tensors of a checkpoint of torch.save may have together beyond the bytes of its files: such
             files can hold one number as a tensor of any shape.
         buffer_bytes: What a model computes when it is loaded, such as masks.
-        build_seconds, build_bytes: Reading a model's config and building it without its weights.
+        build_seconds, build_bytes: Reading a model's config and building it without its weights; matching the patterns
+            in an adapter's config.
         render_seconds, render_bytes: Rendering a chat template and tokenizing, each time, and again for 32 KiB of text.
-        match_seconds: Matching the patterns in an adapter's config.
     """
 
     metadata_bytes: int = 1 << 30
@@ -50,7 +50,6 @@ class Limits:
     build_bytes: int = 128 << 20
     render_seconds: float = 1.0
     render_bytes: int = 128 << 20
-    match_seconds: float = 0.5
 
 
 def limits() -> Limits:
