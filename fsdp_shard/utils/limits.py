@@ -20,6 +20,7 @@ class Limits:
     Attributes:
         metadata_bytes: Whatever describes tensors: an index, a manifest, a pickle, a header; and a log of metrics.
         config_bytes: Any other small file, such as config.json, trainer.json or a chat template.
+        settings_bytes: The settings of a run, in YAML.
         tokenizer_bytes: Any other file of a model besides its weights, such as tokenizer.json.
         nesting: Depth of JSON.
         tensors: Tensors in one file.
@@ -37,6 +38,7 @@ class Limits:
 
     metadata_bytes: int = 1 << 30
     config_bytes: int = 16 << 20
+    settings_bytes: int = 128 << 10
     tokenizer_bytes: int = 256 << 20
     nesting: int = 64
     tensors: int = 500_000
