@@ -117,6 +117,9 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
             held[match["factor"]] = name
         else:
             parts.whole[fqn] = name
+    settings.try_patterns(
+        [*parts.factors, *(fqn.rpartition(".")[0].removesuffix(".base_layer") for fqn in parts.whole)]
+    )
     for module, names in parts.factors.items():
         if settings.is_target(module):
             _check_factors(adapter, module, names, settings)
@@ -242,6 +245,7 @@ class _Merge:
             return []  # the base has another prefix, or lacks one: of its names peft's rules say nothing
         settings, where = self.settings, self.settings.where
         modules = sorted({owner.rsplit(".", up)[0] for owner in owners for up in range(owner.count(".") + 1)} - {""})
+        settings.try_patterns(modules)
         for module in modules:
             missing = (n for n in self.base.names if n.startswith(f"{module}.") and n not in parts.whole)
             if settings.is_saved(module) and (name := next(missing, None)):

@@ -1,13 +1,12 @@
 """What the runs of a sweep have in different settings, and at its end a table of their figures."""
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from fsdp_shard.config import Job, RunConfig
-from fsdp_shard.utils import RESULT, format_size, format_table, in_yaml, walk
+from fsdp_shard.utils import RESULT, format_size, format_table, in_yaml, read_json, walk
 
 _WIDTH = 40  # of a value
 
@@ -44,7 +43,7 @@ def sweep_table(jobs: Sequence[Job[Any]], failed: Collection[str]) -> str:
 
 def _result(config: RunConfig) -> dict[str, Any]:
     file = Path(config.run_dir) / RESULT
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    return dict(read_json(file)) if file.is_file() else {}
 
 
 def _format(name: str, value: Any) -> str:

@@ -243,11 +243,11 @@ def write_config(config: RunConfig) -> None:
     """
     if config.kept_run_dir is None:
         return
-    file, text = Path(config.run_dir) / CONFIG_FILE, config.to_yaml()
+    file, content = Path(config.run_dir) / CONFIG_FILE, config.to_yaml().encode()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if not (file.is_file() and file.read_bytes() == text.encode()):
-            write_atomically(file, text)
+        if not (file.is_file() and file.stat().st_size == len(content) and file.read_bytes() == content):
+            write_atomically(file, content)
     except OSError as error:
         raise not_writable(config.run_dir, error) from error
 

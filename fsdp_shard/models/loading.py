@@ -21,7 +21,7 @@ from fsdp_shard.models.transformers_private import (
     model_types,
 )
 from fsdp_shard.models.trials import refuse_large_buffers, try_config, try_tokenizer
-from fsdp_shard.utils import non_persistent_buffers
+from fsdp_shard.utils import non_persistent_buffers, set_environment
 
 _AUTO_CLASSES: dict[str, Any] = {
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
@@ -156,8 +156,10 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"its class {type(tokenizer).__name__} is that of no tokenizer.")
-        tokenizer("a")  # some settings of a wrong type show only then
-    try_tokenizer(tokenizer, directory)
+        try_tokenizer(tokenizer, directory)
+        # Some settings of a wrong type show only then. A process that is forked later would miss threads of this one.
+        with set_environment({"TOKENIZERS_PARALLELISM": "false"}):
+            tokenizer("a")
     return tokenizer
 
 

@@ -12,7 +12,7 @@ from fsdp_shard.errors import ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta, load_config, load_tokenizer
 from fsdp_shard.training.config import ModelSettings
 from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
-from fsdp_shard.utils import first_line
+from fsdp_shard.utils import first_line, read_bounded
 
 
 def model_source(config: ModelSettings, step_directory: Path | None) -> Location:
@@ -104,7 +104,7 @@ def collect_model_files(
         return adapter.files()
     with TemporaryDirectory() as directory:
         names = copy_model_files(source.model_files, Path(directory), model.dtype)
-        files = {name: (Path(directory) / name).read_bytes() for name in names}
+        files = {name: read_bounded(Path(directory) / name, "tokenizer_bytes") for name in names}
     if data.chat_template is None:
         return files
     tokenizer = with_chat_template(load_tokenizer(source.tokenizer, model.trust_remote_code), data)

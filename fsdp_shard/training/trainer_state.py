@@ -115,7 +115,7 @@ class TrainerState:
     @classmethod
     def from_json(cls, text: str, what: str) -> TrainerState:
         """Parse the content of the file `what`; raises CheckpointError, which names it, if it is damaged."""
-        values = parse_json(text.encode(), what)
+        values = parse_json(text.encode(errors="surrogateescape"), what)
         if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
             raise CheckpointError(f"{what} is not a trainer state of format version {_FORMAT_VERSION}.")
         known = {field.name for field in fields(cls)}

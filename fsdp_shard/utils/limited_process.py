@@ -1,13 +1,13 @@
 """Work that a file may make endless, such as rendering its chat template: in a forked process that is ended then.
 
-Limits are on processor time and on memory beyond what the process has when it is forked. The system enforces both, so
-they hold in native code too.
+Limits are on processor time and on memory beyond what the process has when it is forked. They hold in native code too.
 """
 
 import os
 import resource
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +29,9 @@ UNIT_BYTES = 32 << 10
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whoever started it ends it, once it needs no more results
 _WALL_SECONDS, _WALL_FACTOR = 60.0, 20.0  # for a process that waits for ever, and uses no processor time
+_WATCH_SECONDS = 0.02  # between looks at the memory that is in use
+# The system limits what is allocated; models that are built allocate more than they use (XLNet's parameters).
+_UNTOUCHED = {"build": 6, "render": 1}
 _MEMORY = "memory"
 
 
@@ -65,10 +68,14 @@ class LimitedProcess(Generic[A, R]):
         granted = 1 + num_bytes / UNIT_BYTES
         seconds: float = getattr(limits(), f"{self._kind}_seconds") * granted
         most_bytes = int(getattr(limits(), f"{self._kind}_bytes") * granted)
+        before, deadline = _memory_bytes(self._pid), time.monotonic() + _WALL_SECONDS + _WALL_FACTOR * seconds
         try:
-            self._connection.send((argument, seconds, most_bytes))
-            if not self._connection.poll(_WALL_SECONDS + _WALL_FACTOR * seconds):
-                os.kill(self._pid, signal.SIGKILL)
+            self._connection.send((argument, seconds, _UNTOUCHED[self._kind] * most_bytes))
+            while not self._connection.poll(_WATCH_SECONDS):
+                if (is_large := _memory_bytes(self._pid) - before > most_bytes) or time.monotonic() > deadline:
+                    os.kill(self._pid, signal.SIGKILL)
+                    self._wait()
+                    raise self._excess("memory", "bytes") if is_large else self._death()
             result, error = self._connection.recv()
         except (EOFError, ConnectionError):
             raise self._death() from None
@@ -176,12 +183,20 @@ def _answer(work: Callable[[Any], Any], argument: Any, failure: Callable[[BaseEx
         return None, found
 
 
+def _memory_bytes(pid: int, field: str = "RssAnon") -> int:
+    """The private memory that a process uses, by default; 0 if that is not known."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:
+            return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), 0)
+    except OSError:
+        return 0
+
+
 def _limit_memory(most_bytes: int, unlimited: tuple[int, int]) -> None:
     """Limit the private memory of this process to so much more than it has now."""
     if not sys.platform.startswith("linux"):
         return
-    with open("/proc/self/status", encoding="ascii") as lines:
-        used = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
     soft, hard = unlimited
+    used = _memory_bytes(os.getpid(), "VmData")
     known = [limit for limit in (used + most_bytes, soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(known), hard))

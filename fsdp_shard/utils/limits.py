@@ -20,6 +20,7 @@ class Limits:
     Attributes:
         metadata_bytes: Whatever describes tensors: an index, a manifest, a pickle, a header; and a log of metrics.
         config_bytes: Any other small file, such as config.json, trainer.json or a chat template.
+        settings_bytes: The settings of a run, in YAML.
         tokenizer_bytes: Any other file of a model besides its weights, such as tokenizer.json.
         nesting: Depth of JSON.
         tensors: Tensors in one file.
@@ -30,13 +31,14 @@ class Limits:
         view_bytes: What the tensors of a checkpoint of torch.save may have together beyond the bytes of its files: such
             files can hold one number as a tensor of any shape.
         buffer_bytes: What a model computes when it is loaded, such as masks.
-        build_seconds, build_bytes: Reading a model's config and building it without its weights.
+        build_seconds, build_bytes: Reading a model's config and building it without its weights; matching the patterns
+            in an adapter's config.
         render_seconds, render_bytes: Rendering a chat template and tokenizing, each time, and again for 32 KiB of text.
-        match_seconds: Matching the patterns in an adapter's config.
     """
 
     metadata_bytes: int = 1 << 30
     config_bytes: int = 16 << 20
+    settings_bytes: int = 128 << 10
     tokenizer_bytes: int = 256 << 20
     nesting: int = 64
     tensors: int = 500_000
@@ -50,7 +52,6 @@ class Limits:
     build_bytes: int = 128 << 20
     render_seconds: float = 1.0
     render_bytes: int = 128 << 20
-    match_seconds: float = 0.5
 
 
 def limits() -> Limits:

@@ -64,8 +64,8 @@ def read(path: Path) -> TensorIndex:
     replicas = Replicas(path)
     found, num_pieces = {}, 0
     most = _FREE_PIECES + sum((path / file).stat().st_size for file in files) // _BYTES_OF_A_PIECE
-    for name, held in parts.items():
-        found[name] = _entry(replicas, name, held, len(files))
+    for name, in_files in parts.items():
+        found[name] = _entry(replicas, name, in_files, len(files))
         num_pieces += len(found[name].pieces)
         if num_pieces > most:
             raise CheckpointError(

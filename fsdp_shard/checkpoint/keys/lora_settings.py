@@ -6,12 +6,13 @@ mean here what it means there.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import run_limited
 
 # Settings of kinds of LoRA that are more than a product of two matrices, or that change the base.
 _OTHER_KINDS = (
@@ -35,6 +36,8 @@ _DEFAULT_RANK = _DEFAULT_ALPHA = 8  # peft's
 _ALL_LINEAR = "all-linear"
 # Last parts of the names of embeddings and output heads, which all-linear leaves out.
 _NOT_LINEAR = frozenset({"embed_tokens", "wte", "wpe", "word_embeddings", "shared", "embed_in", "lm_head", "embed_out"})
+
+_PLAIN = re.compile(r"[\w.-]*")  # a pattern that takes no time
 
 Names = str | list[str] | None
 
@@ -106,6 +109,26 @@ class LoraSettings:
         """The factor of the product of an adapted module's matrices."""
         rank = self.rank(module)
         return self.alphas[self._pattern_of(module, self.alphas)] / (math.sqrt(rank) if self.root_of_rank else rank)
+
+    def try_patterns(self, modules: Collection[str]) -> None:
+        """Match the patterns with names of modules in a process that is ended if that takes too long.
+
+        Raises:
+            CheckpointError: It does, or one is no regular expression.
+        """
+        lists = (self.targets, self.excluded, self.saved, self.layers_pattern, *map(list, (self.ranks, self.alphas)))
+        patterns = [name for names in lists for name in ([names] if isinstance(names, str) else names or ()) if name]
+        if all(map(_PLAIN.fullmatch, patterns)):
+            return
+
+        def match() -> None:
+            for module in modules:
+                if self.is_target(module):
+                    self._pattern_of(module, self.ranks)
+                    self._pattern_of(module, self.alphas)
+
+        what = f"matching the patterns in {self.where} with the names of modules"
+        run_limited(match, what, kind="build", error=CheckpointError)
 
     def _pattern_of(self, module: str, patterns: Iterable[str | None]) -> str | None:
         """The first pattern that is the module's name, or the end of it after a dot."""

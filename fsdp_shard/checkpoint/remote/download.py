@@ -25,7 +25,7 @@ from fsdp_shard.checkpoint.steps import (
     step_name,
 )
 from fsdp_shard.errors import CheckpointError, SaveError
-from fsdp_shard.utils import format_size, fsync_path, user_cache, write_file
+from fsdp_shard.utils import format_size, fsync_path, read_bounded, user_cache, write_file
 
 
 def fetch_latest(remote: RemoteStore, store: Store) -> int | None:
@@ -88,7 +88,7 @@ def fetch_step(remote: RemoteStore, step: int, target: Path, *, replace: bool) -
     """
     with _exclusive(target.parent):
         content = remote.manifest(step)
-        if has_file(target, MANIFEST) and (target / MANIFEST).read_bytes() == content:
+        if has_file(target, MANIFEST) and read_bounded(target / MANIFEST, "metadata_bytes") == content:
             return target
         manifest = parse_manifest(content, remote.address(step, MANIFEST))
         _check_names(manifest, remote.address(step))

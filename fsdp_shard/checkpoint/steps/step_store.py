@@ -15,7 +15,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint.io import atomicity, fault_point, has_file, member
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
-from fsdp_shard.utils import fsync_path, write_atomically
+from fsdp_shard.utils import fsync_path, read_bounded, write_atomically
 
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
@@ -149,12 +149,12 @@ class Store:
         """Make `latest` point to a step, and config.yaml of the run directory have the settings that made it."""
         self._set_pointer(LATEST, step)
         if has_file(self.path(step), RUN_CONFIG):
-            self.set_config(member(self.path(step), RUN_CONFIG).read_bytes())
+            self.set_config(read_bounded(member(self.path(step), RUN_CONFIG), "settings_bytes"))
 
     def set_config(self, content: bytes) -> None:
         """Write config.yaml of the run directory, unless it has this content."""
         file = self.root.parent / CONFIG_FILE
-        if not (file.is_file() and file.read_bytes() == content):
+        if not (file.is_file() and file.stat().st_size == len(content) and file.read_bytes() == content):
             self._write(file, content)
 
     def set_best(self, step: int) -> None:

@@ -11,7 +11,7 @@ from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.trainer_state import TrainerState
-from fsdp_shard.utils import RESULT
+from fsdp_shard.utils import RESULT, read_bounded
 
 
 def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again: bool = False) -> Path | None:
@@ -47,7 +47,7 @@ def find_step(resume: str, run_dir: str, remote: str | None = None, *, is_again:
     local, uploaded = store.latest(), None if above is None else above.latest()
     if local is not None and (found is None or found.resolve() != store.path(local).resolve()):
         raise _would_overwrite(resume, "run_dir", run_dir, local)
-    content = None if found is None else (found / MANIFEST).read_bytes()
+    content = None if found is None else read_bounded(found / MANIFEST, "metadata_bytes")
     if above is not None and uploaded is not None and content != above.manifest(uploaded):
         raise _would_overwrite(resume, "checkpoint.remote", above.url, uploaded)
     return found
@@ -73,7 +73,8 @@ def _would_overwrite(resume: str, setting: str, value: str, step: int) -> Config
 def read_trainer(step_directory: Path) -> TrainerState:
     """Read the trainer state of a step; raises CheckpointError if it is damaged."""
     path = step_directory / TRAINER
-    return TrainerState.from_json(path.read_text(encoding="utf-8"), str(path))
+    content = read_bounded(path, "config_bytes")
+    return TrainerState.from_json(content.decode(errors="surrogateescape"), str(path))
 
 
 def open_trainer(step_directory: Path | None, seed: int, data: str) -> TrainerState:

@@ -1,11 +1,14 @@
 """A log of JSON lines, one row per step, that a resumed run continues as if it had never stopped."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.utils import write_atomically
+from fsdp_shard.utils import read_bounded, write_atomically
+
+_MAX_LINE = 1 << 20  # bytes; a row has some hundred
 
 
 class MetricsLog:
@@ -44,17 +47,20 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a log, without incomplete lines; an empty list if there is no file."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+    """Read the rows of a log, without incomplete lines; an empty list if there is no file.
+
+    Raises:
+        CheckpointError: It is no regular file, or too large.
+    """
+    if not os.path.lexists(path):
         return []
-    return [row for line in lines if (row := _parse(line)) is not None]
+    lines = read_bounded(path, "metadata_bytes").splitlines()
+    return [row for line in lines if len(line) <= _MAX_LINE and (row := _parse(line)) is not None]
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
