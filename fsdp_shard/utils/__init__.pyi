@@ -22,16 +22,16 @@ from .environment import (
     set_environment as set_environment,
     user_cache as user_cache,
 )
-from .limited_process import (
-    LimitedProcess as LimitedProcess,
-    is_out_of_memory as is_out_of_memory,
-    run_limited as run_limited,
-)
-from .limits import (
+from .file_limits import (
     Limits as Limits,
     exceeded as exceeded,
     limits as limits,
     refuse_excess as refuse_excess,
+)
+from .limited_process import (
+    LimitedProcess as LimitedProcess,
+    is_out_of_memory as is_out_of_memory,
+    run_limited as run_limited,
 )
 from .module_tensors import replace_tensors as replace_tensors
 from .package_data import configs as configs, recipes as recipes, shipped as shipped

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils.limits import exceeded, limits, refuse_excess
+from fsdp_shard.utils.file_limits import exceeded, limits, refuse_excess
 from fsdp_shard.utils.text import format_size
 
 _ZEROS = bytes(1 << 20)  # read at once

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from fsdp_shard.errors import FsdpShardError
-from fsdp_shard.utils.limits import exceeded, limits
+from fsdp_shard.utils.file_limits import exceeded, limits
 from fsdp_shard.utils.text import first_line
 
 A = TypeVar("A")

@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 _FILES = sorted((_ROOT / "fsdp_shard").rglob("*.py"))
 _TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in _FILES}
 _LIBRARIES = {"torch", "transformers", "accelerate", "datasets", "peft", "hydra", "omegaconf", "tokenizers"}
-_PUBLIC = {"_replace", "_asdict", "_fields", "_make"}  # of named tuples, which Python documents
+_PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}  # of named tuples and of os, which Python documents
 _BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tests.faults.corpus import bases, edits
+from tests.faults.corpus import edits
 from tests.faults.corpus.bases import damaged
 from tests.faults.corpus.case import Case
 from tests.faults.corpus.edits import Damage
