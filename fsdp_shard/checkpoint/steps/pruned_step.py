@@ -16,7 +16,8 @@ class Source(Protocol):
         """The directory or file."""
 
 
-S, R = TypeVar("S", bound=Source), TypeVar("R")
+S = TypeVar("S", bound=Source)
+R = TypeVar("R")
 
 
 def read_kept(find: Callable[[], S], read: Callable[[S], R]) -> R:
