@@ -280,12 +280,12 @@ def test_a_step_that_is_deleted_while_it_is_read(tmp_path: Path, model_dir: Path
         convert(model_dir, Store(run / "checkpoints").path(step))
     copied, deleted = convert_module.copy_model_files, []
 
-    def delete(*arguments: Any) -> list[str]:
+    def delete(*arguments: Any, **named: Any) -> list[str]:
         """As the retention of a running training does, at the first of these calls."""
         if not deleted:
             deleted.append(latest := Store(run / "checkpoints").latest())
             Store(run / "checkpoints").delete(latest)
-        return copied(*arguments)
+        return copied(*arguments, **named)
 
     monkeypatch.setattr(convert_module, "copy_model_files", delete)
     convert(run, tmp_path / "target")  # the latest step at that time
