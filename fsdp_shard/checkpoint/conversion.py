@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch
 from fsdp_shard.checkpoint.keys.dequantized import dequantize as dequantize_weights
 from fsdp_shard.checkpoint.keys.quantized_weights import DEQUANTIZED, quantization
 from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, stored_twice, with_own_head
-from fsdp_shard.checkpoint.location import locate
+from fsdp_shard.checkpoint.location import Location, locate
 from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps import (
@@ -32,6 +33,7 @@ from fsdp_shard.checkpoint.steps import (
     TargetPlan,
     WriteRequest,
     check_side_files,
+    read_kept,
 )
 from fsdp_shard.checkpoint.transfer import Digests, Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
@@ -137,9 +139,16 @@ def convert(
 
 def run_conversion(settings: ConvertSettings) -> ConvertReport:
     """Convert as checked settings say; see `convert`."""
+
+    def find() -> Location:
+        return locate(settings.source, base=settings.base, config=settings.config, tokenizer=settings.tokenizer)
+
+    return read_kept(find, partial(_convert, settings))
+
+
+def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
     start = time.perf_counter()
     target = Path(settings.target).expanduser().absolute()
-    source = locate(settings.source, base=settings.base, config=settings.config, tokenizer=settings.tokenizer)
     with source.model_index as stored, _to_write(stored, settings) as index:
         _refuse_part(index)
         _check_target(target, index, source.model_files if settings.overwrite else None)

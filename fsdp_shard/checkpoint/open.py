@@ -104,6 +104,8 @@ def _contents(path: Path) -> str:
     """What was found instead of a checkpoint, for the error."""
     if path.is_file():
         return "it is neither a safetensors file, nor a GGUF file, nor one of torch.save."
+    if not path.exists():
+        return "it was deleted meanwhile, as a running training deletes its old steps (checkpoint.keep_last)."
     if not path.is_dir():
         return "it is neither a file nor a directory."
     names = sorted(entry.name for entry in path.iterdir())

@@ -14,7 +14,7 @@ from pathlib import Path
 from fsdp_shard import __version__, checkpoint
 from fsdp_shard.cli.exit import run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.errors import CheckpointError, DifferenceError, InputError
-from fsdp_shard.utils import configs, format_count, nearest, recipes, set_environment, shipped
+from fsdp_shard.utils import configs, format_count, nearest, printable, recipes, set_environment, shipped
 
 _HELP = """\
 fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them
@@ -141,7 +141,7 @@ def inspect(arguments: Sequence[str]) -> None:
     if options.json:
         print(description.to_json())
     else:
-        print(description.to_list() if options.tensors else description.to_text())
+        print(printable(description.to_list() if options.tensors else description.to_text()))
 
 
 def verify(arguments: Sequence[str]) -> None:
@@ -158,7 +158,7 @@ def verify(arguments: Sequence[str]) -> None:
     parser.add_json()
     options = parser.parse_args(arguments)
     report = checkpoint.verify(_existing(options.path), options.against and _existing(options.against))
-    print(report.to_json() if options.json else report)
+    print(report.to_json() if options.json else printable(str(report)))
     if not report.is_sound:
         compared = options.path if options.against is None else f"{options.path} against {options.against}"
         raise DifferenceError(f"{compared}: {format_count(len(report.problems), 'problem')}, listed above.")
@@ -187,7 +187,7 @@ def diff(arguments: Sequence[str]) -> None:
         parser.error(f"--tokenizer {options.tokenizer} needs --logits PROMPT; add that, or leave it out")
     report = checkpoint.diff(a, b)
     if not options.json:
-        print(report.to_text(options.all), flush=True)
+        print(printable(report.to_text(options.all)), flush=True)
     logits = None
     if options.logits is not None:
         from fsdp_shard.inference import diff_logits

@@ -11,7 +11,7 @@ from typing import NoReturn, TypeGuard
 
 from fsdp_shard.distributed import Stopped, interrupt_on_signals, is_joined_rank, joined_rank
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
-from fsdp_shard.utils import redact
+from fsdp_shard.utils import one_line, printable, redact
 
 
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
@@ -83,7 +83,7 @@ def print_error(error: BaseException, debug: bool) -> None:
     """
     if debug:
         of_rank = getattr(error, "traceback", "") or getattr(error.__cause__, "traceback", "")
-        sys.stderr.write(redact(of_rank or "".join(traceback.format_exception(error))))
+        sys.stderr.write(printable(redact(of_rank or "".join(traceback.format_exception(error)))))
     # Wrong input is the same on all ranks: the first one reports it, without a number.
     is_shared = isinstance(error, InputError) and joined_rank() == 0
     rank = f"rank {joined_rank()}: " if is_joined_rank() and not is_shared else ""
@@ -112,7 +112,7 @@ def _names_a_file(error: BaseException) -> TypeGuard[OSError]:
 def _paragraph(text: str, error: BaseException) -> str:
     """`error: ...` on one line, or filled to the width of the terminal, without breaking words."""
     start = "" if isinstance(error, Interrupted) else "error: "
-    text = redact(start + " ".join(text.split()))
+    text = one_line(redact(start + " ".join(text.split())))
     if not sys.stderr.isatty():
         return text
     width = os.get_terminal_size(sys.stderr.fileno()).columns

@@ -4,7 +4,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from fsdp_shard.distributed.agent import Agent
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.process_group import attempt
-from fsdp_shard.distributed.rank_reports import AttemptDirectory, Report, first_cause, interruption
+from fsdp_shard.distributed.rank_reports import AttemptDirectory, Report, first_cause, interruption, reports_directory
 from fsdp_shard.distributed.rendezvous import Rendezvous
 from fsdp_shard.distributed.signals import STOP_SIGNALS, interrupt_on_signals, stop_signals
 from fsdp_shard.errors import FsdpShardError, RunError
@@ -61,10 +60,9 @@ def run_ranks(
     """
     with (
         _torch_launcher(log, num_threads),
-        tempfile.TemporaryDirectory(prefix="fsdp-shard-") as directory,
+        reports_directory() as reports,
         ExitStack() as cleanup,
     ):
-        reports = Path(directory)
         try:
             rendezvous = Rendezvous.create(settings)
             cleanup.callback(rendezvous.leave)

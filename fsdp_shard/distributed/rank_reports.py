@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp_shard import errors
 from fsdp_shard.distributed.signals import Stopped
+from fsdp_shard.utils import hold_lock, is_abandoned
 
 _HEARTBEAT_SECONDS = 1.0
+_PREFIX, _LOCK = "fsdp-shard-", "launcher.lock"  # of the directory of a launcher
 
 # What gloo and NCCL say on the other ranks when one is gone.
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "connection refused")
@@ -136,6 +142,20 @@ class AttemptDirectory:
         """Return the reports of all ranks that left one, the first to fail first."""
         reports = [Report(**json.loads(file.read_text(encoding="utf-8"))) for file in self.path.glob("rank-*.json")]
         return sorted(reports, key=lambda report: report.time)
+
+
+@contextmanager
+def reports_directory() -> Iterator[Path]:
+    """A temporary directory for the attempts of a launcher; those of launchers that were killed are deleted."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if not directory.is_symlink() and is_abandoned(directory / _LOCK):
+            shutil.rmtree(directory, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as made:
+        lock = hold_lock(Path(made) / _LOCK)  # forked ranks hold it too
+        try:
+            yield Path(made)
+        finally:
+            os.close(lock)
 
 
 def first_cause(reports: list[Report], died: tuple[int, str], unfinished: set[int]) -> errors.FsdpShardError:

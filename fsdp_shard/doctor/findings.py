@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fsdp_shard.distributed import joined_rank
 from fsdp_shard.errors import FsdpShardError, RunError
-from fsdp_shard.utils import format_count
+from fsdp_shard.utils import format_count, printable
 
 OK, SKIPPED, WARNING, PROBLEM = "ok", "-", "warn", "FAIL"
 
@@ -61,7 +61,7 @@ class Report:
             if finding.mark == PROBLEM and finding in self._findings:
                 continue
             self._findings.append(finding)
-            self._print(f"{subject:<9} {finding.mark:<4}  {finding.text}")
+            self._print(f"{subject:<9} {finding.mark:<4}  {printable(finding.text)}")
 
     def conclude(self) -> None:
         """Print that there is no problem, or raise RunError."""

@@ -90,7 +90,9 @@ class DispatchConfig:
         "auto",
         "auto and balanced: GPUs evenly, then CPU, then disk; balanced_low_0: least on GPU 0; sequential: each device "
         "filled before the next; cpu; disk; or a mapping from module names (* for all others) to a GPU's number, cpu "
-        "or disk.",
+        "or disk. Where no GPU computes, weights are used in the files themselves, mapped into memory: leave them "
+        "alone while the model lives, since one that is cut short ends the process (SIGBUS). Weights on a GPU, or of "
+        "another dtype than in the files, or quantized, are in memory of their own.",
     )
     # Any, not dict | None: OmegaConf cannot replace an optional dict that is None by a mapping.
     max_memory: Any = setting(

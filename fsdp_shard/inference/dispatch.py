@@ -28,7 +28,7 @@ from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_b
 from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config, no_split_blocks
-from fsdp_shard.utils import check, format_count
+from fsdp_shard.utils import check, format_count, one_line
 
 Log = Callable[[str], object]
 # Options of a file's generation config that make `generate` compile native code on GPUs, or import other packages.
@@ -124,7 +124,7 @@ def dispatch_model(
     checkpoint.untie(model, index)
     matched = checkpoint.match_names(model, index)
     if matched.note:
-        (log or partial(warnings.warn, stacklevel=3))(matched.note)  # at the call of load_dispatched
+        (log or partial(warnings.warn, stacklevel=3))(one_line(matched.note))  # at the call of load_dispatched
     log = log or (lambda text: None)
     if context is not None and context.num_tensor_ranks > 1:
         tensor_parallel_dispatch.load_divided(model, index, matched.stored, context, log)

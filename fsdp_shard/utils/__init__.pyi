@@ -3,6 +3,8 @@ from .atomic_write import (
     atomic_directory as atomic_directory,
     check_writable as check_writable,
     fsync_path as fsync_path,
+    hold_lock as hold_lock,
+    is_abandoned as is_abandoned,
     name_in_errors as name_in_errors,
     write_atomically as write_atomically,
     write_file as write_file,
@@ -64,7 +66,9 @@ from .text import (
     format_size as format_size,
     format_table as format_table,
     nearest as nearest,
+    one_line as one_line,
     parse_size as parse_size,
+    printable as printable,
 )
 from .torch_private import (
     DataDependentOutputException as DataDependentOutputException,

@@ -1,12 +1,14 @@
 """Files and directories that appear complete or not at all, and that survive a power cut where that is asked for."""
 
+import fcntl
 import json
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,41 @@ def atomic_directory(target: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def hold_lock(file: Path) -> int:
+    """Create a file that is locked until this process and those forked from it are gone, or its descriptor is closed.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: The file could not be created.
+    """
+    new = file.with_name(f"{file.name}.{os.getpid()}.new")  # nobody sees it under its name without the lock
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # a file system without locks: what a killed process leaves is then kept
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.rename(new, file)
+    return descriptor
+
+
+def is_abandoned(file: Path) -> bool:
+    """Whether a file is one of `hold_lock`, by this user, whose processes are gone; False if that cannot be known."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_shard.checkpoint import conversion as convert_module, transfer
 from fsdp_shard.checkpoint.conversion import convert
+from fsdp_shard.checkpoint.integrity import verify as verification
 from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io import atomicity
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
@@ -24,6 +24,7 @@ from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.training import collect_model_files
+from fsdp_shard.utils import hold_lock
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
 from tests.checkpoint.test_index import uneven
 from tests.support.digests import tensor_digests
@@ -255,17 +256,63 @@ def test_free_space_is_checked_first(tmp_path: Path, model_dir: Path, monkeypatc
     assert names(tmp_path) == set()
 
 
-def test_what_a_killed_conversion_left_is_removed(tmp_path: Path, model_dir: Path) -> None:
-    dead, alive = tmp_path / ".target.partial-dead", tmp_path / ".target.partial-alive"
-    dead.mkdir()
-    alive.mkdir()
-    lock = os.open(alive, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        convert(model_dir, tmp_path / "target")
-    finally:
-        os.close(lock)
-    assert names(tmp_path) == {"target", alive.name}
+def test_only_what_a_killed_conversion_left_is_removed(tmp_path: Path, model_dir: Path) -> None:
+    dead, alive, linked = (tmp_path / f".target.partial-{letter * 32}" for letter in "abc")
+    alien = tmp_path / f".target.partial-{'d' * 32}"
+    outside = tmp_path / "outside"
+    for directory in (dead, alive, alien, outside):
+        directory.mkdir()
+        (directory / "file").touch()
+    linked.symlink_to(outside)
+    locks = {each: hold_lock(each.with_name(f"{each.name}.lock")) for each in (dead, alive, linked)}
+    for each in (dead, linked):
+        os.close(locks[each])
+    convert(model_dir, tmp_path / "target")
+    os.close(locks[alive])
+    kept = {alive.name, f"{alive.name}.lock", linked.name, f"{linked.name}.lock", alien.name, "outside"}
+    assert names(tmp_path) == {"target", *kept}
+    assert (outside / "file").exists()
+
+
+def test_a_step_that_is_deleted_while_it_is_read(tmp_path: Path, model_dir: Path, monkeypatch: Any) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2):
+        convert(model_dir, Store(run / "checkpoints").path(step))
+    copied, deleted = convert_module.copy_model_files, []
+
+    def delete(*arguments: Any, **named: Any) -> list[str]:
+        """As the retention of a running training does, at the first of these calls."""
+        if not deleted:
+            deleted.append(latest := Store(run / "checkpoints").latest())
+            Store(run / "checkpoints").delete(latest)
+        return copied(*arguments, **named)
+
+    monkeypatch.setattr(convert_module, "copy_model_files", delete)
+    convert(run, tmp_path / "target")  # the latest step at that time
+    assert deleted == [2]
+    assert verify(tmp_path / "target").is_sound
+    deleted.clear()
+    with pytest.raises(CheckpointError, match=r"step-00000001 was deleted while it was read.*keep_last.*RUN@latest"):
+        convert(f"{run}@step-1", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_step_that_is_deleted_while_it_is_verified(tmp_path: Path, model_dir: Path, monkeypatch: Any) -> None:
+    run, scans = tmp_path / "run", verification.scan
+    for step in (1, 2):
+        convert(model_dir, Store(run / "checkpoints").path(step))
+    doomed = [2]
+
+    def delete(*arguments: Any) -> Any:
+        if doomed:
+            Store(run / "checkpoints").delete(doomed.pop())
+        return scans(*arguments)
+
+    monkeypatch.setattr(verification, "scan", delete)
+    assert verify(run).is_sound  # the latest step at that time
+    doomed.append(1)
+    with pytest.raises(CheckpointError, match=r"step-00000001 was deleted while it was read"):
+        verify(f"{run}@step-1")
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from fsdp_shard.cli import print_error, run_command
+from fsdp_shard.errors import FsdpShardError
 from tests.support.runs import run_arguments
 
 # The command line, with {m} for a model, {t} for a text and {d} for a directory of its own, and words of the error.
@@ -170,3 +176,31 @@ def test_a_damaged_checkpoint_is_one_error(command: str, tiny_model: Path, texts
     assert len(ended.err.splitlines()) == 1, ended.err
     assert "copy" in ended.err
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    "command", [["inspect"], ["inspect", "--tensors", "*"], ["verify"], ["verify", "--against"], ["diff"]]
+)
+def test_names_in_files_reach_the_screen_as_escapes(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("a\x1b[2J\nsound\u202e", f"b{'x' * 600}")
+    for value, file in ((1.0, "one"), (torch.nan, "two")):
+        save_file({name: torch.full((2,), value) for name in names}, tmp_path / f"{file}.safetensors")
+    one, two = (str(tmp_path / f"{file}.safetensors") for file in ("one", "two"))
+    with contextlib.suppress(FsdpShardError):
+        run_command([command[0], two, *command[1:], *([one] if command[-1] in ("diff", "--against") else [])])
+    said = capsys.readouterr().out
+    assert "a\\x1b[2J\\nsound\\u202e" in said
+    assert [character for character in said if not character.isprintable() and character != "\n"] == []
+    assert len(said) < 20_000
+
+
+def test_an_error_shows_what_a_file_says_as_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x\x1b[2J\u202e"}}))
+    with pytest.raises(FsdpShardError) as raised:
+        run_command(["inspect", str(tmp_path)])
+    print_error(raised.value, debug=True)
+    said = capsys.readouterr().err
+    assert "x\\x1b[2J\\u202e" in said
+    assert [character for character in said if not character.isprintable() and character != "\n"] == []

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.distributed import LaunchConfig, launcher
 from fsdp_shard.distributed.launcher import check_machine, first_node, joins, slurm_variables
-from fsdp_shard.distributed.rank_reports import Report, first_cause
+from fsdp_shard.distributed.rank_reports import Report, first_cause, reports_directory
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError
 from tests.support.commands import OWN_RECIPE, environment, hear_signals, run
 
@@ -378,3 +379,28 @@ def test_the_tasks_of_srun_are_ranks(tmp_path: Path) -> None:
         assert process.communicate(timeout=100)[1] == ""
         assert process.returncode == 0
     _one_run(tmp_path, 2)
+
+
+def test_only_the_directory_of_a_killed_launcher_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of one that lives, nor what others have made, nor what a link leads to."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (alien := tmp_path / "fsdp-shard-alien").mkdir()
+    script = (
+        "import os, signal; from fsdp_shard.distributed.rank_reports import reports_directory\n"
+        "with reports_directory() as made: print(made, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = run([sys.executable, "-c", script], tmp_path, TMPDIR=str(tmp_path))
+    killed = Path(done.out.strip())
+    assert killed.is_dir()
+    kept = killed.rename(tmp_path / "kept")
+    (link := tmp_path / "fsdp-shard-link").symlink_to(kept)
+    with reports_directory() as alive:
+        with reports_directory():
+            assert alive.is_dir()
+        assert kept.is_dir()
+        link.unlink()
+        kept.rename(killed)
+        with reports_directory():
+            assert not killed.exists()
+        assert alive.is_dir()
+    assert list(tmp_path.iterdir()) == [alien]

@@ -265,6 +265,12 @@ def test_other_commands_leave_a_training_run_alone(run_dir: Path, tiny_model: Pa
     ):
         ended = run_recipe(command, run_dir, *given)
         assert (ended.status, "is the directory of a training run" in ended.err) == (2, True), ended.err
+    for inside, words in (
+        (run_dir / "mine", "is inside the run"),
+        (_step(run_dir, STEPS) / "x", "is in the checkpoint"),
+    ):
+        ended = run_recipe("evaluate", inside, f"checkpoint={run_dir}", held_out)
+        assert (ended.status, words in ended.err, inside.exists()) == (2, True, False), ended.err
     plan = run_recipe("plan", run_dir, f"model.path={tiny_model}")
     assert (plan.status, "nothing was written" in plan.out) == (0, True), plan.err
     assert _contents(run_dir) == before

@@ -14,7 +14,10 @@ from fsdp_shard.utils import (
     format_count,
     format_number,
     format_size,
+    format_table,
     install_command,
+    one_line,
+    printable,
     redact,
     redact_setting,
     require_package,
@@ -78,3 +81,14 @@ def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redact("https://me:word@host/x hf_abcdefgh 0123456789") == "https://***@host/x hf_*** ***"
     assert redact_setting("data.hub_token", "abc") == "***"
     assert redact_setting("data.tokenizer", "https://me:word@host") == "https://***@host"
+
+
+def test_names_from_files_neither_move_the_cursor_nor_fill_the_screen() -> None:
+    assert one_line("a\x1b[2Jb\nc\rd\u202ee\x9bf\ud800") == r"a\x1b[2Jb\nc\rd\u202ee\x9bf\ud800"
+    for text in ("layers.0.weight", "модель/权重 名", "שלום עולם", "می‌خواهم", "👩‍💻", "a\u00a0b\u3000c"):
+        assert one_line(text) == text
+    long = one_line(f"tensor {'x' * 10_000_000} is missing; {'a b ' * 3_000_000} give another one.")
+    assert len(long) < 20_000
+    assert (long.startswith("tensor xxx"), long.endswith("give another one.")) == (True, True)
+    assert printable("a\x1b\nb") == "a\\x1b\nb"
+    assert format_table([["name"], ["a\nb"]]) == ["name", "a\\nb"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_shard.checkpoint.integrity.inspect_report import align, fold, shape_text
 from fsdp_shard.checkpoint.io import TensorSpec, torch_name
-from fsdp_shard.utils import format_count, format_size
+from fsdp_shard.utils import format_count, format_size, one_line
 
 _LAYERS_SHOWN, _TENSORS_SHOWN, _LINES_SHOWN = 10, 3, 20
 
@@ -92,7 +92,9 @@ class DiffReport:
         shapes = [found for found in self.differences if found.max_absolute is None]
         if shapes:
             lines += ["", f"other shape: {format_count(len(shapes), 'tensor')}"]
-            rows = [f"  {d.name}  {shape_text(d.shapes[0])} in A, {shape_text(d.shapes[1])} in B" for d in shapes]
+            rows = [
+                f"  {one_line(d.name)}  {shape_text(d.shapes[0])} in A, {shape_text(d.shapes[1])} in B" for d in shapes
+            ]
             lines += _cut(rows, everything)
         lines += _dtypes(self.differences)
         lines += _values([found for found in self.differences if found.max_absolute is not None], everything)

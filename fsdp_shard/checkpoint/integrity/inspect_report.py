@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.steps import Manifest
 from fsdp_shard.checkpoint.tensor_entry import Extra
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import format_count, format_size
+from fsdp_shard.utils import format_count, format_size, one_line
 
 OPTIMIZER = "optimizer"  # the kind of extras, and the directory in a step of ours
 _SHOWN, _FILES_SHOWN = 3, 16
@@ -87,7 +87,7 @@ class CheckpointSummary:
     def to_list(self) -> str:
         """The tensors, one per line, with dtype, shape, bytes and files, for a terminal."""
         rows = [
-            (printable(t.name), t.dtype, shape_text(t.shape), format_size(t.num_bytes), _some(t.files))
+            (one_line(t.name), t.dtype, shape_text(t.shape), format_size(t.num_bytes), _some(t.files))
             for t in self.tensors
         ]
         return "\n".join(align(rows, right=(3,)))
@@ -100,6 +100,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 def align(rows: Sequence[Sequence[str]], right: Collection[int]) -> Iterator[str]:
     """Rows as lines of columns, those in `right` right-aligned. The last of all columns is not padded."""
+    rows = [[one_line(cell) for cell in row] for row in rows]
     columns = range(max(map(len, rows)) - 1)
     widths = [max(len(row[column]) for row in rows if len(row) > column) for column in columns]
     for row in rows:
@@ -247,16 +248,11 @@ class TensorSummary:
     files: tuple[str, ...]
 
 
-def printable(name: str) -> str:
-    """A name that is safe to print: other characters than printable ones, such as escape sequences, are escaped."""
-    return name if name.isprintable() else name.encode("unicode_escape").decode("ascii")
-
-
 def fold(tensors: Sequence[TensorSummary | TensorSpec]) -> list[str]:
     """The tensors as an indented tree, where neighboring layers (numbered parts) that are alike have one line."""
     root: dict[str, Any] = {}
     for entry in tensors:
-        name = printable(entry.name)
+        name = one_line(entry.name)
         node, parts = root, name.split(".")
         for part in parts[:-1]:
             below = node.setdefault(part, {})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint.digests import file_digest, frame_digest, header_digest, tensor_digest
 from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
+from fsdp_shard.checkpoint.formats.trainer_layouts import latest_step_directory
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity import compare
 from fsdp_shard.checkpoint.integrity.load_checks import compare_with_base, compare_with_config
@@ -21,7 +22,7 @@ from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, Ve
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
 from fsdp_shard.checkpoint.location import Location, local_path, locate
 from fsdp_shard.checkpoint.model_files import CONFIG
-from fsdp_shard.checkpoint.steps import MANIFEST, Manifest, read_manifest
+from fsdp_shard.checkpoint.steps import MANIFEST, Manifest, read_kept, read_manifest
 from fsdp_shard.errors import CheckpointError
 
 
@@ -49,10 +50,40 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
         >>> report.is_sound, report.num_tensors  # doctest: +SKIP
         (True, 272)
     """
+    return read_kept(lambda: _Pair(path, against), _verify)
+
+
+class _Pair:
+    """Where the checkpoints to verify are; `weights` is the first one that is gone."""
+
+    def __init__(self, path: str | Path, against: str | Path | None) -> None:
+        self.path, self.against = path, against
+        given = [local_path(path), *([] if against is None else [local_path(against)])]
+        for each in given:
+            if not each.exists():
+                raise CheckpointError(f"{each} does not exist; give a file, a directory, or a run directory.")
+        self.paths = [_step_of(each) for each in given]
+
+    @property
+    def weights(self) -> Path:
+        """The first path that is gone, or one that is not."""
+        return next((path for path in self.paths if not path.exists()), self.paths[0])
+
+
+def _step_of(path: Path) -> Path:
+    """The latest step of a run; any other path as it is, and that of a run without steps, which is a problem of it."""
+    try:
+        return latest_step_directory(path)
+    except CheckpointError:
+        return path
+
+
+def _verify(pair: _Pair) -> VerifyReport:
     start = time.perf_counter()
+    path, against = pair.path, pair.against
     with ExitStack() as stack:
-        one = _Checkpoint(local_path(path), stack)
-        two = None if against is None else _Checkpoint(local_path(against), stack)
+        one, *others = [_Checkpoint(each, stack) for each in pair.paths]
+        two = others[0] if others else None
         one.open()
         num_cast = 0
         if two is None:
@@ -85,8 +116,6 @@ class _Checkpoint:
     """One checkpoint while it is checked. Errors in it are added to `problems`, never raised."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        if not path.exists():
-            raise CheckpointError(f"{path} does not exist; give a checkpoint file, a directory, or a run directory.")
         self.path, self._stack = path, stack
         self.problems: list[Problem] = []
         self.checked: list[str] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint.io import member
 from fsdp_shard.checkpoint.steps import FileRecord
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import format_count, format_size
+from fsdp_shard.utils import format_count, format_size, one_line
 
 _SHOWN = 20
 
@@ -104,7 +104,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         """One line per problem (the first ones of many), then what was checked, for a terminal."""
-        lines = [problem.message for problem in self.problems[:_SHOWN]]
+        lines = [one_line(problem.message) for problem in self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"... and {len(self.problems) - _SHOWN:,} more problems; --json lists all.")
         lines += self.notes

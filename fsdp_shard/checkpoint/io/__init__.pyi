@@ -18,6 +18,7 @@ from .files import (
     page_aligned as page_aligned,
     pread_into as pread_into,
     pwrite_all as pwrite_all,
+    refuse_deleted as refuse_deleted,
     refuse_many_entries as refuse_many_entries,
 )
 from .safetensors_format import (

@@ -2,10 +2,10 @@
 
 import ctypes
 import errno
-import fcntl
 import functools
 import glob
 import os
+import re
 import shutil
 import sys
 import uuid
@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fsdp_shard.errors import SaveError, StorageError
-from fsdp_shard.utils import format_size, fsync_path
+from fsdp_shard.utils import format_size, fsync_path, hold_lock, is_abandoned
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _SYNC_FILE_RANGE_WRITE = 2
+_LOCK = ".lock"
 
 
 def start_writeback(descriptor: int, offset: int, num_bytes: int) -> None:
@@ -125,7 +126,7 @@ def _exchange(one: Path, other: Path) -> bool:
 def new_directory(target: Path, num_bytes: int, *, replace: bool, sync: bool = True) -> Iterator[Path]:
     """A temporary directory next to `target` that is renamed to it when the block succeeds, and deleted when it fails.
 
-    It is locked while it is in use, which distinguishes it from one that a killed process left: those are deleted.
+    A locked file next to it shows whose it is: what a killed process left is deleted, and nothing else.
 
     Args:
         target: The final name.
@@ -141,30 +142,27 @@ def new_directory(target: Path, num_bytes: int, *, replace: bool, sync: bool = T
         _remove_leftovers(target)
         require_space(target.parent, num_bytes, target.name, "give another target")
         temporary = target.parent / f".{target.name}.partial-{uuid.uuid4().hex}"
-        temporary.mkdir()
+        held = hold_lock(lock := temporary.with_name(f"{temporary.name}{_LOCK}"))
     except OSError as error:
         raise SaveError(f"{target} cannot be created: {error.strerror}.") from error
-    lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        temporary.mkdir()
         yield temporary
         move_directory(temporary, target, replace=replace, sync=sync)
     except OSError as error:
         raise SaveError(f"{target} could not be written: {error.strerror or error}; nothing of it was kept.") from error
     finally:
-        os.close(lock)
         shutil.rmtree(temporary, ignore_errors=True)
+        lock.unlink(missing_ok=True)
+        os.close(held)
 
 
 def _remove_leftovers(target: Path) -> None:
-    for entry in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-        if entry.is_symlink() or not entry.is_dir():
-            continue  # not created by this function
-        lock = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue  # another process is writing it
-        finally:
-            os.close(lock)
-        shutil.rmtree(entry, ignore_errors=True)
+    """Delete what killed processes left; a directory without a lock file of `new_directory` is somebody else's."""
+    for lock in target.parent.glob(f".{glob.escape(target.name)}.partial-*{_LOCK}"):
+        directory = lock.with_suffix("")
+        is_ours = re.search(r"-[0-9a-f]{32}$", directory.name) and not directory.is_symlink()
+        if not is_ours or not is_abandoned(lock):
+            continue
+        shutil.rmtree(directory, ignore_errors=True)
+        lock.unlink(missing_ok=True)

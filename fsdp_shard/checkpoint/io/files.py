@@ -52,6 +52,7 @@ def member(root: Path, name: object) -> Path:
         real = path.resolve(strict=True)
         mode = real.stat().st_mode
     except (OSError, RuntimeError):
+        refuse_deleted(root)
         raise CheckpointError(f"{path} is missing: the checkpoint names it, but there is no such file.") from None
     if not real.is_relative_to(base) and not real.is_relative_to(_hub_base(base) or base):
         raise CheckpointError(
@@ -60,6 +61,15 @@ def member(root: Path, name: object) -> Path:
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{path} is not a regular file, so it is not read.")
     return path
+
+
+def refuse_deleted(path: Path) -> None:
+    """Raise CheckpointError if a checkpoint that was found before is gone."""
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} was deleted while it was read, as a running training deletes old steps (checkpoint.keep_last). "
+            "Read a step that is kept, such as RUN@latest or RUN@best, or have the training keep more of them."
+        )
 
 
 def _hub_base(root: Path) -> Path | None:

@@ -25,6 +25,7 @@ from .manifest import (
     parse_manifest as parse_manifest,
     read_manifest as read_manifest,
 )
+from .pruned_step import read_kept as read_kept
 from .step_integrity import (
     check_content as check_content,
     check_files as check_files,
