@@ -18,7 +18,14 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Handles, find_torch_name, has_file, itemsize, member, open_regular
 from fsdp_shard.checkpoint.steps import DCP_METADATA
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
-from fsdp_shard.checkpoint.torch_pickle import Metadata, MetadataIndex, StorageInfo, StoredTensor, TensorStorageMetadata
+from fsdp_shard.checkpoint.torch_pickle import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    StoredTensor,
+    TensorStorageMetadata,
+)
 from fsdp_shard.errors import CheckpointError
 
 __all__ = ["LISTS_TIED_NAMES", "NAME", "plan", "read", "recognize"]
@@ -60,6 +67,11 @@ def _metadata(path: Path) -> Metadata:
     metadata = torch_pickle.load(data, str(where))
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{where} holds a {type(metadata).__name__}, not the Metadata of a DCP checkpoint.")
+    for key, item in metadata.state_dict_metadata.items():
+        if not isinstance(key, str) or not isinstance(item, (TensorStorageMetadata, BytesStorageMetadata)):
+            raise CheckpointError(
+                f"{where} has {str(key)[:80]!r} as a {type(item).__name__}, which is nothing that DCP stores."
+            )
     storage = metadata.storage_data
     if not isinstance(storage, Mapping) or not all(
         isinstance(key, MetadataIndex) and isinstance(info, StorageInfo) for key, info in storage.items()
