@@ -71,9 +71,14 @@ class Location:
         """The base model of an adapter."""
         path = self.base_path or peft.base_of(self.weights)
         try:
-            return locate(path, config=self.config_path, fetch_weights=self.fetch_weights)
+            found = locate(path, config=self.config_path, fetch_weights=self.fetch_weights)
         except InputError as error:
             raise self._unreadable_base(path, error) from error
+        if found.is_adapter:
+            raise CheckpointError(
+                f"{self.weights} is an adapter of {path}, which is an adapter itself; convert that to a model first."
+            )
+        return found
 
     def _unreadable_base(self, path: str, error: InputError) -> CheckpointError:
         return CheckpointError(

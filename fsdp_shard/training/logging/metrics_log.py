@@ -44,9 +44,9 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a log, without incomplete lines; an empty list if there is no file."""
+    """Read the rows of a log, without lines that are incomplete or damaged; an empty list if there is no file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     return [row for line in lines if (row := _parse(line)) is not None]
@@ -55,6 +55,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
