@@ -72,9 +72,14 @@ class Location:
         path = self.base_path or peft.base_of(self.weights)
         is_typed = self.base_path is not None
         try:
-            return locate(path, config=self.config_path, fetch_weights=self.fetch_weights, only_local=not is_typed)
+            found = locate(path, config=self.config_path, fetch_weights=self.fetch_weights, only_local=not is_typed)
         except InputError as error:
             raise self._unreadable_base(path, error) from error
+        if found.is_adapter:
+            raise CheckpointError(
+                f"{self.weights} is an adapter of {path}, which is an adapter itself; convert that to a model first."
+            )
+        return found
 
     def _unreadable_base(self, path: str, error: InputError) -> CheckpointError:
         return CheckpointError(

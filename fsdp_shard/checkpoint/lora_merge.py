@@ -67,10 +67,6 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     Raises:
         CheckpointError: The adapter is not for this base, or it is more than plain LoRA.
     """
-    if base.format == peft.NAME:
-        raise CheckpointError(
-            f"{adapter.root} is an adapter of {base.path}, which is an adapter itself; convert that to a model first."
-        )
     settings, parts = check_adapter(adapter)
     _refuse_other_base(adapter.root, base, side)
     merge = _Merge(adapter, base, side, settings)

@@ -93,18 +93,18 @@ class TrainerState:
         """Whether `patience` evaluations in a row did not improve."""
         return patience is not None and self.num_stale >= patience
 
-    def check_continues(self, seed: int, data: str) -> None:
-        """Raise ConfigError if a run with this seed and data cannot continue this one."""
+    def check_continues(self, seed: int, data: str, where: str) -> None:
+        """Raise ConfigError if a run with this seed and data cannot continue this one; `where` names its step."""
         if seed != self.seed:
             raise ConfigError(
-                f"seed={seed}, but the run to resume started with seed={self.seed}: the order of the samples would "
-                f"change. Set seed={self.seed}, or start a new run from its weights with model.path."
+                f"seed={seed}, but the run to resume started with seed={self.seed} ({where}): the order of the samples "
+                f"would change. Set seed={self.seed}, or start a new run from its weights with model.path."
             )
         if data != self.data:
             raise ConfigError(
-                f"The data or data.sequence_length differ from those of the run to resume (windows {data}, expected "
-                f"{self.data}), so its position in the data is not valid. Set the same data.* settings and files, or "
-                f"start a new run from its weights with model.path."
+                f"The data or data.sequence_length differ from those of the run to resume ({where}: windows "
+                f"{self.data}, found {data}), so its position in the data is not valid. Set the same data.* settings "
+                f"and files, or start a new run from its weights with model.path."
             )
 
     def to_json(self) -> str:
@@ -113,9 +113,9 @@ class TrainerState:
         return json.dumps({"format_version": _FORMAT_VERSION, **values}, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, what: str) -> TrainerState:
+    def from_json(cls, content: bytes, what: str) -> TrainerState:
         """Parse the content of the file `what`; raises CheckpointError, which names it, if it is damaged."""
-        values = parse_json(text.encode(errors="surrogateescape"), what)
+        values = parse_json(content, what)
         if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
             raise CheckpointError(f"{what} is not a trainer state of format version {_FORMAT_VERSION}.")
         known = {field.name for field in fields(cls)}
@@ -126,6 +126,8 @@ class TrainerState:
             _check_entry(name, value, what)
         for source, num in values.get("source_tokens", {}).items():
             _check_entry(f"source_tokens.{source}", num, what)
+        if (values["best_loss"] is None) != (values["best_step"] is None):
+            raise CheckpointError(f"{what}: best_loss and best_step belong together; one of them is null.")
         return cls(**values)
 
 

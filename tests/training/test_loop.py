@@ -157,7 +157,7 @@ def test_stopping_and_going_on_is_bit_equal(alone: DistributedContext) -> None:
     again = Run(alone)
     again.model.module.load_state_dict(saved[0][0])
     again.optimizer.load_state_dict(saved[0][1])
-    again.state = TrainerState.from_json(saved[1], "trainer.json")
+    again.state = TrainerState.from_json(saved[1].encode(), "trainer.json")
     assert first + losses(again.go(config)) == whole
     assert again.go(config) == [], "a finished run has nothing left to do"
 

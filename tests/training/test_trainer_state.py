@@ -19,18 +19,18 @@ def test_round_trip() -> None:
     state.evaluated(2.5)
     state.evaluated(2.5)
     assert (state.step, state.num_samples, state.num_tokens, state.best_loss, state.best_step) == (2, 16, 63, 2.5, 2)
-    assert TrainerState.from_json(state.to_json(), "x") == state
+    assert TrainerState.from_json(state.to_json().encode(), "x") == state
     state.advance(8, 9, {"books": 4, "web": 5}, skipped=False)
     state.advance(8, 3, {"books": 3, "web": 0}, skipped=False)
     assert state.source_tokens == {"books": 7, "web": 5}
-    assert TrainerState.from_json(state.to_json(), "x") == state
+    assert TrainerState.from_json(state.to_json().encode(), "x") == state
     assert state.epoch is None
     state.samples_per_epoch = 20
     assert state.epoch == 32 / 20
-    assert TrainerState.from_json(state.to_json(), "x") == state
+    assert TrainerState.from_json(state.to_json().encode(), "x") == state
     fresh = TrainerState(seed=0, data="")
     assert "source_tokens" not in fresh.to_json()
-    assert TrainerState.from_json(fresh.to_json(), "x") == fresh
+    assert TrainerState.from_json(fresh.to_json().encode(), "x") == fresh
 
 
 def test_small_falls_add_up() -> None:
@@ -49,7 +49,7 @@ def test_small_falls_add_up() -> None:
     assert (state.num_skipped, state.num_skipped_in_row, state.is_best) == (1, 1, False)
     state.advance(1, 1, {}, skipped=False)
     assert (state.num_skipped, state.num_skipped_in_row) == (1, 0)
-    assert TrainerState.from_json(state.to_json(), "x") == state
+    assert TrainerState.from_json(state.to_json().encode(), "x") == state
 
 
 @pytest.mark.parametrize(
@@ -72,22 +72,22 @@ def test_small_falls_add_up() -> None:
 def test_damaged_entries_are_named(change: dict[str, Any], words: str) -> None:
     text = json.dumps(json.loads(TrainerState(seed=0, data="d").to_json()) | change)
     with pytest.raises(CheckpointError, match=f"trainer.json.*{words}"):
-        TrainerState.from_json(text, "trainer.json")
+        TrainerState.from_json(text.encode(), "trainer.json")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format_version": 1}'])
 def test_other_content_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"trainer\.json"):
-        TrainerState.from_json(text, "trainer.json")
+        TrainerState.from_json(text.encode(), "trainer.json")
 
 
 def test_a_resumed_run_must_be_the_same_run() -> None:
     state = TrainerState(seed=3, data="a")
-    state.check_continues(3, "a")
+    state.check_continues(3, "a", "step")
     with pytest.raises(ConfigError, match="Set seed=3"):
-        state.check_continues(4, "a")
+        state.check_continues(4, "a", "step")
     with pytest.raises(ConfigError, match="its position in the data is not valid"):
-        state.check_continues(3, "b")
+        state.check_continues(3, "b", "step")
 
 
 def test_seeds_are_unrelated_and_fixed() -> None:

@@ -23,6 +23,7 @@ from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checke
 from fsdp_shard.checkpoint.torch_pickle import (
     CRC_IN_ENTRY,
     ENTRY_BYTES,
+    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageInfo,
@@ -72,6 +73,11 @@ def _metadata(path: Path) -> Metadata:
     metadata = torch_pickle.load(read_bounded(where, "metadata_bytes"), str(where))
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{where} holds a {type(metadata).__name__}, not the Metadata of a DCP checkpoint.")
+    for key, item in metadata.state_dict_metadata.items():
+        if not isinstance(key, str) or not isinstance(item, (TensorStorageMetadata, BytesStorageMetadata)):
+            raise CheckpointError(
+                f"{where} has {str(key)[:80]!r} as a {type(item).__name__}, which is nothing that DCP stores."
+            )
     storage = metadata.storage_data
     if not isinstance(storage, Mapping) or not all(
         isinstance(key, MetadataIndex) and isinstance(info, StorageInfo) for key, info in storage.items()

@@ -17,7 +17,7 @@ from fsdp_shard.checkpoint.formats.deepspeed_files import Segment, State, Zero, 
 from fsdp_shard.checkpoint.formats.several_files import Agreement, Replicas
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.tensor_entry import Piece, TensorEntry, checked
-from fsdp_shard.checkpoint.torch_pickle import StoredTensor, counts, plain_entry, readable, walk
+from fsdp_shard.checkpoint.torch_pickle import StoredTensor, counts, plain_entry, readable, text, walk
 from fsdp_shard.errors import CheckpointError
 
 NAME = "deepspeed"
@@ -56,7 +56,7 @@ def read(path: Path) -> TensorIndex:
         tensors,
         aliases,
         {"stage": zeros[0].stage, "deepspeed": str(models[0].content.get("ds_version"))},
-        step=step if type(step) is int else None,
+        step=step if type(step) is int and step >= 0 else None,
         world_size=len(zeros),
         extras={"optimizer": torch_pickle.extra_of(moments)},
         replicas=tuple(replicas.pieces),
@@ -91,7 +91,7 @@ def _param_shapes(state: State) -> list[_Shapes]:
 
 def _shapes(state: State, group: Any) -> _Shapes:
     try:
-        return {str(name): counts(shape) for name, shape in group.items()}
+        return {text(name): counts(shape) for name, shape in group.items()}
     except (TypeError, AttributeError) as error:
         raise CheckpointError(f"{state.where} has shapes of parameters that are not shapes: {error}.") from None
 
@@ -184,13 +184,20 @@ def _kept_in_models(root: Path, models: Sequence[State], stage: int, replicas: R
         yield from entries[:1]
     frozen = _shapes(first, first.content.get("frozen_param_shapes") or {})
     for name, shape in frozen.items():
-        fragments = [(model.content.get("frozen_param_fragments") or {}).get(name) for model in models]
+        fragments = [_fragments(model).get(name) for model in models]
         if stage <= 2:
             yield plain_entry(name, fragments[0], first.file, first.where)
             continue
         dtype = readable(fragments[0], name, first.where).dtype
         vectors = [[segment(model, name, part, dtype)] for model, part in zip(models, fragments, strict=True)]
         yield checked(root, name, dtype, shape, list(_equal_parts(vectors, 0, shape, dtype)))
+
+
+def _fragments(model: State) -> Mapping[str, Any]:
+    found = model.content.get("frozen_param_fragments") or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{model.where} has no map of the parameters that were not trained.")
+    return found
 
 
 def _shared(model: State, found: Mapping[str, TensorEntry]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import to_torch
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
 
@@ -78,9 +79,14 @@ def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], names: s
             f"{len(names)}): it was saved by another optimizer or for another model. Use that run's optim settings."
         )
     for name, shard in expected.items():
-        if index.entry(name).shape != shard.shape:
+        entry = index.entry(name)
+        if entry.shape != shard.shape:
             raise CheckpointError(
-                f"{index.root}: state {name} has shape {list(index.entry(name).shape)}, expected {list(shard.shape)}."
+                f"{index.root}: state {name} has shape {list(entry.shape)}, expected {list(shard.shape)}."
+            )
+        if to_torch(entry.dtype).is_floating_point != shard.data.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{index.root}: state {name} is stored as {entry.dtype}, expected {shard.data.dtype}."
             )
 
 

@@ -1,12 +1,14 @@
 from .allow_list import load as load
 from .dtensor import AnyTensor as AnyTensor, StoredDTensor as StoredDTensor, StoredShards as StoredShards
 from .metadata_classes import (
+    BytesStorageMetadata as BytesStorageMetadata,
     Metadata as Metadata,
     MetadataIndex as MetadataIndex,
     Record as Record,
     StorageInfo as StorageInfo,
     TensorStorageMetadata as TensorStorageMetadata,
     counts as counts,
+    text as text,
 )
 from .pickler import Call as Call, Global as Global, Instance as Instance, Items as Items, dumps as dumps
 from .placements import local_boxes as local_boxes, local_spans as local_spans

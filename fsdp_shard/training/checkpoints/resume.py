@@ -5,7 +5,7 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from fsdp_shard import checkpoint
-from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, TRAINER, CheckpointConfig, RemoteStore, Store
+from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, TRAINER, CheckpointConfig, RemoteStore, Store, read_manifest
 from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.config import TrainConfig
@@ -71,10 +71,15 @@ def _would_overwrite(resume: str, setting: str, value: str, step: int) -> Config
 
 
 def read_trainer(step_directory: Path) -> TrainerState:
-    """Read the trainer state of a step; raises CheckpointError if it is damaged."""
+    """Read the trainer state of a step; raises CheckpointError if it is damaged or of another step."""
     path = step_directory / TRAINER
-    content = read_bounded(path, "config_bytes")
-    return TrainerState.from_json(content.decode(errors="surrogateescape"), str(path))
+    state = TrainerState.from_json(read_bounded(path, "config_bytes"), str(path))
+    manifest = read_manifest(step_directory)
+    if manifest is not None and manifest.step != state.step:
+        raise CheckpointError(
+            f"{path} is of step {state.step}, but {MANIFEST} of step {manifest.step}: they are of different saves."
+        )
+    return state
 
 
 def open_trainer(step_directory: Path | None, seed: int, data: str) -> TrainerState:
@@ -82,7 +87,7 @@ def open_trainer(step_directory: Path | None, seed: int, data: str) -> TrainerSt
     if step_directory is None:
         return TrainerState(seed=seed, data=data)
     state = read_trainer(step_directory)
-    state.check_continues(seed, data)
+    state.check_continues(seed, data, str(step_directory))
     return state
 
 

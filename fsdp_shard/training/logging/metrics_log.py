@@ -47,7 +47,7 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a log, without incomplete lines; an empty list if there is no file.
+    """Read the rows of a log, without lines that are incomplete or damaged; an empty list if there is no file.
 
     Raises:
         CheckpointError: It is no regular file, or too large.

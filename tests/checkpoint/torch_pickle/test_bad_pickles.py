@@ -276,7 +276,7 @@ CASES: dict[str, Case] = {
     "a module": (single, saved(torch.nn.Linear(1, 1)), "asks to run 'torch.nn.modules.linear.Linear'"),
     # What is in it.
     "no tensors": (single, saved({"epoch": 1}), "no tensors at all, and no weights"),
-    "only an optimizer": (single, saved({"optimizer": {"state": TENSORS}}), "kind optimizer, and no weights"),
+    "only an optimizer": (single, saved({"optimizer": {"state": TENSORS}}), "optimizer tensors, and no weights"),
     "in itself": (single, in_itself, "nested in itself"),
     "doubled": (single, doubled, "nested in itself"),
     "sparse": (single, saved({**TENSORS, "s": torch.eye(3).to_sparse()}), "tensor s is sparse"),

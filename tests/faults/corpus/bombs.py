@@ -324,7 +324,9 @@ _TEMPLATES: dict[str, str] = {
     "loops in loops": _LOOP,
     "a range of 10^9": "{% for a in range(10**9) %}{% endfor %}",
     "a text of 10^10": "{{ 'a' * 10**10 }}",
-    "a text that doubles": "{% set t = namespace(a='a') %}{% for _ in range(40) %}{% set t.a = t.a + t.a %}{% endfor %}",
+    "a text that doubles": (
+        "{% set t = namespace(a='a') %}{% for _ in range(40) %}{% set t.a = t.a + t.a %}{% endfor %}"
+    ),
     "a number of 10^10 bits": "{{ 2 ** (10**10) }}",
     "a width of 10^10": "{{ 'a' | center(10**10) }}",
     "an indent of 10^10": "{{ 'a\nb' | indent(10**10) }}",

@@ -29,7 +29,7 @@ READERS = {
     "tokenizer": ("generate", "chat", "evaluate", "finetune", "train-chat", "logits"),
     "chat": ("chat", "train-chat"),
     "training": ("resume",),
-    "adapter": ("verify", *_CONVERTING, *_LOADING),
+    "adapter": (*_CONVERTING, *_LOADING),
 }
 
 

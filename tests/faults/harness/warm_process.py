@@ -99,6 +99,7 @@ def _in_child(
         _end_group(pid)
         _, status = os.waitpid(pid, 0)
         _remove(place)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"{case.name} cannot be built, see above"
     if len(outcomes) < len(chosen):
         reason = f"ended after {seconds:.0f} s" if hung else f"the process died: {_died(status)}"
         outcomes.append(Outcome(chosen[len(outcomes)], error=reason, hung=hung))
