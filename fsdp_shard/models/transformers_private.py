@@ -56,7 +56,9 @@ def forget_implementations(config: PretrainedConfig) -> None:
             for key in _IMPLEMENTATIONS & part.keys():
                 del part[key]
         else:
-            vars(part).pop("attribute_map", None)  # of classes only: a file's could give the names below another meaning
+            vars(part).pop(
+                "attribute_map", None
+            )  # a file could rename what is set below
             part._attn_implementation = "eager" if part.output_attentions else None  # others return no attentions
             part._experts_implementation = None
 
