@@ -52,6 +52,7 @@ _WIDTHS |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "feed_forward_size": 9
 _WIDTHS |= {"shared_expert_intermediate_size": 32, "hidden_dim": 96, "attention_head_size": 16, "d_kv": 16}
 _WIDTHS |= {"num_attention_heads": 4, "num_heads": 4, "n_head": 4, "encoder_attention_heads": 4, "head_dim": 16}
 _WIDTHS |= {"decoder_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 16, "num_local_experts": 16}
+_WIDTHS |= {"d_head": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32}
 _WIDTHS |= {
     "n_routed_experts": 16,
     "rotary_dim": 8,
@@ -59,6 +60,8 @@ _WIDTHS |= {
     "max_position_embeddings": 128,
     "n_positions": 128,
 }
+# What is None by default too, and as many heads for keys as for queries.
+_FILLED = _WIDTHS | {"num_key_value_heads": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
 _COUNTS = re.compile(r"^(num|n)_|heads?$|vocab|position|expert")  # and what has to stay in proportion to them
 _RANDOM = re.compile(r"dropout|drop_rate|drop_path|layerdrop|jitter|pdrop", re.IGNORECASE)
 
@@ -80,7 +83,10 @@ class Case:
         return getattr(transformers, self.cls)
 
     def config(self, num_layers: int | None = None, widths: str = "real") -> PretrainedConfig:
-        """The default config of the class, with few layers if asked; `widths` are real, small, or divided by 8."""
+        """The default config of the class, with few layers if asked.
+
+        `widths` are real, small, filled (small, with a number instead of None), or divided by 8.
+        """
         kind = self.model_class.config_class  # a text model may be listed for the config around its own
         config: PretrainedConfig = kind()
         if num_layers is not None or widths != "real":
@@ -101,15 +107,19 @@ def _small(values: Mapping[str, Any], num_layers: int, widths: str) -> dict[str,
         if isinstance(value, list) and len(value) in counts:
             return value[:num_layers]
         if type(value) is int and _LAYERS.match(name):
-            return min(value, num_layers)
+            return 0 if "shared" in name else min(value, num_layers)  # layers that reuse what others have computed
         if widths == "real":
             return value
         if isinstance(value, float) and _RANDOM.search(name):
             return 0.0
         if type(value) is int and name.endswith(("token_id", "token_index")):
             return min(value, _WIDTHS["vocab_size"] - 1)
+        if widths == "filled" and name in _FILLED and (value is None or type(value) is int):
+            return min(value or _FILLED[name], _FILLED[name])
         if type(value) is not int:
             return value
+        if "vocab" in name:
+            return min(value, _WIDTHS["vocab_size"])
         if widths == "divided" and value >= 32 and not _COUNTS.search(name):
             return value // 8
         return min(value, _WIDTHS[name]) if name in _WIDTHS and (widths == "small" or "head" not in name) else value
@@ -150,6 +160,7 @@ def train_small(case: Case) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         attempts = ((2, "small"), (2, "divided"), (4, "small"), (4, "divided"), (None, "divided"), (2, "real"))
+        attempts += ((2, "filled"), (4, "filled"))
         model, data, losses, statistics = _first(lambda attempt: _train_plain(case, root, *attempt), attempts)
         yield "trained by one process"
         ranks = on_ranks(2, _train_sharded, case, root, data, timeout_seconds=120)
@@ -188,6 +199,8 @@ def _train_plain(
     torch.manual_seed(0)
     config = case.config(num_layers, widths)
     text = config.get_text_config()
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # as published ones have it
     if case.kind == "classifier":
         config.num_labels = 3
         for part in {id(part): part for part in (config, text)}.values():
@@ -201,7 +214,7 @@ def _train_plain(
     model.save_pretrained(root / "model")
     # Training starts from what is loaded: positions may be computed, and the row of the padding token zeroed.
     model = case.model_class.from_pretrained(root / "model", dtype=torch.float32)
-    data = Shuffled(_samples(case.kind, text.vocab_size, getattr(config, "decoder_start_token_id", None) or 0), SEED)
+    data = Shuffled(_samples(case.kind, config), SEED)
     optimizer = torch.optim.SGD(model.train().parameters(), lr=LR)
     losses, before = [], {name: buffer.clone() for name, buffer in model.named_buffers()}
     for step in range(STEPS):
@@ -218,17 +231,21 @@ def _train_plain(
     return model, data, losses, statistics
 
 
-def _samples(kind: str, vocabulary: int, decoder_start: int) -> Any:
+def _samples(kind: str, config: PretrainedConfig) -> Any:
     """Random samples of the kind that the model is trained on."""
-    tokens = np.random.default_rng(1).integers(5, min(vocabulary, 257) - 5, 480)
+    text = config.get_text_config()
+    vocabulary = min(getattr(text, "vocab_size", 257), 257)
+    tokens = np.random.default_rng(1).integers(5, vocabulary - 5, 480)
     if kind == "masked":
-        return MaskedWindows(tokens, 16, "random", SpecialTokens(2, (0,), (1,), min(vocabulary, 257)), 0.3, SEED)
-    if kind == "causal":
+        return MaskedWindows(tokens, 16, "random", SpecialTokens(2, (0,), (1,), vocabulary), 0.3, SEED)
+    if kind == "causal" or (kind == "seq2seq" and not config.is_encoder_decoder):  # of speech, with a decoder only
         return WindowDataset(tokens, 16, "random")
     ends = np.arange(16, 481, 16)
+    if kind == "classifier" and isinstance(end := getattr(text, "eos_token_id", None), int):
+        tokens[ends - 1] = end  # by which some classifiers find the end of a text
     examples = Examples(tokens, np.ones(len(tokens)), ends, np.full(30, 6), np.arange(30) % 3, "random")
     if kind == "seq2seq":
-        return Seq2SeqRows(examples, np.arange(30), 16, "", 10, decoder_start)
+        return Seq2SeqRows(examples, np.arange(30), 16, "", 10, getattr(config, "decoder_start_token_id", None) or 0)
     return LabeledRows(examples, np.arange(30), 16, "", (2, 0, 1))
 
 

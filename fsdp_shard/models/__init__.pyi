@@ -15,6 +15,7 @@ from .file_errors import (
 )
 from .gguf_config import GGUF_FORMAT as GGUF_FORMAT, gguf_model_files as gguf_model_files
 from .loading import (
+    attention_implementations as attention_implementations,
     build_on_meta as build_on_meta,
     check_causal as check_causal,
     check_model_task as check_model_task,
@@ -37,7 +38,6 @@ from .quantized_linear import (
     weights_per_parameter as weights_per_parameter,
 )
 from .transformers_private import (
-    attention_implementation as attention_implementation,
     dtypes_to_keep as dtypes_to_keep,
     ignored_missing_keys as ignored_missing_keys,
     ignored_unexpected_keys as ignored_unexpected_keys,

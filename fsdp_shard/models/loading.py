@@ -1,6 +1,7 @@
 """A model from its files, without its weights: config, tokenizer, the model on the meta device, and its buffers."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fsdp_shard.errors import ModelError
 from fsdp_shard.models.file_errors import config_file, model_errors
 from fsdp_shard.models.model_directory import check_model_files
 from fsdp_shard.models.transformers_private import (
+    attention_implementation,
     build_from_config,
     forget_implementations,
     initialize,
@@ -23,6 +25,7 @@ from fsdp_shard.models.transformers_private import (
 from fsdp_shard.models.trials import refuse_large_buffers, try_config, try_tokenizer
 from fsdp_shard.utils import non_persistent_buffers, set_environment
 
+_ATTENTION = re.compile(r"Attention|MLA$")  # in names of classes
 _AUTO_CLASSES: dict[str, Any] = {
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
     "masked_lm": transformers.AutoModelForMaskedLM,
@@ -221,6 +224,22 @@ def build_on_meta(
             model.config.rescale_every = 0
         model.tie_weights()
         return model.eval()  # type: ignore[no-any-return]  # torch leaves eval() untyped here
+
+
+def attention_implementations(model: nn.Module) -> list[str]:
+    """Return what the attention of a model is computed with, such as `sdpa`; its parts may differ.
+
+    Args:
+        model: A transformers model, or one in a wrapper.
+
+    Returns:
+        The names, each once, in module order; empty if the model has no attention.
+    """
+    owners = _owners(model).items()
+    found = (
+        attention_implementation(owner.config) for module, owner in owners if _ATTENTION.search(type(module).__name__)
+    )
+    return list(dict.fromkeys(found))
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device | str) -> None:

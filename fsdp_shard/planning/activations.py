@@ -19,7 +19,7 @@ from torch import UntypedStorage, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from fsdp_shard.models import attention_implementation, no_split_blocks
+from fsdp_shard.models import attention_implementations, no_split_blocks
 from fsdp_shard.sharding import ShardConfig, is_saved_operator, recomputed_fqns
 from fsdp_shard.training import LOSS_CHUNK_BYTES, use_loss_head
 from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, replace_tensors
@@ -150,7 +150,7 @@ def _storages(value: Any) -> Iterator[UntypedStorage]:
 @contextmanager
 def _causal_without_mask(model: PreTrainedModel) -> Iterator[None]:
     """Have a model with sdpa attention use its causal flag instead of a mask."""
-    if attention_implementation(model.config) != "sdpa":
+    if attention_implementations(model) != ["sdpa"]:
         yield
         return
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)

@@ -50,8 +50,8 @@ class Fsdp1Model:
 
 
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:
-    """Raise ConfigError for a model that FullyShardedDataParallel refuses or fails with: one with a scalar parameter,
-    or with layers that its own backward pass computes again.
+    """Raise ConfigError for what FullyShardedDataParallel refuses or fails with: a scalar parameter, or layers that the
+    model's own backward pass computes again.
     """
     trace, blocks = trace_forward(model), list[Block]()
     with suppress(ModelError):  # units by size need no blocks

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import checkpoint
 from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import ModelConfig, attention_implementation, no_split_blocks, rebuild_buffers, tied_names
+from fsdp_shard.models import ModelConfig, attention_implementations, no_split_blocks, rebuild_buffers, tied_names
 from fsdp_shard.sharding import ShardConfig, ShardedModel, unit_tree
 from fsdp_shard.training.loss.fused_kernels import use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
@@ -184,7 +184,8 @@ def describe_model(
             mesh += f" ({what} divided over {num_ranks})"
     if context.num_replicas > 1:
         mesh += f" ({context.num_replicas} replicas of {context.world_size // context.num_replicas})"
-    attention = f" with {attention_implementation(loaded.config)} attention" if loaded.config is not None else ""
+    used = attention_implementations(loaded.model.module)
+    attention = f" with {' and '.join(used)} attention" if used else ""
     lines = [
         f"{config.path}: {loaded.num_params / 1e6:,.1f} M parameters in {loaded.num_blocks} blocks on {mesh}, "
         f"{type(loaded.model).__name__.removesuffix('Model').upper()}, computing in {shard.param_dtype}{attention}",

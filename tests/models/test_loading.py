@@ -5,10 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconH1Config
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    GotOcr2Config,
+    GptOssConfig,
+    MambaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models import build_on_meta, load_config, load_tokenizer, rebuild_buffers
+from fsdp_shard.models import attention_implementations, build_on_meta, load_config, load_tokenizer, rebuild_buffers
 from tests.support.tiny import llama, llama_config
 
 
@@ -41,6 +49,20 @@ def test_buffers_that_the_model_around_a_module_computes() -> None:
     assert any("mup_vector" in name for name in wanted)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, wanted[name]), name
+
+
+def test_the_attention_of_a_model_is_that_of_its_parts() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99}
+    text = Qwen2Config(**sizes, intermediate_size=48, num_key_value_heads=2)
+    images = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "output_channels": 32, "mlp_dim": 48}
+    models: dict[tuple[str, ...], PretrainedConfig] = {
+        ("sdpa",): llama_config(),
+        ("eager",): GptOssConfig(**sizes, num_key_value_heads=2, intermediate_size=48, num_local_experts=2, head_dim=8),
+        ("eager", "sdpa"): GotOcr2Config(vision_config=images, text_config=text.to_dict()),
+        (): MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99),
+    }
+    for expected, config in models.items():
+        assert attention_implementations(build_on_meta(config, attention="auto")) == list(expected)
 
 
 def test_an_unknown_architecture_and_a_missing_tokenizer(tmp_path: Path) -> None:
