@@ -18,14 +18,14 @@ from fsdp_shard.checkpoint.integrity.non_finite import DTYPES
 from fsdp_shard.checkpoint.integrity.scan import Scan, damage, non_finite, scan
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, VerifyReport, size_problem
 from fsdp_shard.checkpoint.io import has_file, itemsize, member, read_json
-from fsdp_shard.checkpoint.location import Location, local_path, locate
+from fsdp_shard.checkpoint.location import Location, local_path, locate, refuse_unused_base
 from fsdp_shard.checkpoint.steps import Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
 
 _CONFIG = "config.json"
 
 
-def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
+def verify(path: str | Path, against: str | Path | None = None, *, base: str | None = None) -> VerifyReport:
     """Check a checkpoint, alone or against another one.
 
     Every byte is compared with the digests of the manifest, if there is one. Without a manifest, the structure, NaN and
@@ -36,28 +36,35 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
     Args:
         path: A checkpoint file, directory, run directory or remote address.
         against: Another checkpoint.
+        base: Base model of an adapter that is compared, if it is not where adapter_config.json says.
 
     Returns:
         The report. Its `problems` are all that is wrong, each with file, tensor and bytes.
 
     Raises:
-        CheckpointError: Nothing exists at one of the paths. A damaged checkpoint raises nothing.
+        CheckpointError: Nothing exists at one of the paths, or `base` has no effect. A damaged checkpoint raises
+            nothing.
 
     Example:
         >>> report = fsdp_shard.verify("runs/one")  # doctest: +SKIP
         >>> report.is_sound, report.num_tensors  # doctest: +SKIP
         (True, 272)
     """
+    if against is None and base is not None:
+        raise CheckpointError(
+            f"base={base} is for an adapter that is compared with a model; give that, or leave it out."
+        )
     start = time.perf_counter()
     with ExitStack() as stack:
-        one = _Checkpoint(local_path(path), stack)
-        two = None if against is None else _Checkpoint(local_path(against), stack)
+        one = _Checkpoint(local_path(path), stack, base)
+        two = None if against is None else _Checkpoint(local_path(against), stack, base)
         one.open()
         num_cast = 0
         if two is None:
             one.check_alone()
         else:
             two.open()
+            refuse_unused_base(base, one.location, two.location)
             if one.is_adapter != two.is_adapter:
                 one.merge()
                 two.merge()
@@ -82,10 +89,10 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
 class _Checkpoint:
     """One checkpoint while it is checked. Errors in it are added to `problems`, never raised."""
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
+    def __init__(self, path: Path, stack: ExitStack, base: str | None) -> None:
         if not path.exists():
             raise CheckpointError(f"{path} does not exist; give a checkpoint file, a directory, or a run directory.")
-        self.path, self._stack = path, stack
+        self.path, self._stack, self._base = path, stack, base
         self.problems: list[Problem] = []
         self.checked: list[str] = []
         self.manifest: Manifest | None = None
@@ -101,7 +108,7 @@ class _Checkpoint:
     def open(self) -> None:
         """Check the structure: files of the manifest, headers, and the bytes around the tensors in weight files."""
         try:
-            self.location = location = locate(self.path)
+            self.location = location = locate(self.path).based_on(self._base)
             self.manifest = read_manifest(location.weights) if self.path.is_dir() else None
             self.has_digests = self.manifest is not None
             if self.manifest is not None:

@@ -17,7 +17,7 @@ from fsdp_shard.training.logging.progress import Progress
 from fsdp_shard.training.logging.trackers import Trackers
 from fsdp_shard.training.loop import StepReport, TrainingRun
 from fsdp_shard.training.trainer_state import TrainerState
-from fsdp_shard.utils import RESULT, write_result
+from fsdp_shard.utils import RESULT, format_count, write_result
 
 METRICS, EVALUATIONS, PLOT = "metrics.jsonl", "evaluations.jsonl", "loss.png"
 
@@ -158,19 +158,22 @@ class RunLog:
         self.note(self._summary(result))
 
     def _summary(self, figures: dict[str, Any]) -> str:
-        parts = [f"done: {figures['steps']:,} steps"]
+        parts = [f"done: {format_count(figures['steps'], 'step')}"]
         if (epoch := figures["epoch"]) is not None:
             parts.append(f"{epoch:.3g} epochs")
         parts.append(f"{figures['tokens']:,} tokens")
         if rate := figures["tokens_per_second"]:
             parts.append(f"{rate:,.0f} tokens/s")
         if skipped := figures["skipped_steps"]:
-            parts.append(f"{skipped} steps skipped")
+            parts.append(f"{format_count(skipped, 'step')} skipped")
         if "best_step" in figures:
             parts.append(f"best held-out loss {figures['best_loss']:.4f} after step {figures['best_step']}")
         if self._config.plot:
             parts.append(f"curves in {PLOT}")
-        return ", ".join(parts) + f"; all of it is in {self._run_dir}"
+        where = f"; all of it is in {self._run_dir}"
+        if self._checkpoint is not None and not self._checkpoint.is_relative_to(self._run_dir):
+            where = f"; nothing was left to train, and the checkpoint is {self._checkpoint}"
+        return ", ".join(parts) + where
 
     def _figures(self, steps: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> dict[str, Any]:
         """Figures of the whole run, except for rate and memory, which are of the part since it was resumed."""
