@@ -16,7 +16,7 @@ def check(config: PlanConfig) -> None:
     config.adapter.check_installed()
     config.optim.check_installed()
     source = planned_model(config).source
-    check_model_config(source.model_directory)
+    check_model_config(source.directory)
     source.check_unquantized()
 
 

@@ -19,6 +19,7 @@ from .formats.peft import (
     is_adapter as is_adapter,
     read_adapter_config as read_adapter_config,
 )
+from .formats.registry import recognize as recognize
 from .formats.trainer_layouts import latest_step_directory as latest_step_directory
 from .index import TensorIndex as TensorIndex
 from .integrity.diff import diff as diff
@@ -42,6 +43,7 @@ from .location import (
     local_path as local_path,
     locate as locate,
     open_checkpoint as open_checkpoint,
+    refuse_unused_base as refuse_unused_base,
 )
 from .lora_merge import check_loadable as check_loadable
 from .model_files import copy_model_files as copy_model_files, set_chat_template as set_chat_template

@@ -20,7 +20,7 @@ from fsdp_shard.checkpoint.lora_merge import merge_adapter
 from fsdp_shard.checkpoint.model_files import CONFIG, has_tokenizer, list_model_files, replace_tokenizer
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.remote.store import is_remote
-from fsdp_shard.checkpoint.steps import CHECKPOINTS, Store, choose_step, split_reference
+from fsdp_shard.checkpoint.steps import CHECKPOINTS, MANIFEST, Store, choose_step, split_reference
 from fsdp_shard.errors import CheckpointError, InputError, ModelError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
 
@@ -82,10 +82,12 @@ class Location:
         return found
 
     def _unreadable_base(self, path: str, error: InputError) -> CheckpointError:
+        file = self.weights / peft.ADAPTER_CONFIG
+        is_ours = has_file(self.weights, MANIFEST)  # which has a digest of that file
         return CheckpointError(
             f"{self.weights} is an adapter of {path}, which cannot be read: {error} Give its base model with base=PATH "
-            f"(generate, evaluate, convert), or correct base_model_name_or_path in "
-            f"{self.weights / peft.ADAPTER_CONFIG}."
+            f"in generate, evaluate and convert, with --base in verify and diff"
+            f"{'' if is_ours else f', or correct base_model_name_or_path in {file}'}."
         )
 
     @cached_property
@@ -111,10 +113,16 @@ class Location:
         """The directory with the model's config; raises ModelError if there is no usable config."""
         model = self.base if self.is_adapter else self
         if model.format is not None and not has_file(model.model_directory, CONFIG):
+            home = model.model_directory
             raise ModelError(
-                f"{model.weights} holds weights, but there is no config.json in {model.model_directory}. Name their "
-                f"model with config=PATH and tokenizer=PATH (directories or hub ids) in generate, evaluate and "
-                f"convert, --config and --tokenizer in diff; to train or plan with them, convert them first."
+                f"{model.weights} holds weights, but there is no config.json in "
+                f"{'the current directory' if home == Path() else home}. Name their model with config=PATH and "
+                f"tokenizer=PATH (directories or hub ids) in generate, evaluate and convert, --config and --tokenizer "
+                f"in diff; to train or plan with them, convert them first."
+            )
+        if model.format is None and model.weights.is_file() and model.weights.name != CONFIG:
+            raise ModelError(
+                f"{model.weights} is no file of weights; give a model directory, a checkpoint or a hub id."
             )
         list_model_files(model.model_directory)  # refuses links that lead out of it, which transformers would follow
         check_model_config(model.model_directory)
@@ -146,6 +154,10 @@ class Location:
         if config is None or has_file(self.model_directory, CONFIG):
             config = self.config_path
         return dataclasses.replace(self, config_path=config, tokenizer_path=tokenizer or self.tokenizer_path)
+
+    def based_on(self, base: str | None) -> Location:
+        """The same weights, on this base model if they are an adapter and one is given."""
+        return dataclasses.replace(self, base_path=base) if base is not None and self.is_adapter else self
 
     @cached_property
     def model_files(self) -> dict[str, Path]:
@@ -283,6 +295,14 @@ def open_checkpoint(path: str | os.PathLike[str] | Location) -> TensorIndex:
         ...     weight = index.read("lm_head.weight")
     """
     return (path if isinstance(path, Location) else locate(path)).index
+
+
+def refuse_unused_base(base: str | None, *locations: Location | None) -> None:
+    """Raise CheckpointError if `base` is given and none of the checkpoints that are compared is an adapter."""
+    if base is not None and not any(location is not None and location.is_adapter for location in locations):
+        raise CheckpointError(
+            f"base={base} is for an adapter, but neither of the two checkpoints is one; leave it out."
+        )
 
 
 def open_both(a: str | Path | Location, b: str | Path | Location) -> tuple[TensorIndex, TensorIndex]:

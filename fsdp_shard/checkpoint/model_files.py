@@ -21,7 +21,6 @@ _MODEL = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
-    "*.py",  # modelling code that config.json may name in auto_map; it is never run
     "LICENSE*",
     "NOTICE*",
 )
@@ -68,7 +67,9 @@ def list_files(root: Path) -> list[str]:
 
 
 def list_model_files(root: Path) -> dict[str, Path]:
-    """Find the model files in a directory.
+    """Find the model files in a directory; in one without config.json, those of a tokenizer.
+
+    Code is one of them if a config names some in its `auto_map`; it is copied, and never run.
 
     Returns:
         Name -> path.
@@ -76,8 +77,15 @@ def list_model_files(root: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: One is a link that leads out of the directory.
     """
-    names = [name for name in list_files(root) if _matches(name, (*_MODEL, *_TOKENIZER)) and has_file(root, name)]
-    return {name: member(root, name) for name in names}
+    patterns = [*_TOKENIZER, *(_MODEL if has_file(root, CONFIG) else ())]
+    names = [name for name in list_files(root) if _matches(name, patterns) and has_file(root, name)]
+    files = {name: member(root, name) for name in names if not name.endswith(".py")}
+    # Weights may lie among scripts of the user's, which are not the model's.
+    if any(b'"auto_map"' in path.read_bytes() for name, path in files.items() if name.endswith("config.json")):
+        files |= {
+            name: member(root, name) for name in list_files(root) if name.endswith(".py") and has_file(root, name)
+        }
+    return files
 
 
 def has_tokenizer(root: Path) -> bool:

@@ -155,9 +155,12 @@ def verify(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--against", metavar="OTHER", help="compare the content with this checkpoint, across formats and dtypes"
     )
+    parser.add_argument("--base", metavar="MODEL", help="with --against: base model of an adapter, if it has moved")
     parser.add_json()
     options = parser.parse_args(arguments)
-    report = checkpoint.verify(_existing(options.path), options.against and _existing(options.against))
+    report = checkpoint.verify(
+        _existing(options.path), options.against and _existing(options.against), base=options.base
+    )
     print(report.to_json() if options.json else printable(str(report)))
     if not report.is_sound:
         compared = options.path if options.against is None else f"{options.path} against {options.against}"
@@ -173,18 +176,20 @@ def diff(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--logits", metavar="PROMPT", help="load both models and compare their predictions after each token of PROMPT"
     )
+    parser.add_argument("--base", metavar="MODEL", help="base model of an adapter, if it has moved")
     parser.add_argument("--config", metavar="MODEL", help="with --logits: the model of weights without config.json")
     parser.add_argument("--tokenizer", metavar="MODEL", help="with --logits: the tokenizer for PROMPT")
     parser.add_json()
     options = parser.parse_args(arguments)
     a, b = (
-        checkpoint.locate(_existing(path)).completed(options.config, options.tokenizer)
+        checkpoint.locate(_existing(path)).based_on(options.base).completed(options.config, options.tokenizer)
         for path in (options.a, options.b)
     )
     if options.config is not None and a.config_path is b.config_path is None:
         parser.error(f"--config {options.config} has no effect: both checkpoints have a config.json; leave it out")
     if options.tokenizer is not None and options.logits is None:
         parser.error(f"--tokenizer {options.tokenizer} needs --logits PROMPT; add that, or leave it out")
+    checkpoint.refuse_unused_base(options.base, a, b)
     report = checkpoint.diff(a, b)
     if not options.json:
         print(printable(report.to_text(options.all)), flush=True)

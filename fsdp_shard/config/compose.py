@@ -179,8 +179,8 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
         config: C = OmegaConf.to_object(composed)  # type: ignore[assignment]  # the schema is C
     except OmegaConfBaseException as error:
         raise composition_error(error, schema, overrides) from error
-    if not config.run_dir:
-        raise ConfigError("run_dir is empty; give a directory, or leave it out.")
+    if config.run_dir in ("", "null"):
+        raise ConfigError(f"run_dir is {config.run_dir or 'empty'}; give a directory, or leave it out for one by date.")
     run_dir = os.path.expanduser(config.run_dir)  # a shell does not expand the ~ in name=~/directory
     if number is not None:
         run_dir = str(Path(run_dir) / str(number))

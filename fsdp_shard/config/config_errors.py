@@ -57,6 +57,12 @@ def _wrong_override(error: BaseException, schema: type, arguments: Sequence[str]
             return _unreadable(argument)
         if (said := _unknown(override, schema, error)) is not None:
             return said
+        if override.is_sweep_override() and "Ambiguous value" in str(error):
+            value = argument.partition("=")[2]
+            return (
+                f"{argument} has several values, which only -m takes, as a run for each; give one of them, or "
+                f"[{value}] where a list is expected."
+            )
     return None
 
 
@@ -66,9 +72,11 @@ def _unreadable(argument: str) -> str:
         hint = "; one file of settings is read, and must come first" if is_file else ", such as seed=1"
         return f"{argument} is not of the form name=value{hint}."
     name, _, value = argument.partition("=")
+    if name != name.strip():
+        return f"{argument} has spaces around its =; write {name.strip()}={value.strip()}."
     return (
-        f"{argument} cannot be parsed: the value of {name} has a character with a special meaning in Hydra. "
-        f"Quote it twice, such as '{name}=\"{value}\"'."
+        f"{argument} cannot be parsed. A list is written {name}=[a,b], and a mapping {name}={{a: b}}; text in "
+        f'them with other characters than letters, digits and ./:-_, needs quotes, such as ["a b"].'
     )
 
 
@@ -167,6 +175,8 @@ def _expected(name: str, message: str) -> str:
     if match := re.match(r"Value '(.*)' of type .* type hint '.*Union\[(.*)\]+'", message):
         kinds = [_TYPES[kind] for kind in match[2].rstrip("]").split(", ") if kind in _TYPES]
         return f"{name}={match[1]} is not {' or '.join(kinds)}"
+    if message.endswith("is not a ListConfig, list or tuple."):
+        return f"{name} is a list, which is written [a,b], also if it has one element: [a]"
     if message.endswith("is not Optional"):
         return f"{name}=null: this setting needs a value; leave it out to use its default"
     return f"{name}: {message.rstrip('.')}"

@@ -18,7 +18,7 @@ def as_yaml(config: Any, command: str, chosen: Mapping[str, str]) -> str:
     """
     from omegaconf import OmegaConf
 
-    comment = f"# To repeat this run: fsdp-shard {command} --config-dir THIS_DIRECTORY --config-name config run_dir=NEW"
+    comment = f"# To repeat this run: fsdp-shard {command} THIS_FILE run_dir=NEW"
     groups = [{name: option} for name, option in chosen.items()]
     defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *groups, "_self_"]})
     settings = OmegaConf.structured(_change_text(config, lambda name, text: escape(redact_setting(name, text))))

@@ -138,7 +138,7 @@ def _open_files(
         if config.eval_fraction > 0:
             train[name], held_out[name] = _divide(source, train[name])
             notes.append(
-                f"held out: the last {len(held_out[name])} of these windows, so {len(train[name])} are trained"
+                f"held out: the last {len(held_out[name]):,} of these windows, so {len(train[name]):,} are trained"
             )
     return train, held_out, notes
 

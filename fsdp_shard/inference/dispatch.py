@@ -118,6 +118,8 @@ def dispatch_model(
         CheckpointError: The checkpoint cannot be read, or does not match the model.
         PlanError: The blocks do not fit.
     """
+    if source.is_adapter and log is not None:
+        log(f"adapter {source.weights} on {source.base}")
     index = source.model_index
     checkpoint.check_loadable(index)
     model = _build(config, _dtype(settings.dtype, index), settings.trust_remote_code)

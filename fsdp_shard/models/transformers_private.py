@@ -56,9 +56,7 @@ def forget_implementations(config: PretrainedConfig) -> None:
             for key in _IMPLEMENTATIONS & part.keys():
                 del part[key]
         else:
-            vars(part).pop(
-                "attribute_map", None
-            )  # a file could rename what is set below
+            vars(part).pop("attribute_map", None)  # a file could rename what is set below
             part._attn_implementation = "eager" if part.output_attentions else None  # others return no attentions
             part._experts_implementation = None
 

@@ -41,6 +41,11 @@ def check_finetune(config: FinetuneSettings) -> None:
     config.adapter.check_installed()
     is_again = check_free(config.run_dir, may_join=config.launch.is_elastic) or is_restarted()
     resumed = resume.find_step(config.resume, config.run_dir, config.checkpoint.remote, is_again=is_again)
+    if resumed is None and checkpoint.recognize(Path(config.run_dir)) is not None:
+        raise ConfigError(
+            f"run_dir={config.run_dir} holds the weights of a model, which the checkpoints of a run in it would hide; "
+            f"give another directory."
+        )
     if not resume.is_finished(resumed, config.run_dir, config.train):
         resume.check_optimizer(resumed)
     lora.check_continues(config.adapter, resumed)

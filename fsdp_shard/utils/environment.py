@@ -1,12 +1,15 @@
 """What surrounds this process: environment variables, the user's cache directory, optional packages."""
 
 import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils.text import first_line
 
 
 @contextmanager
@@ -49,11 +52,35 @@ def require_package(module: str, extra: str, needed_by: str, alternative: str = 
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra of fsdp-shard in the way that the package was installed."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "pyproject.toml").is_file():
-        return f"pip install 'fsdp-shard[{extra}]'"
-    return f"pip install -e '{'.' if root == Path.cwd() else root}[{extra}]'"  # a checkout, which no index has
+    """The command that installs an extra of fsdp-shard in the way that the package was installed, and where it is."""
+    package = Path(__file__).resolve().parents[1]
+    if (package / "_shipped").is_dir():  # from a wheel; pip takes the installed package, whether an index has it or not
+        return f"{_pip_install()} 'fsdp-shard[{extra}]'"
+    checkout = package.parent
+    return f"{_pip_install()} -e '{'.' if checkout == Path.cwd() else checkout}[{extra}]'"
+
+
+def missing_file_system(shown: str, url: str, error: ImportError) -> ConfigError:
+    """The error for an address for which fsspec lacks a package.
+
+    Args:
+        shown: The address as errors name it, such as `data.path=s3://bucket/a.txt`.
+        url: The address.
+        error: What fsspec raised; it names the package.
+    """
+    advice = (
+        f"Install it with {install_command('remote')}" if url.startswith("s3://") else first_line(error).rstrip(".")
+    )
+    return ConfigError(f"{shown} needs a package that is not installed. {advice}.")
+
+
+def _pip_install() -> str:
+    """`pip install` into the environment of this Python, which need not be that of the pip that the shell finds."""
+    python = Path(sys.executable)
+    if find_spec("pip") is None:
+        return f"uv pip install --python {python}"  # uv makes environments without pip
+    found = shutil.which("pip")
+    return "pip install" if found is not None and Path(found).parent == python.parent else f"{python} -m pip install"
 
 
 @contextmanager

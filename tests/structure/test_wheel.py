@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -88,6 +89,17 @@ def test_recipes_and_configs_come_along(command: Path, tmp_path: Path) -> None:
     for item in recipes():
         shown = _run([command, "run", f"own/{item.name}.py", "--cfg", "job"], tmp_path)
         assert (shown.status, shown.err) == (0, "")
+
+
+def test_the_command_that_an_error_names_installs_the_extra(command: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    settings = ["model.path=.", "data.path=text.txt", "run_dir=run", "optim=adamw8bit"]
+    error = _run([command, "finetune", *settings], tmp_path).err
+    named = shlex.split(error.partition("Install it with ")[2].partition(", or set")[0])
+    assert named == [str(command.parent / "python"), "-m", "pip", "install", "fsdp-shard[quantize]"]
+    # Where nothing can be fetched, pip finds fsdp-shard as it is installed, and misses what the extra names.
+    done = _run([*named, "--no-index", "--disable-pip-version-check"], tmp_path)
+    assert "No matching distribution found for torchao" in done.err
 
 
 def test_a_copied_recipe_runs_on_two_ranks(command: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fsdp_shard.utils import (
     format_size,
     format_table,
     install_command,
+    missing_file_system,
     one_line,
     printable,
     redact,
@@ -69,11 +71,36 @@ def test_a_missing_package_names_its_extra() -> None:
 def test_an_extra_is_installed_as_the_package_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     root = Path(environment.__file__).parents[2]
     monkeypatch.chdir(root)
-    assert install_command("lora") == "pip install -e '.[lora]'"
+    assert install_command("lora").endswith("pip install -e '.[lora]'")
     monkeypatch.chdir(tmp_path)
-    assert install_command("lora") == f"pip install -e '{root}[lora]'"
+    assert install_command("lora").endswith(f"pip install -e '{root}[lora]'")
+    (tmp_path / "fsdp_shard" / "_shipped").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").touch()  # as some packages leave one in site-packages
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "fsdp_shard" / "utils" / "environment.py"))
-    assert install_command("lora") == "pip install 'fsdp-shard[lora]'"
+    assert install_command("lora").endswith("pip install 'fsdp-shard[lora]'")
+
+
+def test_an_extra_is_installed_where_this_python_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python, elsewhere = tmp_path / "own" / "bin" / "python", tmp_path / "other" / "bin"
+    for folder in (python.parent, elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "pip").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", str(python.parent))
+    assert install_command("lora").startswith("pip install ")
+    monkeypatch.setenv("PATH", str(elsewhere))
+    assert install_command("lora").startswith(f"{python} -m pip install ")
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
+    assert install_command("lora").startswith(f"uv pip install --python {python} ")
+
+
+def test_a_missing_file_system_names_its_package() -> None:
+    error = ImportError("Please install gcsfs to access Google Storage")
+    assert str(missing_file_system("data.path=gs://b/x", "gs://b/x", error)) == (
+        "data.path=gs://b/x needs a package that is not installed. Please install gcsfs to access Google Storage."
+    )
+    said = str(missing_file_system("s3://b/x", "s3://b/x", ImportError("Install s3fs to access S3")))
+    assert said == f"s3://b/x needs a package that is not installed. Install it with {install_command('remote')}."
 
 
 def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,6 @@ def base_of(path: Path) -> str:
     if not isinstance(base, str) or not base:
         raise CheckpointError(
             f"{path / ADAPTER_CONFIG} has no base_model_name_or_path, so the model of this adapter is not known; "
-            "add it to the file, or give base=PATH (generate, evaluate, convert)."
+            "add it to the file, or give base=PATH in generate, evaluate and convert, --base in verify and diff."
         )
     return base

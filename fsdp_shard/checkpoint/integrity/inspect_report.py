@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.formats import native_sharded
+from fsdp_shard.checkpoint.formats import native_sharded, peft
 from fsdp_shard.checkpoint.formats.several_files import sum_extras
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.verify_report import size_problem
@@ -52,6 +52,7 @@ class CheckpointSummary:
         bytes_by_dtype: The same by torch's name of the dtype.
         files: The weight files.
         balance: The size of the largest file divided by the mean (1.0 is even).
+        base: The base model of an adapter, as adapter_config.json names it.
         tied: Each tied name with the name under which the tensor is stored.
         extras: Other tensors by kind (`optimizer`, `adapter`, `other`), those of optimizer/ in a step included.
         integrity: What `verify` can check: `digests` (there is a manifest) or `structure`.
@@ -70,6 +71,7 @@ class CheckpointSummary:
     bytes_by_dtype: dict[str, int]
     files: tuple[FileSummary, ...]
     balance: float
+    base: str | None
     tied: dict[str, str]
     extras: dict[str, Extra]
     integrity: str
@@ -141,12 +143,20 @@ def summarize_checkpoint(checkpoint: TensorIndex | str | Path, pattern: str = "*
         bytes_by_dtype=dict(by_dtype.most_common()),
         files=tuple(files),
         balance=max(file.num_bytes for file in files) / mean if mean else 1.0,
+        base=_base(checkpoint),
         tied=dict(checkpoint.aliases),
         extras=_extras(checkpoint),
         integrity="digests" if manifest is not None else "structure",
         manifest_problems=_manifest_problems(checkpoint.root, manifest) if manifest else (),
         tensors=tuple(_chosen(checkpoint, pattern)),
     )
+
+
+def _base(index: TensorIndex) -> str | None:
+    if index.format != peft.NAME:
+        return None
+    base = peft.read_adapter_config(index.root).get("base_model_name_or_path")
+    return base if isinstance(base, str) else None
 
 
 def _chosen(index: TensorIndex, pattern: str) -> Iterator[TensorSummary]:
@@ -203,6 +213,7 @@ def _head(d: CheckpointSummary) -> list[str]:
         "tensors": f"{d.num_tensors:,}",
         "parameters": f"{d.num_parameters:,}",
         "bytes": f"{format_size(d.num_bytes)} ({dtype_sizes})",
+        "base": None if d.base is None else one_line(d.base),
         "tied": ", ".join(f"{alias} = {kept}" for alias, kept in d.tied.items()) or None,
         **{
             kind: f"{format_count(extra.num_tensors, 'tensor')}, {format_size(extra.num_bytes)}"

@@ -20,13 +20,13 @@ from fsdp_shard.checkpoint.integrity.non_finite import DTYPES
 from fsdp_shard.checkpoint.integrity.scan import Scan, checksum_problems, damage, non_finite, scan
 from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, VerifyReport, size_problem
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
-from fsdp_shard.checkpoint.location import Location, local_path, locate
+from fsdp_shard.checkpoint.location import Location, local_path, locate, refuse_unused_base
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.steps import MANIFEST, Manifest, read_kept, read_manifest
 from fsdp_shard.errors import CheckpointError
 
 
-def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
+def verify(path: str | Path, against: str | Path | None = None, *, base: str | None = None) -> VerifyReport:
     """Check a checkpoint, alone or against another one.
 
     Every byte is compared with the digests of the manifest, if there is one. Without a manifest, the structure, the
@@ -38,26 +38,32 @@ def verify(path: str | Path, against: str | Path | None = None) -> VerifyReport:
     Args:
         path: A checkpoint file, directory, run directory or remote address.
         against: Another checkpoint.
+        base: Base model of an adapter that is compared, if it is not where adapter_config.json says.
 
     Returns:
         The report. Its `problems` are all that is wrong, each with file, tensor and bytes.
 
     Raises:
-        CheckpointError: Nothing exists at one of the paths. A damaged checkpoint raises nothing.
+        CheckpointError: Nothing exists at one of the paths, or `base` has no effect. A damaged checkpoint raises
+            nothing.
 
     Example:
         >>> report = fsdp_shard.verify("runs/one")  # doctest: +SKIP
         >>> report.is_sound, report.num_tensors  # doctest: +SKIP
         (True, 272)
     """
-    return read_kept(lambda: _Pair(path, against), _verify)
+    if against is None and base is not None:
+        raise CheckpointError(
+            f"base={base} is for an adapter that is compared with a model; give that, or leave it out."
+        )
+    return read_kept(lambda: _Pair(path, against, base), _verify)
 
 
 class _Pair:
     """Where the checkpoints to verify are; `weights` is the first one that is gone."""
 
-    def __init__(self, path: str | Path, against: str | Path | None) -> None:
-        self.path, self.against = path, against
+    def __init__(self, path: str | Path, against: str | Path | None, base: str | None) -> None:
+        self.path, self.against, self.base = path, against, base
         given = [local_path(path), *([] if against is None else [local_path(against)])]
         for each in given:
             if not each.exists():
@@ -82,7 +88,7 @@ def _verify(pair: _Pair) -> VerifyReport:
     start = time.perf_counter()
     path, against = pair.path, pair.against
     with ExitStack() as stack:
-        one, *others = [_Checkpoint(each, stack) for each in pair.paths]
+        one, *others = [_Checkpoint(each, stack, pair.base) for each in pair.paths]
         two = others[0] if others else None
         one.open()
         num_cast = 0
@@ -90,6 +96,7 @@ def _verify(pair: _Pair) -> VerifyReport:
             one.check_alone()
         else:
             two.open()
+            refuse_unused_base(pair.base, one.location, two.location)
             if one.is_adapter != two.is_adapter:
                 one.merge()
                 two.merge()
@@ -115,8 +122,8 @@ def _verify(pair: _Pair) -> VerifyReport:
 class _Checkpoint:
     """One checkpoint while it is checked. Errors in it are added to `problems`, never raised."""
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self.path, self._stack = path, stack
+    def __init__(self, path: Path, stack: ExitStack, base: str | None) -> None:
+        self.path, self._stack, self._base = path, stack, base
         self.problems: list[Problem] = []
         self.checked: list[str] = []
         self.notes: list[str] = []
@@ -133,7 +140,7 @@ class _Checkpoint:
     def open(self) -> None:
         """Check the structure: files of the manifest, headers, and the bytes around the tensors in weight files."""
         try:
-            self.location = location = locate(self.path)
+            self.location = location = locate(self.path).based_on(self._base)
             self.manifest = read_manifest(location.weights) if self.path.is_dir() else None
             self.has_digests = self.manifest is not None
             if self.manifest is not None:

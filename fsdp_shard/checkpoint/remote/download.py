@@ -54,7 +54,7 @@ def local_copy(url: str, wanted: str | None = None) -> Path:
     """
     parent, _, name = url.rstrip("/").rpartition("/")
     step = parse_step(name)
-    remote = RemoteStore(url if step is None else parent, "the address")
+    remote = RemoteStore(url if step is None else parent, setting="")
     found = remote.latest() if step is None else step if remote.has(step) else None
     if wanted is not None:
         found = choose_step(wanted, remote.steps(), remote.best(), url)

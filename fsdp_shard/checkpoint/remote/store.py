@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.steps import BEST, MANIFEST, parse_step, step_name
 from fsdp_shard.errors import ConfigError, FsdpShardError, RemoteError, SaveError
-from fsdp_shard.utils import install_command, redact
+from fsdp_shard.utils import missing_file_system, redact
 
 _PARTS_AT_ONCE = 2  # of 50 MB each in memory, where a large file is put in parts
 _LONGEST_REASON = 300
@@ -29,16 +29,22 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def check_remote(url: str, name: str) -> None:
-    """Raise ConfigError unless `url`, the value of setting `name`, is the address of a directory, without secrets."""
+    """Raise ConfigError unless `url` is the address of a directory, without secrets.
+
+    Args:
+        url: The address.
+        name: Name of the setting that has it, for errors; empty if it is no setting's.
+    """
     match = _ADDRESS.fullmatch(url)
+    prefix = f"{name}=" if name else ""
     if match is None or not match[2].strip("/"):
-        raise ConfigError(f"{name}={url} is not the address of a remote directory, such as s3://bucket/run.")
+        raise ConfigError(f"{prefix}{url} is not the address of a remote directory, such as s3://bucket/run.")
     if match[1].lower() in _LOCAL:
-        raise ConfigError(f"{name}={url} is a local directory: give it as run_dir instead.")
+        raise ConfigError(f"{prefix}{url} is a local directory: give it as {'run_dir' if name else 'a path'} instead.")
     user, at, _ = match[2].partition("/")[0].rpartition("@")
     if "?" in url or (at and ":" in user):
         raise ConfigError(
-            f"{name} {match[1]}://*** has a password or options in it. Leave them out: credentials and endpoint come "
+            f"{prefix}{match[1]}://*** has a password or options in it. Leave them out: credentials and endpoint come "
             "from the environment, such as AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL."
         )
 
@@ -54,13 +60,13 @@ class RemoteStore:
 
     Args:
         url: The address of the run.
-        setting: Name of the setting that has the address, for errors.
+        setting: Name of the setting that has the address, for errors; empty if it is no setting's.
     """
 
     def __init__(self, url: str, setting: str = "checkpoint.remote") -> None:
         check_remote(url, setting)
         self.url = url.rstrip("/")
-        self._fs, self._root = _open(self.url, setting)
+        self._fs, self._root = _open(self.url, f"{setting}={self.url}" if setting else self.url)
 
     def address(self, step: int, name: str = "") -> str:
         """The address of a step, or of a file of it."""
@@ -216,19 +222,17 @@ class RemoteStore:
             raise RemoteError(f"{what}: {type(error).__name__}: {redact(reason)}") from error
 
 
-def _open(url: str, setting: str) -> tuple[Any, str]:
-    """The fsspec file system of a store, and the path of the directory in it."""
+def _open(url: str, shown: str) -> tuple[Any, str]:
+    """The fsspec file system of a store, and the path of the directory in it. Errors begin with `shown`."""
     import fsspec
 
     scheme = url.partition("://")[0]
     try:
         store, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except ImportError as error:
-        raise ConfigError(
-            f"{setting}={url} needs a package that is not installed: {error} For s3://, {install_command('remote')}."
-        ) from error
+        raise missing_file_system(shown, url, error) from error
     except ValueError as error:
-        raise ConfigError(f"{setting}={url}: fsspec does not support {scheme}://: {error}") from error
+        raise ConfigError(f"{shown}: fsspec does not support {scheme}://: {error}") from error
     if hasattr(store, "max_concurrency"):
         store.max_concurrency = _PARTS_AT_ONCE
     return store, str(root).rstrip("/")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fsdp_shard.data.sources.row import Row, require_column, text_of
+from fsdp_shard.data.sources.row import Row, require_columns, text_of
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import format_count, nearest
 
@@ -96,7 +96,7 @@ def _given(row: Row, column: str | None) -> Iterable[Any]:
             f"the one to train on."
         )
     name = next((name for name in (*found, *readers) if name in row.values), next(iter(readers)))
-    require_column(row, name, "data.messages_column")
+    require_columns(row, {"data.messages_column": name})
     return readers[name](row, name)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
-from fsdp_shard.data.sources.row import Row, require_column, text_of
+from fsdp_shard.data.sources.row import Row, require_columns, text_of
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import is_plain_fast_tokenizer
 from fsdp_shard.utils import REQUIRED, set_environment, setting
@@ -98,8 +98,7 @@ class Kind(ABC):
                 f"{row.where} is plain text, but {self.chosen_by} needs rows with columns; give .jsonl, .csv, .parquet "
                 f"or a hub data set, or choose another {self.chosen_by.partition('=')[0]}."
             )
-        for field in self.required:
-            require_column(row, getattr(self, field), f"data.{field}_column")
+        require_columns(row, {f"data.{field}_column": getattr(self, field) for field in self.required})
 
     def text_in(self, row: Row, field: str) -> str:
         """Return the text in the column that `field` names, an empty one without it; raise DataError if it is none."""

@@ -65,9 +65,9 @@ class SampleFactory:
         if file.num_dropped:
             notes.append(f"{format_count(file.num_dropped, what)} dropped with nothing to learn")
         if cut.num_dropped:
-            notes.append(f"{cut.num_dropped} dropped with nothing to learn in the first {longest} tokens")
+            notes.append(f"{cut.num_dropped:,} dropped with nothing to learn in the first {longest} tokens")
         if cut.num_truncated:
-            notes.append(f"{cut.num_truncated} cut to {longest} tokens")
+            notes.append(f"{cut.num_truncated:,} cut to {longest} tokens")
         if not len(cut.kept):
             raise DataError(
                 f"{config.where}.path={config.path}: of {', '.join(notes)}, nothing is left to train on. Increase "

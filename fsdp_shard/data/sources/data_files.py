@@ -44,7 +44,8 @@ class DataFile:
     name: str
 
     def __str__(self) -> str:
-        return shown(self.address)
+        """The path or URL in messages, from the current directory if it is in there."""
+        return shown(self.address).removeprefix(f"{os.getcwd()}/")
 
     @property
     def format(self) -> tuple[str, str]:

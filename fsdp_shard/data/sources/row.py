@@ -1,6 +1,6 @@
 """One row of the data, and checks of its columns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fsdp_shard.errors import DataError
@@ -23,13 +23,20 @@ class Row(NamedTuple):
     header: Header | None = None
 
 
-def require_column(row: Row, column: str, setting: str) -> None:
-    """Raise DataError unless `row` has `column`; the header is blamed if the columns are named there."""
+def require_columns(row: Row, wanted: Mapping[str, str], advice: str = "") -> None:
+    """Raise DataError unless `row` has all columns; the header is blamed if the columns are named there.
+
+    Args:
+        row: The row.
+        wanted: The columns, by the settings that name them.
+        advice: What else than these settings may be wrong.
+    """
     where, columns = row.header or (row.where, list(row.values))
-    if column not in columns:
+    if missing := {setting: column for setting, column in wanted.items() if column not in columns}:
+        names = [f"{column!r}{nearest(column, columns)}" for column in missing.values()]
         raise DataError(
-            f"{where} has no column {column!r}; it has {', '.join(columns) or 'none'}{nearest(column, columns)}. "
-            f"Set {setting}."
+            f"{where} has no column {' and no '.join(names)}; it has {', '.join(columns) or 'none'}. "
+            f"Set {' and '.join(missing)}{advice}."
         )
 
 
@@ -46,5 +53,6 @@ def document_of(row: Row, column: str) -> str:
     """Return the text of a row: that in `column`, or the document of a plain text file; raise DataError without one."""
     if row.is_text:
         return str(row.values["text"])
-    require_column(row, column, "data.text_column")
+    others = ", or data.kind=chat, instruction or pairs if the rows are such"
+    require_columns(row, {"data.text_column": column}, others)
     return text_of(row.values[column], column, row.where, "data.text_column")

@@ -15,7 +15,7 @@ from fsdp_shard.data.sources.datasets_private import fingerprint, quiet_datasets
 from fsdp_shard.data.sources.readers import START, check_size, read_rows
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.errors import CheckpointError, ConfigError, DataError
-from fsdp_shard.utils import first_line, redact
+from fsdp_shard.utils import first_line, missing_file_system, redact
 
 _HEAD_BYTES = 1 << 16
 
@@ -81,6 +81,8 @@ def open_source(config: DataConfig, held_out: bool) -> Source:
     try:
         saved = files.saved_dataset(given)
         found = () if saved else tuple(files.find_files(given, setting)[0])
+    except ImportError as error:
+        raise missing_file_system(name, given, error) from error
     except Exception as error:
         if isinstance(error, DataError) or not files.is_url(given):
             raise

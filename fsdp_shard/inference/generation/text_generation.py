@@ -54,8 +54,6 @@ def generate(
         log(f"warning: {beyond}")
 
     start, budget = time.perf_counter(), kv_cache_size.kv_cache_budget(encoded, sampling)
-    if source.is_adapter:
-        log(f"adapter {source.weights} on {source.base}")
     model = dispatch_model(source, config, settings.dispatch, budget, log=log, context=context)
     load_seconds, decoder = time.perf_counter() - start, Decoder(model, tokenizer, sampling)
     if settings.is_conversation:

@@ -167,12 +167,15 @@ class RunLog:
         if rate := figures["tokens_per_second"]:
             parts.append(f"{rate:,.0f} tokens/s")
         if skipped := figures["skipped_steps"]:
-            parts.append(format_count(skipped, "skipped step"))
+            parts.append(f"{format_count(skipped, 'step')} skipped")
         if "best_step" in figures:
             parts.append(f"best held-out loss {figures['best_loss']:.4f} after step {figures['best_step']}")
         if self._config.plot:
             parts.append(f"curves in {PLOT}")
-        return ", ".join(parts) + f"; all of it is in {self._run_dir}"
+        where = f"; all of it is in {self._run_dir}"
+        if self._checkpoint is not None and not self._checkpoint.is_relative_to(self._run_dir):
+            where = f"; nothing was left to train, and the checkpoint is {self._checkpoint}"
+        return ", ".join(parts) + where
 
     def _figures(self, steps: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> dict[str, Any]:
         """Figures of the whole run, except for rate and memory, which are of the part since it was resumed."""
