@@ -20,7 +20,7 @@ from fsdp_shard.checkpoint import Store, convert, location, summarize_checkpoint
 from fsdp_shard.checkpoint.io import safetensors_format
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.cli import run_command
-from fsdp_shard.errors import CheckpointError, ModelError
+from fsdp_shard.errors import CheckpointError, DifferenceError, ModelError
 from fsdp_shard.inference import load_dispatched
 from tests.support.tiny import byte_tokenizer, llama, llama_config, save_adapter, save_model
 
@@ -259,6 +259,22 @@ def test_weights_that_lie_alone(
     assert load_dispatched(alone, config=tiny_model).num_parameters() == llama().num_parameters()
 
 
+def test_scripts_beside_weights_are_not_the_model_s(tiny_model: Path, tmp_path: Path) -> None:
+    alone = write_alone("weights.pt", tmp_path)
+    for name in ("train.py", "tokenizer_training.py", "LICENSE", "tokenizer.json"):
+        (alone.parent / name).write_text("{}")
+    convert(alone, tmp_path / "converted")
+    assert {path.name for path in (tmp_path / "converted").iterdir()} == {
+        *("manifest.json", "model.safetensors", "tokenizer.json")
+    }
+    own = shutil.copytree(tiny_model, tmp_path / "own")
+    (own / "modeling_own.py").write_text("")
+    assert "modeling_own.py" not in locate(own).model_files
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_own.Own"}}))
+    assert "modeling_own.py" in locate(own).model_files
+
+
 def test_a_tokenizer_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
     alone, config, tokenizer = write_alone("weights.pt", tmp_path), tmp_path / "config", tmp_path / "tokenizer"
     llama_config().save_pretrained(config)
@@ -301,7 +317,11 @@ def test_a_file_that_is_no_checkpoint_is_not_asked_for_a_config(tmp_path: Path) 
 
 
 def test_an_adapter_whose_base_moved(
-    tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
     base = shutil.copytree(tiny_model, tmp_path / "base")
@@ -311,11 +331,32 @@ def test_an_adapter_whose_base_moved(
     text = ["data.path=" + str(texts / "held_out.txt"), "data.sequence_length=64"]
     for command, settings in (("generate", ["prompt=abc", "generation.max_new_tokens=2"]), ("evaluate", text)):
         arguments = [command, f"checkpoint={adapter}", *settings, f"run_dir={tmp_path / command}"]
-        with pytest.raises(CheckpointError, match=r"adapter of .*base, which cannot be read: .*base=PATH \(generate"):
+        with pytest.raises(CheckpointError, match=r"adapter of .*base, which cannot be read: .*base=PATH in gen"):
             run_command(arguments)
         run_command([*arguments, f"base={tmp_path / 'moved'}"])
+        assert f"adapter {adapter} on {tmp_path / 'moved'}" in capsys.readouterr().out
     loaded = load_dispatched(adapter, base=tmp_path / "moved").state_dict()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_a_moved_base_is_named_to_compare(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    adapter, merged, moved = save_adapter(tmp_path / "adapter", base), tmp_path / "merged", str(tmp_path / "moved")
+    convert(adapter, merged)
+    base.rename(moved)
+    run_command(["inspect", str(adapter)])
+    assert f"base:        {base}" in capsys.readouterr().out
+    for compare in (["verify", str(adapter), "--against", str(merged)], ["diff", str(merged), str(adapter)]):
+        with pytest.raises((CheckpointError, DifferenceError)):
+            run_command(compare)
+        assert "--base in verify and diff, or correct" in capsys.readouterr().out or compare[0] == "diff"
+        run_command([*compare, "--base", moved])
+    for unused in (["verify", str(merged), "--against", moved], ["diff", str(merged), moved], ["verify", str(merged)]):
+        with pytest.raises(CheckpointError, match=r"base=.*moved is for an adapter"):
+            run_command([*unused, "--base", moved])
+    (adapter / "manifest.json").write_text("{}")  # has a digest of each file
+    with pytest.raises(CheckpointError, match=r"--base in verify and diff\.$"):
+        locate(adapter).base  # noqa: B018
 
 
 def test_an_adapter_of_weights_that_lie_alone(tiny_model: Path, tmp_path: Path) -> None:

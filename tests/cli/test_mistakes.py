@@ -53,6 +53,8 @@ MISTAKES = [
     ("diff {m} {m} --logits", "expected one argument"),
     ("diff {m} {m} --logits a --config {m}", "both checkpoints have a config.json"),
     ("diff {m} {m} --tokenizer {m}", "needs --logits PROMPT"),
+    ("diff {m} {m} --base {m}", "is for an adapter, but neither"),
+    ("verify {m} --base {m}", "is for an adapter that is compared"),
     # Settings of any command
     (f"{_TRAIN} train.stepz=3", "train.stepz is not a setting of finetune (did you mean train.steps?)"),
     (f"{_TRAIN} learning_rate=1e-4", "here it is optim.lr"),
@@ -66,6 +68,17 @@ MISTAKES = [
     (f"{_TRAIN} train.steps=", "train.steps="),
     (f"{_TRAIN} train.steps=1,2", "train.steps=1,2"),
     (f"{_TRAIN} train.steps=[1]", "train.steps"),
+    (f"{_TRAIN} optim.lr=1e-3,1e-4", "has several values, which only -m takes"),
+    (f"{_TRAIN} adapter=lora adapter.target_modules=q_proj,v_proj", "[q_proj,v_proj] where a list is expected"),
+    (f"{_TRAIN} adapter=lora adapter.target_modules=q_proj", "is a list, which is written [a,b]"),
+    (f"{_TRAIN} adapter=lora adapter.target_modules=[q_proj", "A list is written adapter.target_modules=[a,b]"),
+    (f"{_TRAIN} optim.betas=0.9", "optim.betas is a list"),
+    (f"{_TRAIN} optim.betas=[0.9]", "must be two numbers"),
+    (f"{_TRAIN} train.warmup_steps=0.1", "train.warmup_steps=0.1 is not a whole number"),
+    (f"{_TRAIN} train.steps=10k", "train.steps=10k is not a whole number"),
+    (f"{_TRAIN} train.epochs=1 train.steps=5", "both say how long to train"),
+    (f"{_TRAIN} bf16=true", "here it is shard.param_dtype=bfloat16"),
+    (f"{_TRAIN} shard=fsdp", "did you mean fsdp2?"),
     (f"{_TRAIN} optim.lr=nan", "optim.lr=nan"),
     (f"{_TRAIN} optim=adam", "optim has adamw"),
     (f"{_TRAIN} shard.blocks=[a", "shard.blocks=[a cannot be parsed"),
@@ -88,7 +101,17 @@ MISTAKES = [
     (f"{_TRAIN} data.kind=chatt", "(did you mean chat?)"),
     (f"{_TRAIN} data.sequence_length=0", "data.sequence_length=0 is out of range"),
     (f"{_TRAIN} run_dir=", "run_dir is empty"),
+    (f"{_TRAIN} run_dir=null", "run_dir is null; give a directory"),
+    (f"{_TRAIN} run_dir={{m}}", "holds the weights of a model"),
     (f"{_TRAIN} run_dir={{t}}", "is a file, not a directory"),
+    ("finetune model.path={t} data.path={t}", "train.txt is no file of weights"),
+    ("finetune {m} {t}", "is not of the form name=value"),
+    (f"{_TRAIN} data.mixture={{{{a:x.jsonl}}}} data.path=", "data.path is empty"),
+    (f"{_TRAIN} data.eval_path={{t}} data.eval_fraction=0.1", "both say what to hold out"),
+    (f"{_TRAIN} data.eval_fraction=50%", "is not a number"),
+    (f"{_TRAIN} train.eval_every=5", "needs held-out text"),
+    (f"{_TRAIN} data.roles=bot", "is not a mapping"),
+    (f"{_TRAIN} resume=yes", "give a run directory, a step directory, auto or never"),
     (f"{_TRAIN} resume={{d}}/none", "does not exist"),
     (f"{_TRAIN} model.task=masked_lm", "Set model.task=causal_lm"),
     (f"{_TRAIN} adapter=lora adapter.target_modules=[query]", "its linear layers are q_proj"),
@@ -100,6 +123,10 @@ MISTAKES = [
     ("generate", "checkpoint"),
     (_GENERATE, "prompt"),
     (f"{_GENERATE} prompt=", "prompt is empty"),
+    ("generate {m} hello", "is not of the form name=value"),
+    ("generate --checkpoint={m} prompt=a", "did you mean checkpoint=VALUE?"),
+    ("generate checkpoint={m}@best prompt=a", "has no finished checkpoint"),
+    ("generate checkpoint={t} prompt=a", "is no checkpoint that fsdp-shard reads"),
     (f"{_GENERATE} prompt=a prompts={{d}}/p.txt", "both are given"),
     (f"{_GENERATE} prompts={{d}}/none.txt", "no such file"),
     (f"{_GENERATE} prompt=a output={{d}}/o.txt", "must end in .jsonl"),
@@ -155,6 +182,19 @@ def test_a_mistake_is_one_error(line: str, said: str, tiny_model: Path, texts: P
     assert said in ended.err
     assert "Give debug=true" not in ended.err, "an error that nobody foresaw"
     assert sorted(tmp_path.rglob("*")) == before
+
+
+SPACES = [
+    ("prompt = hi there", "prompt = hi there has spaces around its =; write prompt=hi there."),
+    ("generation.max_new_tokens = 5", "write generation.max_new_tokens=5."),
+]
+
+
+@pytest.mark.parametrize(("argument", "said"), SPACES)
+def test_spaces_around_the_equals_sign(argument: str, said: str, tiny_model: Path, tmp_path: Path) -> None:
+    ended = run_arguments(["generate", f"checkpoint={tiny_model}", f"run_dir={tmp_path / 'run'}", argument])
+    assert (ended.status, len(ended.err.splitlines())) == (2, 1)
+    assert said in ended.err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "diff", "convert", "generate", "evaluate", "finetune"])

@@ -203,7 +203,7 @@ def test_held_out_rows(tmp_path: Path) -> None:
         ("instruction", '{"instruction": "x"}', "no column 'output'"),
         ("instruction", '{"instruction": "x", "output": 3}', "holds int, expected text. Set data.response_column"),
         ("instruction", '{"instruction": "x", "output": "y", "history": [["a", "b"]]}', "set data.kind=chat"),
-        ("pairs", '{"source": "x", "targe": "y"}', "no column 'target'; it has source, targe (did you mean targe?)"),
+        ("pairs", '{"source": "x", "targe": "y"}', "no column 'target' (did you mean targe?); it has source, targe"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, kind: str, content: str, words: str) -> None:

@@ -287,6 +287,7 @@ BAD: list[tuple[str, bytes, str]] = [
     ("a.txt", "words".encode("utf-16"), "line 1 is not UTF-8 text"),
     ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
     ("a.jsonl", b'\n"text"\n', "line 2 is a JSON str; expected one object per line"),
+    ("a.json", b'{\n "text": "a"\n}', "line 1 is not JSON .*; expected an array of objects, or one per line"),
     ("a.json", b'[{"text": "a"}, {"text": ]', "row 1 is not JSON"),
     ("a.json", b'[{"text": "a"}, {"text": "b"}', "after row 1 comes ''"),
     ("a.json", b'[{"text": "a"} {"text": "b"}]', "after row 0 comes '{'"),
@@ -339,6 +340,16 @@ def test_a_missing_file_is_not_looked_for_on_the_hub(given: str, monkeypatch: py
     monkeypatch.setattr(datasets, "load_dataset", None)
     with pytest.raises(DataError, match="there is no such file or directory"):
         check_data(DataConfig(path=given))
+
+
+def test_files_below_the_current_directory_are_named_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "data" / "faq.csv", "question,answer\na,b\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"^data/faq\.csv, .* no column 'text'; .*, or data\.kind=chat, instruction or"):
+        check_data(DataConfig(path="data"))
+    match = r"'instruction' and no 'output'; it .* Set data\.instruction_column and data\.response_column\."
+    with pytest.raises(DataError, match=match):
+        check_data(DataConfig(path="data", kind="instruction"))
 
 
 def test_the_name_of_a_builder_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,10 @@ def _read_json_lines(file: DataFile, sample_by: str, columns: Sequence[str], sta
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:  # integers of thousands of digits, a thousand levels
-                raise DataError(f"{lines.where} is not JSON ({error}); expected one object per line.") from error
+                expected = (
+                    "an array of objects, or one per line" if file.format[0] == ".json" else "one object per line"
+                )
+                raise DataError(f"{lines.where} is not JSON ({error}); expected {expected}.") from error
             yield Row(lines.where, _checked(values, line, lines.where)), lines.position
 
 
