@@ -107,9 +107,7 @@ _MERGES: dict[str, Damage] = {
     ),
     "a tensor of no base": _tensors(lambda tensors: tensors.update({"base_model.model.magic": torch.ones(3)})),
     "a tied tensor as a whole": _tensors(
-        lambda tensors: tensors.update(
-            {"base_model.model.model.embed_tokens.modules_to_save.default.weight": torch.ones(257, 36)}
-        )
+        lambda tensors: tensors.update({"base_model.model.model.embed_tokens.weight": torch.ones(257, 36)})
     ),
 }
 _EITHER: dict[str, Damage] = {

@@ -23,6 +23,7 @@ class Case:
         expect: `error` if no command may believe it, `accepted` if all must do with it what they do with any other,
             `any` if both are right.
         damages: What is wrong: `headers` (default; whatever describes the tensors), `values` (bytes of tensors),
+            `storages` (bytes that a file has a CRC of), `weights` (tensors that are not those of the model),
             `config`, `tokenizer`, `chat` (the template), `training` (trainer.json, metrics), `adapter`. Commands that
             do not read it may succeed; `commands.READERS` has those that must not.
     """

@@ -25,6 +25,8 @@ _CONVERTING = tuple(f"convert-{format}" for format in FORMATS)
 READERS = {
     "headers": ("open", "inspect", "verify", "diff", *_CONVERTING, *_LOADING),
     "values": ("verify",),
+    "storages": ("verify", *_CONVERTING, *_LOADING),
+    "weights": ("verify", *_LOADING),
     "config": (*_LOADING, "plan", "doctor"),
     "tokenizer": ("generate", "chat", "evaluate", "finetune", "train-chat", "logits"),
     "chat": ("chat", "train-chat"),
