@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from fsdp_shard.data.config import DataConfig, cache_directory, mixture_of, sources_of
@@ -147,10 +148,11 @@ def _open_streams(
     config: DataConfig, tokenizer: Tokenizer, task: Task, seed: int, ranks: Communicator | None
 ) -> tuple[dict[str, StreamDataset], list[str]]:
     special = SpecialTokens.of(tokenizer) if task.name == MASKED_LM else None
-    counts, streams = _counts(config), {}
+    counts, lock = _counts(config), Lock()
+    streams = {}
     for name, source in sources_of(config).items():
         factory = SampleFactory(source, task, special, seed_of(seed, name) if counts else seed)
-        streams[name] = open_stream(factory, with_chat_template(tokenizer, source), ranks)
+        streams[name] = open_stream(factory, with_chat_template(tokenizer, source), lock, ranks)
     notes = [f"{_title(name, counts)}: {stream.summary}" for name, stream in streams.items()]
     return streams, notes
 

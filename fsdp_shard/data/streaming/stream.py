@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from fsdp_shard.data.sample_order import permutation
 from fsdp_shard.data.samples.batch import Ints, Sample
 from fsdp_shard.data.samples.factory import SampleFactory
 from fsdp_shard.data.samples.protocol import Dataset, SourceDataset
+from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.streaming.block_reader import Block, encode_blocks, read_blocks
 from fsdp_shard.data.streaming.block_samples import Counts, MakeSamples, RowSamples, TextSamples
@@ -94,6 +96,7 @@ class StreamDataset(Dataset):
         make_samples: Makes the samples of a block.
         factory: Its settings; the seed is that of the order of files and rows.
         ranks: The ranks that train, with a group on the CPU; None is this process alone.
+        lock: Is held while rows are tokenized: the streams of a mixture have one tokenizer, each in its own thread.
     """
 
     source: Source
@@ -101,6 +104,7 @@ class StreamDataset(Dataset):
     make_samples: MakeSamples
     factory: SampleFactory
     ranks: Communicator | None
+    lock: Lock
 
     def __post_init__(self) -> None:
         config, task = self.factory.config, self.factory.task.name
@@ -110,9 +114,6 @@ class StreamDataset(Dataset):
         parts = [_FORMAT_VERSION, kept, task, self.source.stream_fingerprint()]
         # It covers names, sizes and first bytes of the files, and everything that decides about the samples.
         self.identity = f"stream:{cache_key([*parts, *Encoder(kind, self.encoder.tokenizer).fingerprint()])}"
-        self._encode = self.encoder.limited()
-        if config.workers <= 1:
-            self._encode.start()  # before this process is large
         self.load_state_dict(None)
 
     @property
@@ -162,6 +163,10 @@ class StreamDataset(Dataset):
         assert found, "a stream does not go back"
         return found[-1]
 
+    def _encode(self, rows: list[Row]) -> pyarrow.Table:
+        with self.lock:
+            return self.encoder(rows)
+
     def _read_block(self) -> None:
         """Read the block at `_next`, and make its samples."""
         from pyarrow import compute
@@ -200,12 +205,15 @@ class StreamDataset(Dataset):
         return permutation(size, self.factory.seed, self._next.epoch, self._next.block, purpose)
 
 
-def open_stream(factory: SampleFactory, tokenizer: Tokenizer, ranks: Communicator | None = None) -> StreamDataset:
+def open_stream(
+    factory: SampleFactory, tokenizer: Tokenizer, lock: Lock, ranks: Communicator | None = None
+) -> StreamDataset:
     """Open the samples of one source from their beginning.
 
     Args:
         factory: Makes samples by the settings of the source; its seed is that of the order too.
-        tokenizer: The tokenizer.
+        tokenizer: The tokenizer. Threads use it, so nothing but streams with the same lock may.
+        lock: Is held while rows are tokenized.
         ranks: The ranks that train, with a group on the CPU; None is this process alone.
 
     Raises:
@@ -219,4 +227,4 @@ def open_stream(factory: SampleFactory, tokenizer: Tokenizer, ranks: Communicato
     make_samples: MakeSamples = RowSamples(factory, ends_in_special(tokenizer))
     if kind.stream_separators is not None:
         make_samples = TextSamples(factory, len(kind.stream_separators))
-    return StreamDataset(source, Encoder(kind, tokenizer), make_samples, factory, ranks)
+    return StreamDataset(source, Encoder(kind, tokenizer), make_samples, factory, ranks, lock)

@@ -8,7 +8,6 @@ nothing to learn.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,14 +19,11 @@ import xxhash
 
 from fsdp_shard.data.kinds.kind import Kind, Tokenizer, beginning, letter_ids
 from fsdp_shard.data.sources.row import Row
-from fsdp_shard.errors import DataError
-from fsdp_shard.utils import LimitedProcess, set_environment
 
 if TYPE_CHECKING:
     import pyarrow
 
 NONE = -1  # no predicted token, no class
-_BYTES_OF_A_ROW, _BYTES_FOR_THREADS = 1024, 1 << 18  # a short row, too, takes time to render
 
 
 @dataclass(frozen=True)
@@ -62,51 +58,10 @@ class Encoder:
         }
         return pyarrow.table(columns, self.schema)
 
-    def limited(self) -> LimitedEncoder:
-        """The same in a process that can be ended."""
-        return LimitedEncoder(self)
-
     def fingerprint(self) -> list[Any]:
         """Return, as JSON, everything that decides about the tokens except for the rows."""
         template = getattr(self.tokenizer, "chat_template", None)
         return [tokenizer_state(self.tokenizer), template, self.kind.fingerprint()]
-
-
-class LimitedEncoder:
-    """Calls an encoder in a process of its own, which is ended if tokenizer or template take too much for some rows.
-
-    It begins with the first call, or `start`. In another process that this is sent to, it is another one.
-    """
-
-    def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
-        self._process: LimitedProcess[Sequence[Row], pyarrow.Table] | None = None
-        self._owner = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LimitedEncoder, (self.encoder,)
-
-    def start(self) -> None:
-        """Fork the process, unless that was done."""
-        if self._process is None or self._owner != os.getpid():
-            what = f"tokenizing with {self.encoder.tokenizer.name_or_path}"
-            self._process, self._owner = LimitedProcess(self._encode, what, error=DataError), os.getpid()
-
-    def __call__(self, rows: Sequence[Row]) -> pyarrow.Table:
-        """As `Encoder`; raises DataError, too, if it takes more time or memory than the limits for these rows."""
-        self.start()
-        assert self._process is not None
-        return self._process(rows, _num_bytes(rows))
-
-    def _encode(self, rows: Sequence[Row]) -> pyarrow.Table:
-        # The threads take memory, each for itself.
-        alone = {} if _num_bytes(rows) >= _BYTES_FOR_THREADS else {"TOKENIZERS_PARALLELISM": "false"}
-        with set_environment(alone):
-            return self.encoder(rows)
-
-
-def _num_bytes(rows: Sequence[Row]) -> int:
-    return sum(_BYTES_OF_A_ROW + sum(len(str(value)) for value in row.values.values()) for row in rows)
 
 
 def _first(predicted: list[bool]) -> int:

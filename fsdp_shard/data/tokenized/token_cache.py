@@ -23,7 +23,7 @@ from fsdp_shard.data.kinds.kind import Kind, Tokenizer
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.data.sources.source import Source
-from fsdp_shard.data.tokenized.encoder import Encoder, LimitedEncoder
+from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.data.tokenized.token_file import TokenFile, summarize
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import atomic_directory, set_environment
@@ -89,7 +89,7 @@ def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) 
         ranges = datasets.Dataset.from_dict({"start": [0, *ends[:-1]], "stop": ends})
         num_workers = min(num_workers, len(ranges))
         tokens = ranges.map(
-            _EncodeBatch(file, encoder.limited()),
+            _EncodeBatch(file, encoder),
             batched=True,
             batch_size=1,
             remove_columns=ranges.column_names,
@@ -125,7 +125,7 @@ class _EncodeBatch:
     """Tokenizes a batch of rows, a byte range of a file; plain data, as it is sent to processes."""
 
     file: Path
-    encoder: LimitedEncoder
+    encoder: Encoder
 
     def __call__(self, ranges: dict[str, list[int]]) -> pyarrow.Table:
         start, stop = ranges["start"][0], ranges["stop"][0]
