@@ -42,7 +42,7 @@ def test_good_files_pass(tmp_path: Path, name: str, content: str) -> None:
         ("a.txt", " \n\n ", "it has 1 row, none"),
         ("a.jsonl", "", "it has 0 rows"),
         ("a.jsonl", '{"text": ""}\n', "it has 1 row, none"),
-        ("a.jsonl", '{"texts": "x"}\n', "no column 'text'; it has texts (did you mean texts?)"),
+        ("a.jsonl", '{"texts": "x"}\n', "no column 'text' (did you mean texts?); it has texts"),
         ("a.jsonl", '{"text": "x"\n', "line 1 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 is a JSON list"),
         ("a.jsonl", '{"text": ""}\n{"text": "half \\ud83d"}\n', "line 2 has half of a surrogate pair"),

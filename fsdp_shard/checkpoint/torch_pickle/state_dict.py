@@ -13,7 +13,7 @@ from fsdp_shard.checkpoint.torch_pickle.tensor import StoredTensor, Unreadable
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count, format_size, refuse_excess
 
-_MAX_DEPTH = 24
+_MAX_CONTAINERS, _MAX_DEPTH = 100_000, 24
 _EXTENTS_PER_BYTE = 64  # slices of one large tensor are read through, each from its first to its last element
 _WALKED = (dict, list, tuple, AnyTensor)
 
@@ -54,17 +54,20 @@ def select_weights(paths: Mapping[str, Sequence[object]], where: Path) -> Select
 
 def walk(state: Any, where: Path) -> Iterator[tuple[tuple[str, ...], AnyTensor]]:
     """Every tensor with the keys that lead to it; CheckpointError where the nesting has no end."""
-    seen, stack = 0, [((), state)]  # type: tuple[int, list[tuple[tuple[str, ...], Any]]]
+    # A pickle can refer to one list many times, also within itself; each time it is walked.
+    num_containers, seen = 0, 0
+    stack: list[tuple[tuple[str, ...], Any]] = [((), state)]
     while stack:
         path, value = stack.pop()
         if isinstance(value, AnyTensor):
             yield path or ("tensor",), value
         elif isinstance(value, (dict, list, tuple)):
-            if len(path) > _MAX_DEPTH:
+            num_containers += 1
+            if len(path) > _MAX_DEPTH or num_containers > _MAX_CONTAINERS:
                 raise CheckpointError(f"{where} is nested in itself, or deeper than any state dict.")
             items = value.items() if isinstance(value, dict) else enumerate(value)
             inner = [(key, item) for key, item in items if isinstance(item, _WALKED)]
-            seen += len(inner)  # a pickle can refer to one list many times, also within itself; each time it is walked
+            seen += len(inner)
             refuse_excess(seen / 2, "tensors", f"{where} is nested in itself, or has too many tensors")
             stack += reversed([((*path, str(key)), item) for key, item in inner])
 
