@@ -101,10 +101,8 @@ def convert(
         nest: Key to put the tensors of the format `dcp` under.
         sync: Wait until everything is on the disk.
         base: Base model of an adapter, if it is not where adapter_config.json says.
-        config, tokenizer: Model directories or hub ids whose config and tokenizer to write, for weights without them,
-            or instead of theirs.
-        dequantize: Write quantized weights (fp8 with block scales, MXFP4) in floating point, in `dtype` or that of
-            config.json.
+        config, tokenizer: Model directories or hub ids whose config and tokenizer to write, instead of the source's.
+        dequantize: Write fp8 weights with block scales, and MXFP4, in floating point: in `dtype`, or config.json's.
 
     Returns:
         What was written. When an error is raised, the target is what it was before.
