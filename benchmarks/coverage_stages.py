@@ -52,7 +52,6 @@ _WIDTHS |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "feed_forward_size": 9
 _WIDTHS |= {"shared_expert_intermediate_size": 32, "hidden_dim": 96, "attention_head_size": 16, "d_kv": 16}
 _WIDTHS |= {"num_attention_heads": 4, "num_heads": 4, "n_head": 4, "encoder_attention_heads": 4, "head_dim": 16}
 _WIDTHS |= {"decoder_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 16, "num_local_experts": 16}
-_WIDTHS |= {"d_head": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32}
 _WIDTHS |= {
     "n_routed_experts": 16,
     "rotary_dim": 8,
@@ -60,8 +59,9 @@ _WIDTHS |= {
     "max_position_embeddings": 128,
     "n_positions": 128,
 }
-# What is None by default too, and as many heads for keys as for queries.
+# For a second try, where None is replaced too: what has to be in proportion for some.
 _FILLED = _WIDTHS | {"num_key_value_heads": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+_FILLED |= {"d_head": 16, "mamba_n_heads": 8, "mamba_d_head": 16}
 _COUNTS = re.compile(r"^(num|n)_|heads?$|vocab|position|expert")  # and what has to stay in proportion to them
 _RANDOM = re.compile(r"dropout|drop_rate|drop_path|layerdrop|jitter|pdrop", re.IGNORECASE)
 
