@@ -69,7 +69,7 @@ def test_steps_epochs_and_tokens_are_told(whole: Ended, settings: list[str], tmp
 
 def test_a_resumed_run_equals_a_whole_one(whole: Ended, settings: list[str], tmp_path: Path) -> None:
     half = f"resume={whole.run_dir}/checkpoints/step-00000003"
-    rest = train(tmp_path, *settings, "train.epochs=2.5", half, "launch.ranks=2")
+    rest = train(tmp_path / "rest", *settings, "train.epochs=2.5", half, "launch.ranks=2")
     assert "train.epochs=2.5 of 10 samples: 7 steps" in rest.err
     kept = ("step", "loss", "learning_rate", "epoch", "tokens", "total_tokens")
     assert [[row[name] for name in kept] for row in rest.metrics] == [
