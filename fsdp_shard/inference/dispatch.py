@@ -31,8 +31,12 @@ from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config,
 from fsdp_shard.utils import check, format_count, one_line
 
 Log = Callable[[str], object]
-# Options of a file's generation config that make `generate` compile native code on GPUs, or import other packages.
-_CACHES = ("cache_implementation", "cache_config")
+# Options of a file's generation config that make `generate` compile native code, import other packages, load weights of
+# the path or hub id that config.json has, or ask for code on the hub.
+_METHODS = (
+    *("cache_implementation", "cache_config", "compile_config", "continuous_batching_config", "use_mtp"),
+    *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beam_groups", "diversity_penalty"),
+)
 
 
 def load_dispatched(
@@ -233,7 +237,7 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 
 
 def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
-    """Read generation_config.json, if it exists; else the model has what its config says. Kinds of caches are unset."""
+    """Read generation_config.json, if it exists; else the model has what its config says. Methods are unset."""
     if model.can_generate() and checkpoint.has_file(source.directory, "generation_config.json"):
         try:
             model.generation_config = GenerationConfig.from_pretrained(source.directory)
@@ -243,5 +247,5 @@ def _load_generation_config(model: PreTrainedModel, source: Location) -> None:
                 "repair it, or remove it to use the defaults."
             ) from error
     if model.can_generate() and model.generation_config is not None:
-        for name in _CACHES:
+        for name in _METHODS:
             setattr(model.generation_config, name, None)

@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_kernels_available
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models.file_errors import config_file, model_errors
 from fsdp_shard.models.model_directory import check_model_files
+from fsdp_shard.models.offline import without_requests
 from fsdp_shard.models.transformers_private import (
     attention_implementation,
     build_from_config,
@@ -43,8 +44,8 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
         trust_remote_code: Run Python code that comes with the model.
 
     Raises:
-        ModelError: The config is missing, transformers cannot use it, or the model takes too much time or memory to
-            build, even without weights.
+        ModelError: The config is missing, transformers cannot use it, it asks for something to be downloaded, or the
+            model takes too much time or memory to build, even without weights.
     """
     check_model_files(directory)
     if not trust_remote_code:
@@ -56,7 +57,8 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
 
 
 def _read_config(directory: Path, trust_remote_code: bool) -> PretrainedConfig:
-    config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    with without_requests(unless=trust_remote_code):
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     forget_implementations(config)
     return config
 
@@ -156,7 +158,8 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
         "(generate, evaluate, convert; --tokenizer in diff)."
     )
     with model_errors(f"There is no usable tokenizer in {directory}", advice):
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        with without_requests(unless=trust_remote_code):
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"its class {type(tokenizer).__name__} is that of no tokenizer.")
         try_tokenizer(tokenizer, directory)
@@ -212,7 +215,13 @@ def build_on_meta(
             f"transformers downloads native code for models of type {min(types)}, as the package kernels is installed; "
             "uninstall it, or allow that with trust_remote_code=true."
         )
-    with model_errors(f"{name} cannot be built from {config_file(config)}"), torch.device("meta"):
+    # Of flash attention without its package, which is asked for, transformers fetches kernels.
+    is_asked_for = trust_remote_code or "attn_implementation" in kwargs
+    with (
+        model_errors(f"{name} cannot be built from {config_file(config)}"),
+        without_requests(unless=is_asked_for),
+        torch.device("meta"),
+    ):
         if cls is not None:
             model = build_from_config(cls, config, **kwargs)
         else:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_shard.errors import CheckpointError, ModelError
+from fsdp_shard.models.named_files import refuse_named_files
 from fsdp_shard.utils import exceeded, first_line, limits, read_json, refuse_excess
 
 # The files of a hub repository to download: no weights of other frameworks, and pickles only without safetensors.
@@ -81,8 +82,8 @@ def check_model_files(directory: Path) -> None:
         directory: The directory of config or tokenizer.
 
     Raises:
-        ModelError: One is no regular file, larger than its limit, or JSON that is nested too deeply or has numbers that
-            no tokenizer has.
+        ModelError: One is no regular file, larger than its limit, or JSON that is nested too deeply, has numbers that
+            no tokenizer has, or names other files.
     """
     try:
         with os.scandir(directory) as entries:
@@ -108,6 +109,7 @@ def _check_file(path: Path, limit: str) -> None:
     refuse_excess(state.st_size, limit, f"{path} is too large to be read")
     if _fits(path.name, _SETTINGS):
         document = read_json(path)
+        refuse_named_files(path, document)
         if path.name == _TOKENIZER_CONFIG and (large := next(_large_numbers(document), None)) is not None:
             raise ModelError(f"{path} has the number {large}: {exceeded('tokens')}.")
 

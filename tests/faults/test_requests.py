@@ -21,6 +21,7 @@ from fsdp_shard import convert, load_dispatched
 from fsdp_shard.cli import load_recipe, run_command
 from fsdp_shard.config import COMMANDS, compose_jobs
 from fsdp_shard.errors import CheckpointError, ModelError
+from fsdp_shard.models import load_tokenizer
 from tests.support.commands import ROOT, run
 from tests.support.runs import RECIPES
 from tests.support.tiny import save_adapter
@@ -48,6 +49,25 @@ _GENERATION: dict[str, dict[str, Any]] = {
     "cached keys in another package": {"cache_implementation": "quantized", "cache_config": {"backend": "quanto"}},
     "compiled decoding": {"cache_implementation": "static"},
     "a loop of its own": {"custom_generate": "org/code"},
+    "more weights": {"use_mtp": True},
+    "a method on the hub": {"penalty_alpha": 0.6, "top_k": 4},
+    "another method on the hub": {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0},
+}
+# What a config asks for when it is read, and what settings of a tokenizer would open; `OUTSIDE` is a file elsewhere.
+_VISION = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+_REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a backbone": ("config.json", {"model_type": "detr", "backbone": "org/name", "use_timm_backbone": False}),
+    "the backbone of a part": (
+        "config.json",
+        _VISION | {"vision_config": {"model_type": "detr", "backbone": "org/name", "use_timm_backbone": False}},
+    ),
+    "another config": ("config.json", {"configuration_files": ["../config.4.0.0.json"]}),
+    "a vocabulary": ("tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "vocab": "OUTSIDE"}),
+    "a vocabulary, by the other file": ("special_tokens_map.json", {"vocab": "OUTSIDE"}),
+    "a tokenizer": ("tokenizer_config.json", {"fast_tokenizer_files": ["../tokenizer.4.0.0.json"]}),
+    "arguments": ("tokenizer_config.json", {"init_inputs": ["OUTSIDE"]}),
+    "a sentencepiece model": ("tokenizer_config.json", {"sp_model_kwargs": {"model_file": "OUTSIDE"}}),
+    "a dictionary": ("tokenizer_config.json", {"mecab_kwargs": {"mecab_option": "-d /OUTSIDE"}}),
 }
 _ADDRESSES = (
     *("http://host/model", "s3://bucket/run", "zip://a::file://b", "hf://org/name", "file:///etc", "memory://x"),
@@ -63,6 +83,7 @@ def test_no_file_of_a_model_leads_to_a_request_or_native_code(tiny_model: Path, 
         tmp_path,
         PYTHONPATH=f"{_STAND_INS}:{ROOT}",
         KERNEL_CALLS=str(calls),
+        HF_HUB_OFFLINE="0",
     )
     assert done.status == 0, done.err[-3000:]
     found = json.loads(done.out)
@@ -93,8 +114,29 @@ def child(tiny_model: str, texts: str, place: str, calls: str) -> None:
             found += [f"{name}, {command}: {what}" for what in (*requests, asked) if what]
             requests.clear()
             Path(calls).unlink(missing_ok=True)
+    found += _not_refused(Path(tiny_model), Path(place), requests)
     found += _unseen(Path(tiny_model), Path(calls), requests)
     print(json.dumps(found))
+
+
+def _not_refused(tiny_model: Path, place: Path, requests: list[str]) -> list[str]:
+    """What files ask for and get; the error has to name the file."""
+    found, outside = [], place / "words.txt"
+    outside.write_text("secret\n")
+    for name, (file, values) in _REFUSED.items():
+        model = place / f"refused {name}"
+        shutil.copytree(tiny_model, model)
+        document = json.loads((model / file).read_text()) if (model / file).exists() else {}
+        (model / file).write_text(json.dumps(document | values).replace("OUTSIDE", str(outside)))
+        try:
+            load_dispatched(model)
+            load_tokenizer(model)
+            found.append(f"{name}: it was not refused")
+        except ModelError as error:
+            found += [] if str(model) in str(error) else [f"{name}: {error}"]
+        found += [f"{name}: {what}" for what in requests]
+        requests.clear()
+    return found
 
 
 def _refuse(requests: list[str], event: str, args: Any) -> None:

@@ -1,0 +1,39 @@
+"""Files that a model's files name: transformers opens some of them wherever they are, and none has to be named."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.errors import ModelError
+
+
+def refuse_named_files(path: Path, settings: Any) -> None:
+    """Raise ModelError if a setting in a file of a config or a tokenizer is the path of another file.
+
+    Args:
+        path: The file.
+        settings: Its parsed content.
+    """
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        if (name := next(_named(key, value), None)) is not None:
+            raise ModelError(
+                f"{path} names the file {name!r} in its setting {key}; only files of {path.parent} are used, which are "
+                f"found by their usual names. Remove it there."
+            )
+
+
+def _named(key: str, value: Any) -> Iterator[str]:
+    """What transformers takes for a path in a setting. Of others, such as vocab_file, it ignores the value."""
+    if key in ("vocab", "merges"):
+        yield from _texts([value])
+    elif key == "init_inputs":
+        yield from _texts(value)
+    elif key in ("configuration_files", "fast_tokenizer_files"):
+        yield from (name for name in _texts(value) if "/" in name)
+    elif key.endswith("_kwargs") and isinstance(value, dict):  # of sentencepiece, MeCab, Sudachi
+        yield from _texts([value.get("model_file")])
+        yield from (text for text in _texts(list(value.values())) if "/" in text)
+
+
+def _texts(values: Any) -> list[str]:
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
