@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint import run_conversion
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import ConvertConfig
-from fsdp_shard.utils import check_writable, format_count, format_size, write_result
+from fsdp_shard.utils import check_writable, format_count, format_size, say, write_result
 
 
 def check(config: ConvertConfig) -> None:
@@ -23,7 +23,7 @@ def main(config: ConvertConfig) -> None:
     write_result(config.run_dir, asdict(report))
     checked = "read back and compared" if report.verified else "not read back"
     for note in report.notes:
-        print(note)
+        say(note)
     for kind, count in report.left_out.items():
         print(f"left out: {format_count(count, f'{kind} tensor')}")
     if not Path(config.target).expanduser().joinpath("config.json").exists():

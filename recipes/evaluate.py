@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fsdp_shard.cli import recipe
 from fsdp_shard.config import EvaluateConfig
 from fsdp_shard.evaluation import check_evaluation, settle_windows
 from fsdp_shard.inference import check_checkpoint
-from fsdp_shard.utils import write_result
+from fsdp_shard.utils import say, write_result
 
 
 def check(config: EvaluateConfig) -> None:
@@ -32,11 +30,11 @@ def main(config: EvaluateConfig) -> None:
         check_packing(model_config)
     tokenizer = load_tokenizer(source.tokenizer, config.dispatch.trust_remote_code)
     evaluation = EVALUATIONS[config.task](config, config.run_dir, model_config, tokenizer)
-    print(evaluation.describe(), flush=True)
+    say(evaluation.describe())
 
-    model = dispatch_model(source, model_config, config.dispatch, log=partial(print, flush=True))
+    model = dispatch_model(source, model_config, config.dispatch, log=say)
     figures = evaluation.measure(model)
-    print(figures.text)
+    say(figures.text)
     write_result(config.run_dir, figures.row)
 
 

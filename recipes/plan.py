@@ -8,7 +8,7 @@ from fsdp_shard.cli import recipe
 from fsdp_shard.config import PlanConfig, write_config
 from fsdp_shard.models import check_model_config
 from fsdp_shard.planning import planned_model
-from fsdp_shard.utils import write_result
+from fsdp_shard.utils import say, write_result
 
 
 def check(config: PlanConfig) -> None:
@@ -36,15 +36,15 @@ def main(config: PlanConfig) -> None:
     saving = config.checkpoint.asynchronous
     run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)
     plan = plan_memory(model_config, run)
-    print(f"{context.describe(length)}\n{plan_report(plan, config.device.memory_bytes)}")
+    say(f"{context.describe(length)}\n{plan_report(plan, config.device.memory_bytes)}")
     dispatched = {}
     if config.dispatch.device_map is not None:
         budget = KVCacheBudget(config.train.micro_batch_size, length)
         devices = plan_from_config(load_config(model.source.directory, trusted), config.dispatch, budget)
-        print(f"\n{devices.table()}\n{devices.describe()} of {budget}")
+        say(f"\n{devices.table()}\n{devices.describe()} of {budget}")
         dispatched = {"device_map": devices.devices, "dispatch": asdict(devices)}
     if model.step is not None:
-        print(f"\nThe run would resume from {model.step}; nothing was written into its directory. {model.note or ''}")
+        say(f"\nThe run would resume from {model.step}; nothing was written into its directory. {model.note or ''}")
     elif config.kept_run_dir is not None:
         write_config(config)
         length_of_run = {"sequence_length": length}

@@ -11,7 +11,7 @@ from typing import NoReturn, TypeGuard
 
 from fsdp_shard.distributed import Stopped, interrupt_on_signals, is_joined_rank, joined_rank
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
-from fsdp_shard.utils import one_line, printable, redact
+from fsdp_shard.utils import make_logs_printable, one_line, printable, redact
 
 
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
@@ -25,6 +25,7 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
         debug: Whether to print the traceback of an error.
     """
     gc.disable()
+    make_logs_printable()
     interrupt_on_signals(ctrl_c=False)
     status = _outcome(body, debug)
     if status:

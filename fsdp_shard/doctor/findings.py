@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fsdp_shard.distributed import joined_rank
 from fsdp_shard.errors import FsdpShardError, RunError
-from fsdp_shard.utils import format_count, printable
+from fsdp_shard.utils import format_count, say
 
 OK, SKIPPED, WARNING, PROBLEM = "ok", "-", "warn", "FAIL"
 
@@ -46,7 +46,7 @@ class Report:
     """
 
     def __init__(self, print_line: Callable[[str], None] | None = None) -> None:
-        self._print = print_line or (print if joined_rank() == 0 else lambda line: None)
+        self._print = print_line or (say if joined_rank() == 0 else lambda line: None)
         self._findings: list[Finding] = []
 
     def add(self, subject: str, findings: Iterable[Finding]) -> None:
@@ -61,7 +61,7 @@ class Report:
             if finding.mark == PROBLEM and finding in self._findings:
                 continue
             self._findings.append(finding)
-            self._print(f"{subject:<9} {finding.mark:<4}  {printable(finding.text)}")
+            self._print(f"{subject:<9} {finding.mark:<4}  {finding.text}")
 
     def conclude(self) -> None:
         """Print that there is no problem, or raise RunError."""

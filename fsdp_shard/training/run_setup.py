@@ -27,6 +27,7 @@ from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
+from fsdp_shard.utils import say
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def find_start(config: FinetuneSettings, context: DistributedContext) -> RunStar
     )
     note = run_on_main(context, lambda: check_base_model(config, step))
     if step is not None and run_on_main(context, lambda: resume.is_finished(step, config.run_dir, config.train)):
-        run_on_main(context, lambda: print(describe_finished(config, step), file=sys.stderr, flush=True))
+        run_on_main(context, lambda: say(describe_finished(config, step), sys.stderr))
         return None
     resume.verify_resumed(step, config.checkpoint, context)
     return RunStart(model_source(config, step), step, note)

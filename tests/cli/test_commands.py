@@ -442,6 +442,16 @@ def test_what_only_prints_leaves_no_directory(given: tuple[str, ...], tiny_model
         assert {written, "text.txt"} < set(_left(place))
 
 
+def test_what_libraries_quote_from_files_is_escaped(tiny_model: Path, place: Path) -> None:
+    model = shutil.copytree(tiny_model, place / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"\x1b[2J\n_token_id": -1}))
+    done = fsdp_shard("plan", f"model.path={model}", "data.sequence_length=16", cwd=place)
+    assert done.status == 0, done.err
+    assert "\\x1b[2J\n_token_id must be" in done.err, "transformers warns of it"
+    assert "\x1b" not in done.err + done.out
+
+
 def test_a_plan_leaves_no_directory(tiny_model: Path, place: Path) -> None:
     words = ("plan", f"model.path={tiny_model}", "data.sequence_length=16")
     assert fsdp_shard(*words, cwd=place).status == 0

@@ -26,7 +26,7 @@ from fsdp_shard.data.sources.source import Source
 from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.data.tokenized.token_file import TokenFile, summarize
 from fsdp_shard.errors import DataError
-from fsdp_shard.utils import atomic_directory, set_environment
+from fsdp_shard.utils import atomic_directory, one_line, set_environment
 
 if TYPE_CHECKING:
     import pyarrow
@@ -97,7 +97,7 @@ def _write(directory: Path, source: Source, encoder: Encoder, num_workers: int) 
             cache_file_name=str(directory / "tokens.arrow"),
             new_fingerprint="tokens",
             num_proc=num_workers if num_workers > 1 else None,
-            desc=f"tokenizing {source.name}",
+            desc=one_line(f"tokenizing {source.name}"),
         )
         return [Path(file["filename"]) for file in tokens.cache_files] if ends else []
 
@@ -107,7 +107,7 @@ def _store(source: Source, columns: tuple[str, ...], file: Path) -> tuple[list[i
     from tqdm import tqdm
 
     ends, number = list[int](), 0
-    title, rows = f"reading {source.name}", source.rows(columns)
+    title, rows = one_line(f"reading {source.name}"), source.rows(columns)
     with file.open("wb") as out, tqdm(rows, title, unit=" rows", unit_scale=True, disable=None, leave=False) as bar:
         for number, row in enumerate(bar, 1):
             values = {name: row.values[name] for name in columns if name in row.values} or row.values

@@ -17,7 +17,7 @@ from fsdp_shard.inference.generation.completions_file import CompletionsFile, op
 from fsdp_shard.inference.generation.decoder import Decoder, Figures
 from fsdp_shard.inference.generation.tokenize_prompts import check_room, tokenize_prompts
 from fsdp_shard.models import context_of, load_config, load_tokenizer
-from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, report_progress
+from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, report_progress, say
 
 _write = partial(print, end="", flush=True)
 
@@ -45,7 +45,7 @@ def generate(
         The figures of result.json; of all ranks on rank 0, of little use elsewhere.
     """
     source, is_main = settings.source, context is None or context.is_main
-    log: Log = partial(print, flush=True) if is_main else lambda text: None
+    log: Log = say if is_main else lambda text: None
     sampling, trusted = settings.generation, settings.dispatch.trust_remote_code
     config, tokenizer = load_config(source.directory, trusted), load_tokenizer(source.tokenizer, trusted)
     prompts = [] if settings.is_conversation else prompt_files.read_prompts(settings)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 from fsdp_shard.training.loop import StepReport
-from fsdp_shard.utils import format_number, format_size, printable
+from fsdp_shard.utils import format_number, format_size, printable, say
 
 _MAX_SOURCES = 6  # of a mixture, in a line
 
@@ -65,11 +65,10 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Show a line that is not about a step, above the bar if there is one."""
-        text = printable(text)
         if self._bar is not None:
-            self._bar.write(text, file=self._stream)
+            self._bar.write(printable(text), file=self._stream)
         elif self._enabled:
-            print(text, file=self._stream, flush=True)
+            say(text, self._stream)
 
     def close(self) -> None:
         """Close the bar, if there is one."""
