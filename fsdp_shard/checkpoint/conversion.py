@@ -16,6 +16,7 @@ from typing import Any
 
 from fsdp_shard.checkpoint.config import DEFAULT_SHARD_SIZE, ConvertSettings
 from fsdp_shard.checkpoint.digests import record_file, record_plan, record_tensor
+from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.formats.registry import recognize, writer
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, TensorSpec, atomicity, from_torch_name, torch_name
@@ -151,7 +152,8 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
         _refuse_part(index)
         _check_target(target, index, source.model_files if settings.overwrite else None)
         plan = plan_conversion(index, settings, source.model_files)
-        check_side_files(plan.model_files)
+        settings_of_adapter = {ADAPTER_CONFIG: source.weights / ADAPTER_CONFIG} if source.is_adapter else {}
+        check_side_files({**plan.model_files, **settings_of_adapter})
         stamps = _stamps(index)
         num_bytes = plan.target.num_bytes + sum(path.stat().st_size for path in plan.model_files.values())
         with atomicity.new_directory(target, num_bytes, replace=settings.overwrite, sync=settings.sync) as temporary:

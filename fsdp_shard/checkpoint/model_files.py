@@ -88,6 +88,11 @@ def list_model_files(root: Path) -> dict[str, Path]:
     return files
 
 
+def is_model_file(name: str) -> bool:
+    """Whether a file of this name is a model file."""
+    return _matches(name, (*_MODEL, *_TOKENIZER))
+
+
 def has_tokenizer(root: Path) -> bool:
     """Whether a directory has a tokenizer, and not only settings of one."""
     names = [name for name in list_model_files(root) if _matches(name, _TOKENIZER)]

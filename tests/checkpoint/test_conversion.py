@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_shard.checkpoint import conversion as convert_module, transfer
 from fsdp_shard.checkpoint.conversion import convert
+from fsdp_shard.checkpoint.digests import digest_chunks, record_file, record_tensor
 from fsdp_shard.checkpoint.integrity import verify as verification
 from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.io import atomicity
@@ -28,7 +29,7 @@ from fsdp_shard.utils import hold_lock
 from tests.checkpoint.files import assert_same, even_edges, random_tensor, write_huggingface, write_ranks
 from tests.checkpoint.test_index import uneven
 from tests.support.digests import tensor_digests
-from tests.support.tiny import llama
+from tests.support.tiny import llama, save_adapter
 
 
 @pytest.fixture(scope="module")
@@ -527,3 +528,31 @@ def test_side_files_that_are_not_what_was_sealed_are_not_sealed_anew(tiny_model:
         shutil.copy(sealed / name, wanted)
     convert(sealed, tmp_path / "target", config=wanted, tokenizer=wanted)
     assert json.loads((tmp_path / "target" / "config.json").read_text())["rms_norm_eps"] == 0.5
+
+
+def test_side_files_that_are_missing_from_a_sealed_source(tiny_model: Path, tmp_path: Path) -> None:
+    sealed = tmp_path / "sealed"
+    convert(tiny_model, sealed)
+    (sealed / "LICENSE").write_text("mine")  # what was added later goes along
+    convert(sealed, tmp_path / "more")
+    assert "LICENSE" in names(tmp_path / "more")
+    (sealed / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"sealed/generation_config\.json is missing, according to the manifest"):
+        convert(sealed, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_sealed_adapter_whose_settings_were_changed(tiny_model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_model)
+    with open_checkpoint(adapter) as index:
+        tensors = {
+            name: record_tensor(entry.spec, dict(enumerate(digest_chunks(index, name))))
+            for name, entry in index.tensors.items()
+        }
+    files = {name: record_file(adapter / name) for name in ("adapter_config.json", "adapter_model.safetensors")}
+    (adapter / "manifest.json").write_text(Manifest("gathered", files=files, tensors=tensors).to_json())
+    convert(adapter, tmp_path / "target")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 100}))
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is not what was written"):
+        convert(adapter, tmp_path / "target", overwrite=True)

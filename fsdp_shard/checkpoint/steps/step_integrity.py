@@ -13,6 +13,7 @@ from pathlib import Path
 from fsdp_shard.checkpoint import digests
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import in_threads, member
+from fsdp_shard.checkpoint.model_files import is_model_file
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
@@ -68,10 +69,18 @@ def check_side_files(files: Mapping[str, Path]) -> None:
         manifest = manifests[root]
         record = None if manifest is None else manifest.files.get(name)
         if record is not None and record.digest is not None and digests.file_digest(path) != record.digest:
-            raise CheckpointError(
-                f"{path} is not what was written, according to {root / MANIFEST}. Restore it; or, if the change is "
-                "yours, give a directory with the files as you want them as config=PATH and tokenizer=PATH."
-            )
+            raise _changed(path, "is not what was written")
+    for root, manifest in manifests.items():
+        for name in manifest.files if manifest is not None else ():
+            if is_model_file(name) and name not in files and not (root / name).exists():
+                raise _changed(root / name, "is missing")
+
+
+def _changed(path: Path, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} {how}, according to the {MANIFEST} of the checkpoint. Restore it; or, if the change is yours, give a "
+        "directory with the files as you want them as config=PATH and tokenizer=PATH."
+    )
 
 
 def check_content(directory: Path, part: int = 0, num_parts: int = 1) -> None:
