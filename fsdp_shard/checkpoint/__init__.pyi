@@ -40,6 +40,7 @@ from .io.safetensors_format import CASTABLE as CASTABLE, itemsize as itemsize, t
 from .keys.matching import MatchedNames as MatchedNames, match_names as match_names, untie as untie
 from .location import (
     Location as Location,
+    is_checkpoint as is_checkpoint,
     local_path as local_path,
     locate as locate,
     open_checkpoint as open_checkpoint,

@@ -20,7 +20,7 @@ from fsdp_shard.checkpoint.lora_merge import merge_adapter
 from fsdp_shard.checkpoint.model_files import CONFIG, has_tokenizer, list_model_files, replace_tokenizer
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.remote.store import is_remote
-from fsdp_shard.checkpoint.steps import CHECKPOINTS, MANIFEST, Store, choose_step, split_reference
+from fsdp_shard.checkpoint.steps import CHECKPOINTS, DCP_METADATA, MANIFEST, Store, choose_step, split_reference
 from fsdp_shard.errors import CheckpointError, InputError, ModelError
 from fsdp_shard.models import GGUF_FORMAT, check_model_config, download_model, gguf_model_files
 
@@ -311,6 +311,12 @@ def open_both(a: str | Path | Location, b: str | Path | Location) -> tuple[Tenso
     if one.is_adapter == two.is_adapter:
         return one.index, two.index
     return one.model_index, two.model_index
+
+
+def is_checkpoint(directory: Path, *, sealed: bool = False) -> bool:
+    """Whether a directory is a checkpoint with a config or the like besides weights; if `sealed`, with a manifest."""
+    names = (MANIFEST,) if sealed else (MANIFEST, CONFIG, DCP_METADATA, peft.ADAPTER_CONFIG)
+    return any(has_file(directory, name) for name in names) and recognize(directory) is not None
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

@@ -190,7 +190,7 @@ def _check(recipe: Recipe[C], config: C) -> None:
     if config.writes and not config.takes_training_run:
         _refuse_training_run(config)
     if config.kept_run_dir is not None:
-        _refuse_nested(Path(config.run_dir))
+        configs.refuse_nested(config)
         check_writable(config.run_dir, f"run_dir={config.run_dir}")
     recipe.check(config)
 
@@ -202,17 +202,6 @@ def _refuse_training_run(config: configs.RunConfig) -> None:
             f"run_dir={config.run_dir} is the directory of a training run, with checkpoints up to step {latest}, and "
             f"{config.command} would replace its {checkpoint.CONFIG_FILE} and {RESULT}; give another run_dir."
         )
-
-
-def _refuse_nested(run_dir: Path) -> None:
-    """Refuse a run_dir inside another run, which may be deleted or copied with it, or inside a checkpoint."""
-    own = run_dir.absolute()
-    for directory in (own, *own.parents):
-        if checkpoint.has_file(directory, checkpoint.MANIFEST) and checkpoint.read_manifest(directory) is not None:
-            raise ConfigError(f"run_dir={run_dir} is in the checkpoint {directory}; give a directory outside of it.")
-        store = checkpoint.Store(directory / checkpoint.CHECKPOINTS)
-        if directory != own and store.latest() is not None:
-            raise ConfigError(f"run_dir={run_dir} is inside the run {directory}; give a directory outside of it.")
 
 
 def _refuse_unused(config: configs.RunConfig) -> None:

@@ -18,3 +18,4 @@ from .compose import (
     write_config as write_config,
 )
 from .reference import help_text as help_text
+from .run_directory import refuse_nested as refuse_nested

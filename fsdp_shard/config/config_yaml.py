@@ -3,9 +3,25 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from fsdp_shard.checkpoint import CONFIG_FILE
 from fsdp_shard.utils import redact, redact_setting
+
+_COMMENT = "# To repeat this run: fsdp-shard "
+
+
+def is_of_run(directory: Path) -> bool:
+    """Whether a directory has the config.yaml of a run."""
+    file = directory / CONFIG_FILE
+    try:
+        if not file.is_file():
+            return False
+        with file.open("rb") as stream:
+            return stream.read(len(_COMMENT)) == _COMMENT.encode()
+    except OSError:
+        return False
 
 
 def as_yaml(config: Any, command: str, chosen: Mapping[str, str]) -> str:
@@ -18,7 +34,7 @@ def as_yaml(config: Any, command: str, chosen: Mapping[str, str]) -> str:
     """
     from omegaconf import OmegaConf
 
-    comment = f"# To repeat this run: fsdp-shard {command} THIS_FILE run_dir=NEW"
+    comment = f"{_COMMENT}{command} THIS_FILE run_dir=NEW"
     groups = [{name: option} for name, option in chosen.items()]
     defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *groups, "_self_"]})
     settings = OmegaConf.structured(_change_text(config, lambda name, text: escape(redact_setting(name, text))))

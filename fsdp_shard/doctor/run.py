@@ -18,7 +18,7 @@ import torch
 
 from fsdp_shard import inference, models, sharding, training
 from fsdp_shard.checkpoint import CheckpointConfig, Location, RemoteStore
-from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.config import FinetuneConfig, refuse_nested
 from fsdp_shard.data import Samples, open_samples, tokenize_all
 from fsdp_shard.distributed import uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
@@ -47,6 +47,7 @@ def check_run_directory(config: FinetuneConfig) -> Iterator[Finding]:
     run_dir, train = config.run_dir, config.train
     if (other := training.holder(Path(run_dir))) is not None:
         yield problem(f"run_dir={run_dir} is in use by another run ({other}); wait for it, or give another run_dir.")
+    refuse_nested(config)
     step = _resumed_step(config)
     if step is None:
         yield ok(f"run_dir={run_dir}: a new run starts")

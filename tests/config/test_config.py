@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fsdp_shard.config import (
 )
 from fsdp_shard.config.compose import Job, compose_jobs, write_config
 from fsdp_shard.config.reference import groups_of, help_text, markdown, settings_of
+from fsdp_shard.config.run_directory import refuse_nested
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config
 from fsdp_shard.training import AdamWConfig
@@ -481,6 +483,25 @@ def test_a_run_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run_dir=.*/file/x cannot be written: Not a directory"):
         write_config(_one("finetune", f"run_dir={tmp_path}/file/x"))
+
+
+def test_a_run_directory_inside_of_a_run_or_a_checkpoint(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(_one("evaluate", f"run_dir={tmp_path}/run"))
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for inside, words in (
+        (tmp_path / "run" / "a" / "b", "the directory of another run"),
+        (tmp_path / "link" / "a", "the directory of another run"),
+        (model / "a", "the checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=rf"run_dir={inside} is in {words}.*give a directory outside"):
+            refuse_nested(_one("finetune", f"run_dir={inside}"))
+    for run_dir in (tmp_path / "run", tmp_path / "other", model):
+        refuse_nested(_one("finetune", f"run_dir={run_dir}"))
+    monkeypatch.chdir(model)
+    refuse_nested(_one("evaluate"))  # its default is in the working directory
 
 
 def _leaves(config: Any, prefix: str = "") -> set[str]:

@@ -266,7 +266,7 @@ def test_other_commands_leave_a_training_run_alone(run_dir: Path, tiny_model: Pa
         ended = run_recipe(command, run_dir, *given)
         assert (ended.status, "is the directory of a training run" in ended.err) == (2, True), ended.err
     for inside, words in (
-        (run_dir / "mine", "is inside the run"),
+        (run_dir / "mine", "is in the directory of another run"),
         (_step(run_dir, STEPS) / "x", "is in the checkpoint"),
     ):
         ended = run_recipe("evaluate", inside, f"checkpoint={run_dir}", held_out)

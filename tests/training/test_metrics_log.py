@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.logging.loss_plot import check_plots, plot_losses, running_mean
 from fsdp_shard.training.logging.metrics_log import MetricsLog, read_rows
 from fsdp_shard.training.logging.progress import Progress
@@ -49,6 +49,13 @@ def test_rows_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
     log.write({"step": 1, "loss": 0.1})
     assert json.loads((tmp_path / "log").read_text()) == {"step": 1, "loss": 0.1}
     log.close()
+
+
+def test_a_log_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text('{"step": 1}\n')
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is a link to .*elsewhere"):
+        MetricsLog(tmp_path / "metrics.jsonl", 1)
 
 
 def test_no_log_has_no_rows(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def move_directory(source: Path, target: Path, *, replace: bool, sync: bool = Tr
 def recover(target: Path) -> None:
     """Undo a `move_directory` that a crash interrupted between its two renames: restore the old directory."""
     old = _replaced_name(target)
-    if old.is_dir() and not target.exists():
+    if old.is_dir() and not old.is_symlink() and not os.path.lexists(target):
         os.rename(old, target)
         fsync_path(target.parent)
 

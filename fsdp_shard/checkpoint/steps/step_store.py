@@ -227,6 +227,8 @@ class Store:
         matches = [re.fullmatch(r"\.(step-\d{8,})\.(partial|deleted|replaced)", name) for name in names]
         found = []
         for match in filter(None, matches):
+            if (self.root / match[0]).is_symlink():
+                continue  # no save makes links
             found.append(match[0])
             if match[2] == "replaced":
                 atomicity.recover(self.root / match[1])

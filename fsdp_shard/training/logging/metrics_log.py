@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import read_bounded, write_atomically
 
 _MAX_LINE = 1 << 20  # bytes; a row has some hundred
@@ -50,10 +51,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a log, without lines that are incomplete or damaged; an empty list if there is no file.
 
     Raises:
-        CheckpointError: It is no regular file, or too large.
+        CheckpointError: It is a link, no regular file, or too large.
     """
     if not os.path.lexists(path):
         return []
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a link to {os.readlink(path)}; it is not followed. Copy the file in its place."
+        )
     lines = read_bounded(path, "metadata_bytes").splitlines()
     return [row for line in lines if len(line) <= _MAX_LINE and (row := _parse(line)) is not None]
 

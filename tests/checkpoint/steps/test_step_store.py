@@ -86,6 +86,18 @@ def test_leftovers_of_crashes_are_cleaned(tmp_path: Path) -> None:
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
+def test_links_with_the_names_of_leftovers_are_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints")
+    save(store, 1)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "mine").touch()
+    for end in ("partial", "deleted", "replaced"):
+        (store.root / f".step-00000002.{end}").symlink_to(elsewhere)
+    assert store.clean_leftovers() == []
+    assert (elsewhere / "mine").exists()
+    assert store.steps() == [1]
+
+
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_directories_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
     if not can_exchange:

@@ -1,0 +1,28 @@
+"""Refuses a run_dir whose files would be mixed with those of a run or a checkpoint, and deleted or copied with them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdp_shard import checkpoint
+from fsdp_shard.config.command_configs import RunConfig
+from fsdp_shard.config.config_yaml import is_of_run
+from fsdp_shard.errors import ConfigError
+
+
+def refuse_nested(config: RunConfig) -> None:
+    """Raise ConfigError if run_dir lies in the directory of another run or in a checkpoint, by whatever links."""
+    path = Path(config.run_dir).absolute()
+    for own in dict.fromkeys((path, path.resolve())):
+        for around in _around(own, is_default=config.is_default_run_dir):
+            raise ConfigError(f"run_dir={config.run_dir} is in {around}; give a directory outside of it.")
+
+
+def _around(run_dir: Path, *, is_default: bool) -> Iterator[str]:
+    """The runs and checkpoints that a directory lies in. A default one may lie in a model without a manifest."""
+    for directory in (run_dir, *run_dir.parents):
+        is_own = directory == run_dir
+        if checkpoint.is_checkpoint(directory, sealed=is_default or is_own):
+            yield f"the checkpoint {directory}"
+        is_run = is_of_run(directory) or checkpoint.Store(directory / checkpoint.CHECKPOINTS).latest() is not None
+        if is_run and not is_own:
+            yield f"the directory of another run, {directory}"
