@@ -316,6 +316,30 @@ def test_a_step_that_is_deleted_while_it_is_verified(tmp_path: Path, model_dir: 
         verify(f"{run}@step-1")
 
 
+def test_a_step_that_loses_its_optimizer_while_it_is_verified(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, digest = Store(tmp_path / "checkpoints"), verification.file_digest
+    for step in (1, 2):
+        convert(model_dir, step_directory := store.path(step))
+        (step_directory / "optimizer").mkdir()
+        (step_directory / "optimizer" / "state").write_text("momentum")
+        manifest = read_manifest(step_directory)
+        assert manifest is not None
+        manifest.files["optimizer/state"] = record_file(step_directory / "optimizer" / "state")
+        (step_directory / "manifest.json").write_text(manifest.to_json())
+
+    def drop(path: Path) -> str:
+        store.drop_optimizer(1)
+        return digest(path)
+
+    monkeypatch.setattr(verification, "file_digest", drop)
+    assert verify(store.path(1)).is_sound
+    assert not (store.path(1) / "optimizer").exists()
+    (store.path(2) / "optimizer" / "state").unlink()
+    assert not verify(store.path(2)).is_sound
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

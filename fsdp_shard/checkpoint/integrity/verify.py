@@ -139,6 +139,21 @@ class _Checkpoint:
 
     def open(self) -> None:
         """Check the structure: files of the manifest, headers, and the bytes around the tensors in weight files."""
+        self._open()
+        if self.problems and self.manifest is not None and self._has_other_manifest(self.manifest):
+            self.problems.clear()
+            self.checked.clear()
+            self._open()
+
+    def _has_other_manifest(self, manifest: Manifest) -> bool:
+        """Whether it has another one now: of a step that is read, a training may drop the optimizer state."""
+        try:
+            now = read_manifest(self.path)
+        except CheckpointError:
+            return False
+        return now is not None and now != manifest
+
+    def _open(self) -> None:
         try:
             self.location = location = locate(self.path).based_on(self._base)
             self.manifest = read_manifest(location.weights) if self.path.is_dir() else None
