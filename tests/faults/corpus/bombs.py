@@ -261,6 +261,7 @@ _CONFIGS: dict[str, Damage] = {
     "a generation config of 3 GiB": _hole("generation_config.json", 3 * _GIB),
 }
 _HARMLESS: dict[str, Damage] = {  # to some commands
+    "the origin of a config in a hole of 3 GiB": _hole("made_from.txt", 3 * _GIB),
     "a vocabulary of 10^15": _config(vocab_size=10**15),
     "10^9 positions": _config(max_position_embeddings=10**9),
     "a head_dim of 10^12": _config(head_dim=10**12),
