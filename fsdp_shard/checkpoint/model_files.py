@@ -75,13 +75,14 @@ def list_model_files(root: Path) -> dict[str, Path]:
         Name -> path.
 
     Raises:
-        CheckpointError: One is a link that leads out of the directory.
+        CheckpointError: One is a link that leads out of the directory, or a config is too large.
     """
     patterns = [*_TOKENIZER, *(_MODEL if has_file(root, CONFIG) else ())]
     names = [name for name in list_files(root) if _matches(name, patterns) and has_file(root, name)]
     files = {name: member(root, name) for name in names if not name.endswith(".py")}
     # Weights may lie among scripts of the user's, which are not the model's.
-    if any(b'"auto_map"' in path.read_bytes() for name, path in files.items() if name.endswith("config.json")):
+    configs = [path for name, path in files.items() if name.endswith("config.json")]
+    if any(b'"auto_map"' in read_bounded(path, "config_bytes") for path in configs):
         files |= {
             name: member(root, name) for name in list_files(root) if name.endswith(".py") and has_file(root, name)
         }

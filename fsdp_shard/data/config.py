@@ -70,7 +70,8 @@ class DataConfig(KindSettings):
     )
     workers: int = setting(
         1,
-        "Processes that tokenize, with data.streaming on each rank; 0 or 1: one, with the tokenizer's own threads.",
+        "Processes that tokenize, with data.streaming on each rank; 0 or 1: no further process, but the tokenizer's "
+        "own threads.",
         minimum=0,
     )
     cache_dir: str | None = setting(

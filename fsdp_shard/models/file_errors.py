@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _EXPLAINED = (ValueError, OSError, RuntimeError, ImportError)
 MADE_FROM = "made_from.txt"
 """In the directory of files that were made from a GGUF file, its path."""
+_LONGEST_PATH = 4096
 _PANIC = "PanicException"  # of libraries in Rust; no Exception, and there is nothing to import it from
 
 
@@ -80,4 +81,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> str:
 def origin(path: str) -> str:
     """The GGUF file that the files of a directory were made from, if that is where they come from; else `path`."""
     note = Path(path, MADE_FROM)
-    return note.read_text(encoding="utf-8", errors="replace") if path and note.is_file() else path
+    if not path or not note.is_file():
+        return path
+    with note.open(encoding="utf-8", errors="replace") as file:
+        return file.read(_LONGEST_PATH)

@@ -47,13 +47,17 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
         ModelError: The config is missing, transformers cannot use it, it asks for something to be downloaded, or the
             model takes too much time or memory to build, even without weights.
     """
-    check_model_files(directory)
-    if not trust_remote_code:
-        try_config(directory, lambda: build_on_meta(_read_config(directory, trust_remote_code)))
+    _check_files(directory, trust_remote_code)
     with model_errors(f"The config in {directory} cannot be used"):
         config = _read_config(directory, trust_remote_code)
     _check_values(config)
     return config
+
+
+def _check_files(directory: Path, trust_remote_code: bool) -> None:
+    check_model_files(directory)
+    if not trust_remote_code:
+        try_config(directory, lambda: build_on_meta(_read_config(directory, trust_remote_code)))
 
 
 def _read_config(directory: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -152,7 +156,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> PreTrain
         ModelError: The tokenizer files are missing, transformers cannot use them, or the tokenizer or its chat template
             takes too much time or memory for a few words.
     """
-    check_model_files(directory)
+    _check_files(directory, trust_remote_code)  # transformers looks into the config for the class of the tokenizer
     advice = (
         "Copy the tokenizer files of the original model into that directory, or name them with tokenizer=PATH "
         "(generate, evaluate, convert; --tokenizer in diff)."

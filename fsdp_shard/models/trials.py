@@ -36,11 +36,11 @@ _CONVERSATIONS: tuple[list[dict[str, str]], ...] = (
 _DECODED = 4096  # tokens, equally far apart
 
 _Use = Callable[[Any], None]
-_passed: set[tuple[object, ...]] = set()  # configs, by path and state of the file
+_tried: dict[tuple[object, ...], ModelError | None] = {}  # configs by path and state of the file, and what came of them
 
 
 def try_config(directory: Path, build: Callable[[], object]) -> None:
-    """Build a model from its config, without weights, as `build` does.
+    """Build a model from its config, without weights, as `build` does; once for a file.
 
     Args:
         directory: The directory of config.json.
@@ -54,11 +54,15 @@ def try_config(directory: Path, build: Callable[[], object]) -> None:
         return
     state = path.stat()
     key = (str(path.resolve()), state.st_ino, state.st_size, state.st_mtime_ns)
-    if key in _passed:
-        return
-    _import_classes(read_json(path))
-    run_limited(lambda: _try(build), f"building the model of {path}", kind="build", error=ModelError)
-    _passed.add(key)
+    if key not in _tried:
+        _import_classes(read_json(path))
+        try:
+            run_limited(lambda: _try(build), f"building the model of {path}", kind="build", error=ModelError)
+            _tried[key] = None
+        except ModelError as error:
+            _tried[key] = error
+    if (known := _tried[key]) is not None:
+        raise known
 
 
 def try_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

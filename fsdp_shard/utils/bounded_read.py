@@ -87,7 +87,7 @@ def parse_json(data: bytes, where: str) -> Any:
     except ValueError as error:
         raise CheckpointError(f"{where} is not valid JSON: {error}.") from None
     inner = [document]
-    for _ in range(limits().nesting + 1):
+    for _ in range(limits().nesting):
         inner = [item for part in inner for item in _items(part) if isinstance(item, (dict, list))]
     if inner:
         raise _too_deep(where)

@@ -48,7 +48,7 @@ class Limits:
     directory_entries: int = 100_000
     view_bytes: int = 64 << 20
     buffer_bytes: int = 256 << 20
-    build_seconds: float = 1.5
+    build_seconds: float = 1.2
     build_bytes: int = 128 << 20
     render_seconds: float = 1.0
     render_bytes: int = 128 << 20

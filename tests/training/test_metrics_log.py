@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import os
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -36,6 +37,14 @@ def test_a_resumed_log_is_that_of_a_run_without_a_stop(tmp_path: Path) -> None:
     write_steps(tmp_path / "parts", range(5, 9), resumed_step=4)
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["parts", "whole"]
+
+
+def test_a_log_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(CheckpointError, match="fifo is not a regular file"):
+        read_rows(tmp_path / "fifo")
+    (tmp_path / "long").write_bytes(b'{"step": 1, "loss": %s}\n{"step": 2}\n' % (b"9" * (1 << 20)))
+    assert read_rows(tmp_path / "long") == [{"step": 2}]
 
 
 def test_a_new_run_begins_a_new_log(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
+_OTHER_FILES = 64  # that a process has open besides those that are mapped
+
 
 @dataclass(frozen=True)
 class _Mapped:
@@ -66,6 +68,8 @@ class MappedFiles:
         entry = self._index.entry(name)
         spans = self._spans(name)
         if not spans or to_torch(entry.dtype) != dtype or spans[0].start % dtype.itemsize:
+            return None
+        if not self._may_open({span.file for span in spans}):
             return None
         if any(span.stop > len(self._open(span.file).memory) for span in spans):
             return None  # whoever reads it reports that the file is cut short
@@ -110,6 +114,12 @@ class MappedFiles:
             if stitched is not None:
                 self._stitched[name] = stitched
         return self._stitched.get(name)
+
+    def _may_open(self, names: set[str]) -> bool:
+        """Whether the process may have so many files open: each that is mapped is open twice."""
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        num_open = 2 * len(self._files.keys() | names)
+        return names <= self._files.keys() or allowed == resource.RLIM_INFINITY or num_open + _OTHER_FILES <= allowed
 
     def _open(self, name: str) -> _Mapped:
         if name not in self._files:

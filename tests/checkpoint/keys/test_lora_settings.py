@@ -291,6 +291,24 @@ def assert_refused(adapter: Path) -> None:
     assert message in [problem.message for problem in verify(adapter).problems]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "(.*.*)*.*(.*.*)*q_projx"},
+        {"exclude_modules": "(.*.*)*.*(.*.*)*q_projx"},
+        {"rank_pattern": {"(.*.*)*.*(.*.*)*q_projx": 4}},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_pattern_that_never_ends_is_refused(
+    settings: dict[str, Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_SHARD_LIMITS", "build_seconds=0.3")
+    adapter = made(root, tmp_path, ("plain", settings, None))
+    with pytest.raises(CheckpointError, match=r"patterns .*FSDP_SHARD_LIMITS=build_seconds=VALUE"):
+        by_us(adapter)
+
+
 def test_what_is_left_out_is_said(root: Path, tmp_path: Path) -> None:
     adapter = made(root, tmp_path, ("plain", {"target_modules": ["q_proj", "k_proj"]}, None))
     absent, left_out = locate(adapter).model_index.notes

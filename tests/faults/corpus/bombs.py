@@ -170,10 +170,10 @@ _HEADERS: list[tuple[str, str, Damage]] = [
     ("a manifest of 900 MiB", "sealed", _hole("manifest.json", 900 << 20)),
     ("a manifest that is nested", "sealed", edits.literal("manifest.json", "mesh", edits.DEEP)),
     (
-        "a manifest of a million chunks",
+        "a manifest of 300,000 chunks",
         "sealed",
         edits.sealed_manifest(
-            lambda document: document["tensors"]["model.norm.weight"].update(chunks=["0" * 32] * 10**6)
+            lambda document: document["tensors"]["model.norm.weight"].update(chunks=["0" * 32] * 300_000)
         ),
     ),
     ("terabytes of one number", "pytorch", _saved(lambda: _views(1, 10**6, 10**6))),
@@ -252,7 +252,6 @@ _CONFIGS: dict[str, Damage] = {
         model_type="nllb-moe", architectures=["NllbMoeForConditionalGeneration"], num_experts=10**5
     ),
     "a hidden size of 10^12": _config(hidden_size=10**12),
-    "a vocabulary of 10^15": _config(vocab_size=10**15),
     "10^12 heads": _config(num_attention_heads=10**12),
     "a hole of 3 GiB": _hole(_CONFIG, 3 * _GIB),
     "a hole of 900 MiB": _hole(_CONFIG, 900 << 20, b'{"model_type": "llama", "a": "'),
@@ -261,27 +260,29 @@ _CONFIGS: dict[str, Damage] = {
     "nested 900 times": edits.literal(_CONFIG, "comment", "[" * 900 + "]" * 900),
     "a generation config of 3 GiB": _hole("generation_config.json", 3 * _GIB),
 }
-_HARMLESS: dict[str, Damage] = {  # for what reads them: they are refused, or are not what they seem
+_HARMLESS: dict[str, Damage] = {  # to some commands
+    "the origin of a config in a hole of 3 GiB": _hole("made_from.txt", 3 * _GIB),
+    "a vocabulary of 10^15": _config(vocab_size=10**15),
     "10^9 positions": _config(max_position_embeddings=10**9),
     "a head_dim of 10^12": _config(head_dim=10**12),
     "rope of 10^12": _config(head_dim=10**12, partial_rotary_factor=10.0),
 }
 
 
-def _pattern(**values: Any) -> Callable[[Path], None]:
-    return damaged("adapter", edits.fields(_ADAPTER, **values))
+def _pattern(**values: Any) -> Damage:
+    return edits.fields(_ADAPTER, **values)
 
 
 _ENDLESS = r"(([a-z_.0-9])+)+!"
-_ADAPTERS: dict[str, Callable[[Path], None]] = {
+_ADAPTERS: dict[str, Damage] = {
     "an alpha_pattern that never ends": _pattern(alpha_pattern={_ENDLESS: 3}),
     "a rank_pattern that never ends": _pattern(rank_pattern={_ENDLESS: 3}),
     "target_modules that never end": _pattern(target_modules=_ENDLESS),
     "exclude_modules that never end": _pattern(exclude_modules=_ENDLESS),
     "modules_to_save that never end": _pattern(modules_to_save=[_ENDLESS]),
     "layers_pattern that never ends": _pattern(layers_pattern=[_ENDLESS], layers_to_transform=[0]),
-    "an adapter_config.json of 3 GiB": damaged("adapter", _hole(_ADAPTER, 3 * _GIB)),
-    "an adapter_config.json that is nested": damaged("adapter", edits.literal(_ADAPTER, "r", edits.DEEP)),
+    "an adapter_config.json of 3 GiB": _hole(_ADAPTER, 3 * _GIB),
+    "an adapter_config.json that is nested": edits.literal(_ADAPTER, "r", edits.DEEP),
 }
 
 
@@ -324,9 +325,7 @@ _TEMPLATES: dict[str, str] = {
     "loops in loops": _LOOP,
     "a range of 10^9": "{% for a in range(10**9) %}{% endfor %}",
     "a text of 10^10": "{{ 'a' * 10**10 }}",
-    "a text that doubles": (
-        "{% set t = namespace(a='a') %}{% for _ in range(40) %}{% set t.a = t.a + t.a %}{% endfor %}"
-    ),
+    "a text that doubles": "{% set t = namespace(a='a') %}{% for _ in range(40) %}{% set t.a = t.a * 2 %}{% endfor %}",
     "a number of 10^10 bits": "{{ 2 ** (10**10) }}",
     "a width of 10^10": "{{ 'a' | center(10**10) }}",
     "an indent of 10^10": "{{ 'a\nb' | indent(10**10) }}",
@@ -359,14 +358,14 @@ _RUNS: dict[str, Damage] = {
 }
 
 
-def _nested(*names: str) -> Damage:
-    """640 directories in each other."""
+def _nested(count: int, *names: str) -> Damage:
+    """Directories in each other."""
 
     def apply(root: Path) -> None:
         before = os.getcwd()
         try:
             os.chdir(root)
-            for number in range(640):
+            for number in range(count):
                 os.mkdir(names[number % len(names)])
                 os.chdir(names[number % len(names)])
         finally:
@@ -384,7 +383,7 @@ def _build(*damages: Damage) -> Callable[[Path], None]:
 
 
 def _many_directories(root: Path) -> None:
-    for number in range(5000):
+    for number in range(2500):
         (root / f"step-{number}").mkdir()
 
 
@@ -399,29 +398,31 @@ def _loop(root: Path) -> None:
 
 
 _DIRECTORIES: dict[str, Callable[[Path], None]] = {
-    "640 directories of steps": _build(_nested("step-1", "checkpoints")),
-    "640 directories of actors": _build(_nested("actor")),
-    "640 directories of any name": _build(_nested("d")),
+    "200 directories of steps": _build(_nested(200, "step-1", "checkpoints")),
+    "640 directories of actors": _build(_nested(640, "actor")),
+    "640 directories of any name": _build(_nested(640, "d")),
     "links to themselves": _build(_links),
-    "5,000 steps of nothing": _build(_many_directories),
+    "2,500 steps of nothing": _build(_many_directories),
     "a file that is a link to itself": damaged("model", _loop),
     "weights that are a FIFO": damaged("model", edits.fifo(_MODEL)),
     "an index that is a FIFO": damaged("indexed", edits.fifo(_INDEX)),
     "a metadata that is a FIFO": damaged("dcp", edits.fifo(".metadata")),
 }
 
+
+def _cases(kind: str, found: dict[str, Damage], *, base: str = "model", expect: str = "error") -> list[Case]:
+    return [Case(f"{kind}: {name}", damaged(base, damage), expect, kind) for name, damage in found.items()]
+
+
 CASES = [
     *(Case(name, damaged(base, damage)) for name, base, damage in _HEADERS),
     *(Case(f"GGUF: {name}", damaged("gguf", damage)) for name, damage in _GGUF),
-    *(Case(name, damaged("model", damage), damages="config") for name, damage in _CONFIGS.items()),
-    *(Case(name, damaged("model", damage), expect="any", damages="config") for name, damage in _HARMLESS.items()),
-    *(Case(name, build, damages="adapter") for name, build in _ADAPTERS.items()),
-    *(Case(name, damaged("model", damage), damages="tokenizer") for name, damage in _TOKENIZERS.items()),
-    *(Case(name, damaged("model", damage), expect="any", damages="tokenizer") for name, damage in _FIFOS.items()),
-    *(
-        Case(f"template: {name}", damaged("model", edits.content("chat_template.jinja", text)), damages="chat")
-        for name, text in _TEMPLATES.items()
-    ),
-    *(Case(name, damaged("run", damage), damages="training") for name, damage in _RUNS.items()),
     *(Case(name, build) for name, build in _DIRECTORIES.items()),
+    *_cases("config", _CONFIGS),
+    *_cases("config", _HARMLESS, expect="any"),
+    *_cases("adapter", _ADAPTERS, base="adapter"),
+    *_cases("tokenizer", _TOKENIZERS),
+    *_cases("tokenizer", _FIFOS, expect="any"),
+    *_cases("chat", {name: edits.content("chat_template.jinja", text) for name, text in _TEMPLATES.items()}),
+    *_cases("training", _RUNS, base="run"),
 ]
