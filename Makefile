@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow faults models check lint docs coverage bench-convert bench-train bench-save bench-inference bench-coverage clean
+.PHONY: help install demo test slow faults models check lint docs first-hour coverage bench-convert bench-train bench-save bench-inference bench-coverage clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
@@ -15,6 +15,7 @@ help:
 	@echo "make models    dispatch each of MODELS=DIR:DIR under every map, against transformers (minutes for each)"
 	@echo "make lint      repair formatting, and what ruff can"
 	@echo "make docs      write docs/config.md anew from the settings in the code"
+	@echo "make first-hour  run the commands of docs/first-hour.md with MODEL=DIR TEXT=FILE, and write what they print"
 	@echo "make coverage  the tests again, with the lines that none of them runs"
 	@echo "make bench-convert  conversions against cp and other libraries, in WORK (needs 30 GB and a quiet machine)"
 	@echo "make bench-train    training against a bare loop and other trainers, in WORK; MODEL=DIR adds a real model"
@@ -49,6 +50,10 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	@$(VENV)/bin/python -m fsdp_shard.config.reference > docs/config.md && echo "docs/config.md is written"
+
+first-hour: $(STAMP)
+	@test -n "$(MODEL)" -a -n "$(TEXT)" || { echo "make first-hour needs MODEL=DIR TEXT=FILE" >&2; exit 2; }
+	@$(VENV)/bin/python -m tests.support.transcript docs/first-hour.md --copy "$(MODEL)=llama" "$(TEXT)=jargon.txt"
 
 coverage: $(STAMP)
 	@scripts/coverage

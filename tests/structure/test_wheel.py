@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,13 @@ def test_the_wheel_puts_nothing_but_the_package_on_the_path(wheel: Path) -> None
     assert "fsdp_shard/py.typed" in names
 
 
+def test_every_extra_is_documented() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = [line for line in (ROOT / "docs" / "install.md").read_text().splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
+    assert documented == set(extras)
+
+
 def test_every_command_works_away_from_the_checkout(command: Path, tmp_path: Path) -> None:
     where = _run([command.parent / "python", "-c", "import fsdp_shard; print(fsdp_shard.__file__)"], tmp_path)
     assert str(command.parent.parent) in where.out
@@ -91,6 +101,7 @@ def test_recipes_and_configs_come_along(command: Path, tmp_path: Path) -> None:
         assert (shown.status, shown.err) == (0, "")
 
 
+@pytest.mark.skipif(find_spec("torchao") is not None, reason="nothing is missing where torchao is installed")
 def test_the_command_that_an_error_names_installs_the_extra(command: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("text")
     settings = ["model.path=.", "data.path=text.txt", "run_dir=run", "optim=adamw8bit"]

@@ -1,0 +1,74 @@
+"""docs/first-hour.md: its commands still run, end as they did, and print what it shows but for numbers."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.commands import ROOT
+from tests.support.transcript import commands_in, prepared, run_again, shape
+
+pytestmark = pytest.mark.slow
+
+DOCUMENT = ROOT / "docs" / "first-hour.md"
+
+
+def write_dictionary(file: Path) -> Path:
+    """Entries as those of the Jargon File: a term, an empty line, indented paragraphs."""
+    meanings = {name: textwrap.dedent(text).split("\n\n") for name, text in sorted(topics.items())}
+    entries = [
+        f"{name} {number}\n\n{textwrap.indent(paragraph.strip(), '    ')}\n"
+        for name, paragraphs in meanings.items()
+        for number, paragraph in enumerate(paragraphs)
+    ]
+    file.write_text("\n".join(entries), encoding="utf-8")
+    return file
+
+
+def write_model(directory: Path, text: Path) -> Path:
+    """A random Llama with the layers and the context of the one in the document, and a tokenizer for `text`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train([str(text)], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=341,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1024,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.timeout(1500)
+def test_the_first_hour_goes_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    text = write_dictionary(tmp_path / "dictionary.txt")
+    model, work = write_model(tmp_path / "model", text), tmp_path / "work"
+    work.mkdir()
+    document = DOCUMENT.read_text(encoding="utf-8")
+    again = commands_in(run_again(document, prepared(work, {model: "llama", text: "jargon.txt"})))
+    for written, now in zip(commands_in(document), again, strict=True):
+        assert now.failed == written.failed, now
+        assert shape(now) == shape(written), now
