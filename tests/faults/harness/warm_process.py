@@ -27,6 +27,7 @@ import transformers  # so that all children have it
 
 from tests.faults.corpus import bases
 from tests.faults.corpus.case import Case, cases
+from tests.faults.fuzz import formats
 from tests.faults.harness import child
 from tests.faults.harness.commands import Command, commands
 from tests.faults.harness.outcome import WALL_SECONDS, Outcome
@@ -61,7 +62,8 @@ class Job(NamedTuple):
 
     @property
     def case(self) -> Case:
-        return cases(self.subject)[self.name]
+        """The case; of an example of hypothesis, the name says how to build it."""
+        return formats.case(self.name) if self.subject == "fuzz" else cases(self.subject)[self.name]
 
 
 def warm_up(found: dict[str, Command], place: Path) -> dict[str, float]:
