@@ -79,7 +79,6 @@ _MERGES: dict[str, Damage] = {
     "base of 10,000 letters": _set(base_model_name_or_path="/" + "a" * 10_000),
     "base of itself": _of_itself,
     "base without weights": _on_base(edits.gone("model.safetensors")),
-    "base without config": _on_base(edits.gone("config.json")),
     "base damaged": _on_base(edits.cut("model.safetensors", -50)),
     "lora_alpha a text": _set(lora_alpha="8"),
     "lora_alpha null": _set(lora_alpha=None),
@@ -136,6 +135,7 @@ _EITHER: dict[str, Damage] = {
 }
 
 CASES = [
+    Case("base without config", damaged("adapter", _on_base(edits.gone("config.json"))), damages="config"),
     *(Case(name, damaged("adapter", damage)) for name, damage in _HEADERS.items()),
     *(Case(name, damaged("adapter", damage), damages="adapter") for name, damage in _MERGES.items()),
     *(Case(name, damaged("adapter", damage), expect="any", damages="adapter") for name, damage in _EITHER.items()),

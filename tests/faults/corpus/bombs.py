@@ -354,7 +354,7 @@ _RUNS: dict[str, Damage] = {
     "run_config.yaml of 3 GiB": _hole(f"{_STEP}/run_config.yaml", 3 * _GIB),
     "run_config.yaml that repeats itself": _settings(f"defaults: []\na0: &a0 [x, x]\n{_LAUGHS}\n"),
     "run_config.yaml that is nested": _settings("defaults: " + "[" * 60_000),
-    "a manifest of 3 GiB": _hole(f"{_STEP}/manifest.json", 3 * _GIB),
+    "the manifest of a step of 3 GiB": _hole(f"{_STEP}/manifest.json", 3 * _GIB),
 }
 
 

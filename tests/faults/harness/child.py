@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,11 @@ _MOST_BYTES = 2 << 30  # a bomb ends here, so that the machine does not
 _ALLOWED_IMPORTS = {"fsdp_shard", "tests", "fsdp_shard_recipe"}
 
 
-def run(
-    case: Case, place: Path, chosen: Sequence[str], commands: dict[str, Command], send: Callable[[Outcome], None]
-) -> None:
-    """Build the case below `place`, and send how each of the chosen commands ends on it, as it ends."""
+def run(case: Case, place: Path, chosen: Sequence[str], commands: dict[str, Command]) -> Iterator[Outcome]:
+    """Build the case below `place`, and yield how each of the chosen commands ends on it.
+
+    Several cases may run in one child, one after the other, each in a directory of its own.
+    """
     outside = place / "case"
     outside.mkdir(parents=True)
     (outside / "secret").write_text("secret")
@@ -38,14 +40,16 @@ def run(
         warnings.simplefilter("ignore")
         built = case.build(outside / "model")
     path = built if isinstance(built, Path) else outside / "model"
-    _limit_memory()
     watch = _Watch(outside, outside / "model")
     os.chdir(place)
     for number, name in enumerate(chosen):
         work = place / f"work-{number}"
         work.mkdir()
-        send(_measured(name, lambda name=name, work=work: commands[name](path, work), watch, place))  # type: ignore[misc]
+        outcome = _measured(name, partial(commands[name], path, work), watch, place)
+        outcome.root = str(outside / "model")
+        yield outcome
         shutil.rmtree(work, ignore_errors=True)
+    watch.close()
 
 
 def _measured(name: str, call: Callable[[], None], watch: _Watch, place: Path) -> Outcome:
@@ -124,10 +128,10 @@ def _cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _limit_memory() -> None:
+def limit_memory() -> None:
+    """Let this process end by a MemoryError before it takes what the machine has."""
     limit = _status_bytes("VmData") + _MOST_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, _MOST_BYTES))
 
 
 class _Watch:
@@ -140,9 +144,13 @@ class _Watch:
         self._kernel_calls = outside.parent / "kernel-calls"
         os.environ["KERNEL_CALLS"] = str(self._kernel_calls)
         self._seen: list[str] = []
-        sys.addaudithook(self._hear)
+        self._is_open = True
+        sys.addaudithook(self._hear)  # which stays as long as the process
         socket.socket.connect = self._refuse("connect")  # type: ignore[method-assign]
         socket.getaddrinfo = self._refuse("getaddrinfo")
+
+    def close(self) -> None:
+        self._is_open = False
 
     def reset(self) -> None:
         self._seen.clear()
@@ -160,7 +168,7 @@ class _Watch:
         return harm
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(arguments[0], str):
+        if self._is_open and event == "open" and isinstance(arguments[0], str):
             file = os.path.abspath(arguments[0])
             if file.startswith(f"{self._outside}/") and not (file + "/").startswith(f"{self._inside}/"):
                 self._seen.append(f"opened {file}")

@@ -19,9 +19,10 @@ from tests.support.runs import RECIPES
 Command = Callable[[Path, Path], None]  # (what the command is given, an empty directory to work in)
 
 FORMATS = ("huggingface", "sharded", "dcp")
-# Which commands must refuse a case of this damage. All others may do without what is damaged.
 _LOADING = ("generate", "chat", "evaluate", "finetune", "train-chat", "load", "logits")
 _CONVERTING = tuple(f"convert-{format}" for format in FORMATS)
+SLOW = ("logits", "finetune", "train-chat", "plan", "doctor", "resume")
+# Which commands must refuse a case of this damage. All others may do without what is damaged.
 READERS = {
     "headers": ("open", "inspect", "verify", "diff", *_CONVERTING, *_LOADING),
     "values": ("verify",),

@@ -30,6 +30,7 @@ class Outcome:
         cpu_seconds: Of the process and its children.
         growth_bytes: By which the process, or a child, was larger than before.
         hung: Whether it was ended for taking too long.
+        root: Where the case was, which clear errors name.
         harm: Requests, imports, kernels asked for, and files outside the case that it opened or changed.
     """
 
@@ -41,8 +42,9 @@ class Outcome:
     growth_bytes: int = 0
     hung: bool = False
     harm: list[str] = field(default_factory=list)
+    root: str = ""
 
-    def classify(self, case: Case, root: str) -> str:
+    def classify(self, case: Case) -> str:
         """One of GOOD or BAD."""
         for name, applies in (
             ("harm", bool(self.harm)),
@@ -58,12 +60,17 @@ class Outcome:
             return "silent" if is_silent else "rightly accepted"
         if case.expect == "accepted":
             return "refused"
-        return "clear error" if self._is_clear(root) else "unclear"
+        return "clear error" if self._is_clear() else "unclear"
 
-    def _is_clear(self, root: str) -> bool:
+    def _is_clear(self) -> bool:
         """Whether the error is one short paragraph, and it or what was printed before (verify's list) has the file."""
         lines = self.error.strip().splitlines()
-        return len(lines) == 1 and len(lines[0]) <= _LONGEST and root in self.said
+        return len(lines) == 1 and len(lines[0]) <= _LONGEST and self.root in self.said
+
+    def describe(self) -> str:
+        """What went wrong, for the failure of a test."""
+        cost = f"{self.cpu_seconds} s, {self.growth_bytes >> 20} MB"
+        return f"{cost}; {self.harm or ''} {self.error or self.said}"[:600]
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "said": self.said[-4000:]}

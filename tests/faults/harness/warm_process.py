@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import os
 import select
@@ -19,13 +20,14 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers  # so that all children have it
 
 from tests.faults.corpus import bases
 from tests.faults.corpus.case import Case, cases
+from tests.faults.fuzz import formats
 from tests.faults.harness import child
 from tests.faults.harness.commands import Command, commands
 from tests.faults.harness.outcome import WALL_SECONDS, Outcome
@@ -46,9 +48,22 @@ def main(place: Path) -> None:
     answers.write(json.dumps(healthy) + "\n")
     for line in sys.stdin:
         request = json.loads(line)
-        case = cases(request["subject"])[request["case"]]
-        outcomes = run_case(case, request["commands"], found, place / "cases", request.get("seconds", WALL_SECONDS))
-        answers.write(json.dumps([outcome.to_dict() for outcome in outcomes]) + "\n")
+        jobs = [Job(*job) for job in request["jobs"]]
+        outcomes = run_jobs(jobs, found, place / "cases", request["seconds"])
+        answers.write(json.dumps([[outcome.to_dict() for outcome in ended] for ended in outcomes]) + "\n")
+
+
+class Job(NamedTuple):
+    """A case, and commands to run on it."""
+
+    subject: str
+    name: str
+    commands: Sequence[str]
+
+    @property
+    def case(self) -> Case:
+        """The case; of an example of hypothesis, the name says how to build it."""
+        return formats.case(self.name) if self.subject == "fuzz" else cases(self.subject)[self.name]
 
 
 def warm_up(found: dict[str, Command], place: Path) -> dict[str, float]:
@@ -72,46 +87,58 @@ def _import_readers() -> None:
         importlib.import_module(name)
 
 
-def run_case(
-    case: Case, chosen: Sequence[str], found: dict[str, Command], place: Path, seconds: float
-) -> list[Outcome]:
-    """How each chosen command ends on the case: in one child, and where it had to be ended, the rest in another."""
-    outcomes: list[Outcome] = []
-    while len(outcomes) < len(chosen):
-        outcomes += _in_child(case, chosen[len(outcomes) :], found, place, seconds)
-    return outcomes
+def run_jobs(jobs: Sequence[Job], found: dict[str, Command], place: Path, seconds: float) -> list[list[Outcome]]:
+    """How each command of each job ends: in one child, and where it had to be ended or died, the rest in another."""
+    outcomes: list[list[Outcome]] = [[] for _ in jobs]
+    while True:
+        left = [
+            (number, job._replace(commands=job.commands[len(outcomes[number]) :]))
+            for number, job in enumerate(jobs)
+            if len(outcomes[number]) < len(job.commands)
+        ]
+        if not left:
+            return outcomes
+        for (number, _), ended in zip(left, _in_child([job for _, job in left], found, place, seconds), strict=False):
+            outcomes[number] += ended
 
 
-def _in_child(
-    case: Case, chosen: Sequence[str], found: dict[str, Command], place: Path, seconds: float
-) -> list[Outcome]:
+def _in_child(jobs: Sequence[Job], found: dict[str, Command], place: Path, seconds: float) -> list[list[Outcome]]:
+    """The outcomes of a child up to where it ended, one that it was ended by included."""
     _remove(place)
     receiver, sender = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(receiver)
-        _child(case, chosen, found, place, sender)
+        _child(jobs, found, place, sender)
     os.close(sender)
     try:
-        outcomes, hung = _receive(receiver, len(chosen), seconds)
+        received, hung = _receive(receiver, sum(len(job.commands) for job in jobs), seconds)
     finally:
         os.close(receiver)
         _end_group(pid)
         _, status = os.waitpid(pid, 0)
         _remove(place)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"{case.name} cannot be built, see above"
-    if len(outcomes) < len(chosen):
-        reason = f"ended after {seconds:.0f} s" if hung else f"the process died: {_died(status)}"
-        outcomes.append(Outcome(chosen[len(outcomes)], error=reason, hung=hung))
+    ended, outcomes = iter(received), list[list[Outcome]]()
+    for job in jobs:
+        outcomes.append(list(itertools.islice(ended, len(job.commands))))
+        if len(outcomes[-1]) < len(job.commands):
+            is_built = os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+            assert is_built, f"{job.subject}: {job.name} cannot be built, see above"
+            reason = f"ended after {seconds:.0f} s" if hung else f"the process died: {_died(status)}"
+            outcomes[-1].append(Outcome(job.commands[len(outcomes[-1])], error=reason, hung=hung))
+            break
     return outcomes
 
 
-def _child(case: Case, chosen: Sequence[str], found: dict[str, Command], place: Path, sender: int) -> None:
+def _child(jobs: Sequence[Job], found: dict[str, Command], place: Path, sender: int) -> None:
     """Never returns."""
     try:
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        child.run(case, place, chosen, found, lambda outcome: _write(sender, child.encode(outcome)))
+        child.limit_memory()
+        for number, job in enumerate(jobs):
+            for outcome in child.run(job.case, place / str(number), job.commands, found):
+                _write(sender, child.encode(outcome))
     except BaseException:
         traceback.print_exc()
         os._exit(77)
@@ -172,7 +199,6 @@ class WarmProcess:
             "KERNEL_CALLS": str(place / "calls"),
             "XDG_CACHE_HOME": str(place / "cache"),
         }
-        self.root = str(place / "cases" / "case" / "model")  # where each case is
         self._log = place.with_suffix(".log")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -186,12 +212,12 @@ class WarmProcess:
             )
         self.healthy: dict[str, float] = self._answer()
 
-    def run(self, subject: str, case: str, chosen: Sequence[str], seconds: float = WALL_SECONDS) -> list[Outcome]:
+    def run(self, jobs: Sequence[Job], seconds: float = WALL_SECONDS) -> list[list[Outcome]]:
+        """How each command of each job ends; all in one child, as far as that lives."""
         assert self._process.stdin is not None
-        request = {"subject": subject, "case": case, "commands": list(chosen), "seconds": seconds}
-        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.write(json.dumps({"jobs": jobs, "seconds": seconds}) + "\n")
         self._process.stdin.flush()
-        return [Outcome(**outcome) for outcome in self._answer()]
+        return [[Outcome(**outcome) for outcome in ended] for ended in self._answer()]
 
     def close(self) -> None:
         with self._process:  # which closes its pipes and waits

@@ -1,0 +1,1 @@
+"""What hypothesis changes in sound files, along the grammar of each format."""
