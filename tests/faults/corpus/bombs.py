@@ -45,9 +45,17 @@ def _hole(file: str, num_bytes: int, start: bytes = b"") -> Damage:
 # Headers and pickles.
 
 
-def _header(document: Any, data: bytes = b"") -> Damage:
-    header = json.dumps(document, separators=(",", ":")).encode()
-    return edits.content(_MODEL, struct.pack("<Q", len(header)) + header + data)
+def _made(file: str, make: Callable[[], bytes | str]) -> Damage:
+    """The file with a content that takes seconds to make, so it is made where the case is."""
+    return lambda root: edits.content(file, make())(root)
+
+
+def _header(make: Callable[[], Any], data: bytes = b"") -> Damage:
+    def content() -> bytes:
+        header = json.dumps(make(), separators=(",", ":")).encode()
+        return struct.pack("<Q", len(header)) + header + data
+
+    return _made(_MODEL, content)
 
 
 def _tensor(shape: list[int], start: int = 0, num_bytes: int = 0) -> dict[str, Any]:
@@ -148,22 +156,26 @@ def _staircase(root: Path) -> None:
 
 
 _HEADERS: list[tuple[str, str, Damage]] = [
-    ("a header of 10^6 tensors", "model", _header({f"w{n}": _tensor([0]) for n in range(10**6)})),
+    ("a header of 10^6 tensors", "model", _header(lambda: {f"w{n}": _tensor([0]) for n in range(10**6)})),
     ("a header that is a hole", "model", _hole(_MODEL, 90 << 20, struct.pack("<Q", (90 << 20) - 8))),
-    ("a shape of 10^5 dimensions", "model", _header({"w": _tensor([2**62] * 100_000, 0, 1)}, b"\0")),
-    ("a shape of 65 dimensions", "model", _header({"w": _tensor([1] * 65, 0, 1)}, b"\0")),
-    ("a name of a megabyte of prefixes", "model", _header({"module." * 150_000 + "w": _tensor([1], 0, 1)}, b"\0")),
-    ("a name of 5,000 modules", "model", _header({"a." * 5000 + "w": _tensor([1], 0, 1)}, b"\0")),
+    ("a shape of 10^5 dimensions", "model", _header(lambda: {"w": _tensor([2**62] * 100_000, 0, 1)}, b"\0")),
+    ("a shape of 65 dimensions", "model", _header(lambda: {"w": _tensor([1] * 65, 0, 1)}, b"\0")),
+    (
+        "a name of a megabyte of prefixes",
+        "model",
+        _header(lambda: {"module." * 150_000 + "w": _tensor([1], 0, 1)}, b"\0"),
+    ),
+    ("a name of 5,000 modules", "model", _header(lambda: {"a." * 5000 + "w": _tensor([1], 0, 1)}, b"\0")),
     ("a nested header", "model", edits.content(_MODEL, struct.pack("<Q", 200_000) + edits.DEEP.encode())),
-    ("a header of empty lists", "model", _header({"__metadata__": [[]] * 2_000_000})),
+    ("a header of empty lists", "model", _header(lambda: {"__metadata__": [[]] * 2_000_000})),
     ("an index of 3 GiB", "indexed", _hole(_INDEX, 3 * _GIB)),
     ("an index of 900 MiB", "indexed", _hole(_INDEX, 900 << 20)),
     ("an index that begins right", "indexed", _hole(_INDEX, 900 << 20, b'{"weight_map": {')),
-    ("an index of empty lists", "indexed", edits.content(_INDEX, json.dumps({"weight_map": [[]] * 2_000_000}))),
+    ("an index of empty lists", "indexed", _made(_INDEX, lambda: json.dumps({"weight_map": [[]] * 2_000_000}))),
     (
         "an index of 10^6 tensors",
         "indexed",
-        edits.content(_INDEX, json.dumps({"weight_map": {f"w{n}": _MODEL for n in range(10**6)}})),
+        _made(_INDEX, lambda: json.dumps({"weight_map": {f"w{n}": _MODEL for n in range(10**6)}})),
     ),
     ("an index that is nested", "indexed", edits.literal(_INDEX, "metadata", edits.DEEP)),
     ("a manifest of 3 GiB", "sealed", _hole("manifest.json", 3 * _GIB)),
@@ -255,7 +267,7 @@ _CONFIGS: dict[str, Damage] = {
     "10^12 heads": _config(num_attention_heads=10**12),
     "a hole of 3 GiB": _hole(_CONFIG, 3 * _GIB),
     "a hole of 900 MiB": _hole(_CONFIG, 900 << 20, b'{"model_type": "llama", "a": "'),
-    "40 MB of blanks": edits.content(_CONFIG, b" " * (40 << 20) + b"{}"),
+    "40 MB of blanks": _made(_CONFIG, lambda: b" " * (40 << 20) + b"{}"),
     "millions of empty lists": edits.literal(_CONFIG, "comment", "[" + "[]," * 3_000_000 + "[]]"),
     "nested 900 times": edits.literal(_CONFIG, "comment", "[" * 900 + "]" * 900),
     "a generation config of 3 GiB": _hole("generation_config.json", 3 * _GIB),

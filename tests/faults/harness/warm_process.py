@@ -26,7 +26,7 @@ import torch
 import transformers  # so that all children have it
 
 from tests.faults.corpus import bases
-from tests.faults.corpus.case import Case, cases
+from tests.faults.corpus.case import Case, cases, subjects
 from tests.faults.fuzz import formats
 from tests.faults.harness import child
 from tests.faults.harness.commands import Command, commands
@@ -41,6 +41,7 @@ def main(place: Path) -> None:
     transformers.logging.set_verbosity_error()
     place.mkdir(parents=True, exist_ok=True)
     bases.make_all(place / "bases")
+    subjects()  # imported, so that no child does
     found = commands()
     healthy = warm_up(found, place / "warm")
     gc.collect()
@@ -207,6 +208,7 @@ class WarmProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,
+                start_new_session=True,  # a case that kills its group kills no test
                 cwd=root,
                 text=True,
             )
