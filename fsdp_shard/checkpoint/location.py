@@ -239,8 +239,8 @@ def locate(
     if only_local and "://" in os.fspath(path):
         raise CheckpointError("it is an address, and none is opened that only a file names.")
     root = local_path(path)
-    if not root.exists():
-        if root.is_symlink() or not _HUB_ID.fullmatch(str(path)):
+    if not os.path.exists(root):  # Path.exists raises for a name that is too long
+        if os.path.islink(root) or not _HUB_ID.fullmatch(str(path)):
             raise CheckpointError(
                 f"{root} does not exist; give a checkpoint (a file or a directory), a run directory, or a hub id "
                 f"org/name."

@@ -3,6 +3,7 @@
 Limits are on processor time and on memory beyond what the process has when it is forked. They hold in native code too.
 """
 
+import gc
 import os
 import resource
 import signal
@@ -145,6 +146,7 @@ def _serve(
 ) -> None:
     """Answer calls until the other end is closed. Never returns: nothing of the process that was forked runs here."""
     try:
+        gc.freeze()  # or a collection could end what has threads only in the process that was forked: a process group
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)

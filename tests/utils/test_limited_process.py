@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_shard.errors import CheckpointError, DataError, ModelError
 from fsdp_shard.utils import LimitedProcess, run_limited
@@ -104,3 +106,20 @@ def test_it_ends_with_its_owner_and_no_other_process_ends_it() -> None:
     process.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
+
+
+class _Cycle:
+    """Is ended by the garbage collector only."""
+
+    def __init__(self, group: object) -> None:
+        self.group, self.itself = group, self
+
+
+def test_what_has_threads_is_not_ended_in_the_forked_process() -> None:
+    """The end of a process group waits for its threads, which are not forked."""
+    gc.disable()
+    try:
+        _Cycle(dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+        run_limited(gc.collect, "doing it", error=ModelError)
+    finally:
+        gc.enable()

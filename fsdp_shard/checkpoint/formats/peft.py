@@ -17,6 +17,7 @@ from fsdp_shard.utils import read_json
 NAME = "peft"
 KEEPS_NAMES = True  # they name the modules that are adapted
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_LONGEST_PATH = 4096  # PATH_MAX of Linux
 
 
 def is_adapter(path: Path) -> bool:
@@ -54,9 +55,10 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
 def base_of(path: Path) -> str:
     """The directory or hub id of the model that an adapter is for."""
     base = read_adapter_config(path).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
+    if not isinstance(base, str) or not 0 < len(base) <= _LONGEST_PATH:
         raise CheckpointError(
-            f"{path / ADAPTER_CONFIG} has no base_model_name_or_path, so the model of this adapter is not known; "
-            "add it to the file, or give base=PATH in generate, evaluate and convert, --base in verify and diff."
+            f"{path / ADAPTER_CONFIG} has no base_model_name_or_path that can be a path or a hub id, so the model of this "
+            f"adapter is not known; add it to the file, or give base=PATH in generate, evaluate and convert, --base in "
+            f"verify and diff."
         )
     return base
