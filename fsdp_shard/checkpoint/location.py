@@ -236,15 +236,9 @@ def locate(
             an adapter.
         ModelError: A hub id cannot be downloaded.
     """
-    if only_local and "://" in os.fspath(path):
-        raise CheckpointError("it is an address, and none is opened that only a file names.")
-    root = local_path(path)
+    root = local_path(path) if not only_local else _named_by_file(path)
     if not os.path.exists(root):  # Path.exists raises for a name that is too long
-        if os.path.islink(root) or not _HUB_ID.fullmatch(str(path)):
-            raise CheckpointError(
-                f"{root} does not exist; give a checkpoint (a file or a directory), a run directory, or a hub id "
-                f"org/name."
-            )
+        _check_hub_id(path, root)
         root = download_model(str(path), gguf_file, fetch_weights, only_cached=only_local)
     if gguf_file is not None:
         root = root / gguf_file
@@ -268,6 +262,20 @@ def locate(
             f"base={base} is for an adapter, but {found.weights} holds the weights of a model itself."
         )
     return location
+
+
+def _named_by_file(path: str | os.PathLike[str]) -> Path:
+    if "://" in os.fspath(path):
+        raise CheckpointError("it is an address, and none is opened that only a file names.")
+    return local_path(path)
+
+
+def _check_hub_id(path: str | os.PathLike[str], root: Path) -> None:
+    """Raise CheckpointError unless a path that is not on this machine may be on the hub."""
+    if os.path.islink(root) or not _HUB_ID.fullmatch(str(path)):
+        raise CheckpointError(
+            f"{root} does not exist; give a checkpoint (a file or a directory), a run directory, or a hub id org/name."
+        )
 
 
 def _locate_named(setting: str, path: str) -> Location:

@@ -57,8 +57,8 @@ def base_of(path: Path) -> str:
     base = read_adapter_config(path).get("base_model_name_or_path")
     if not isinstance(base, str) or not 0 < len(base) <= _LONGEST_PATH:
         raise CheckpointError(
-            f"{path / ADAPTER_CONFIG} has no base_model_name_or_path that can be a path or a hub id, so the model of this "
-            f"adapter is not known; add it to the file, or give base=PATH in generate, evaluate and convert, --base in "
-            f"verify and diff."
+            f"{path / ADAPTER_CONFIG} has no base_model_name_or_path that can be a path or a hub id, so the model of "
+            f"this adapter is not known; add it to the file, or give base=PATH in generate, evaluate and convert, "
+            f"--base in verify and diff."
         )
     return base
