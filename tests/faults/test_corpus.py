@@ -1,7 +1,7 @@
 """The corpus of damaged and hostile files through the commands: a clear error or rightly accepted, and no harm.
 
-In `make test` each case goes through `open`, `inspect`, `verify` and one command more, which changes from case to case;
-in `make faults` through all, and the table by class is printed.
+In `make test` each case goes through `verify` and one command more, which changes from case to case; in `make faults`
+through all, and the table by class is printed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.faults.harness.warm_process import Job, WarmProcess
 from tests.faults.saves import LONG
 
 _TABLE: dict[str, Counter[str]] = {}
-_ALWAYS = ("open", "inspect", "verify")
+_ALWAYS = ("verify",)
 _AT_ONCE = 1 if LONG else 8  # cases in one child
 _NUM_PROCESSES = 2 if LONG else 1  # the short form runs beside other tests
 

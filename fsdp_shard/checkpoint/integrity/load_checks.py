@@ -68,7 +68,7 @@ def _model(directory: Path, config: Mapping[str, Any]) -> PreTrainedModel | None
 
     from fsdp_shard.models import build_on_meta, load_config
 
-    kind = config.get("model_type")
+    kind = config.get("model_type", "")
     if "auto_map" in config or (isinstance(kind, str) and kind not in CONFIG_MAPPING):
         return None
     try:

@@ -204,6 +204,8 @@ def test_an_adapter_is_compared_with_its_base(tmp_path: Path) -> None:
     assert report.is_sound
     assert report.notes == (f"not compared with its base model: {base} is no directory on this machine",)
     config = json.loads((adapter / "adapter_config.json").read_text())
-    for name in ("http://host/model", "a" * 5000, "~nobody-of-this-name/x", "a\0b"):
+    for name in ("http://host/model", "a" * 300, "~nobody-of-this-name/x", "a\0b"):
         (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
         assert "not compared with its base model" in verify(adapter).notes[0]
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "a" * 5000}))
+    assert "adapter_config.json has no base_model" in verify(adapter).problems[0].message
