@@ -16,18 +16,27 @@
     │   └── DifferenceError         verify or diff found that contents differ
     └── Interrupted                 a signal asked the run to stop; the message says what is saved
 
-A message is one paragraph that names the file or setting, what was found, what was expected and what to do.
+A message is one paragraph that names the file or setting, what was found, what was expected and what to do. It can be
+shown on a terminal: names that files give may have any characters and any length, so it is made `one_line`.
 Bugs of this package are `assert`s and never part of this tree.
 """
 
+import re
+import unicodedata
 from functools import partial
 from typing import Any
+
+_LONGEST_LINE = 20_000  # of a message; a name in a file may have millions of characters
+_LONG_WORD = re.compile(r"\S{500,}")
 
 
 class FsdpShardError(Exception):
     """Base of everything this package raises on purpose; `exit_status` is what the commands return."""
 
     exit_status = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(one_line(message))
 
 
 class InputError(FsdpShardError, ValueError):
@@ -98,3 +107,20 @@ class Interrupted(FsdpShardError):
     def __reduce__(self) -> tuple[Any, ...]:
         # Ranks send each other errors, and an exception is otherwise pickled with its message only.
         return partial(Interrupted, signal_number=self.exit_status - 128), self.args
+
+
+def one_line(text: str) -> str:
+    """Text on one line of a terminal: control characters and changes of direction as escapes, what is too long cut.
+
+    Names in files may have any characters: those that move the cursor, forge a line or reverse what follows.
+    """
+    if len(text) > _LONGEST_LINE:
+        text = f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 4 :]}"
+    text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-50:]}", text)
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    # Joiners are part of words (Persian, emoji); spaces are of any width.
+    is_harmless = character.isprintable() or character in "\u200c\u200d" or unicodedata.category(character) == "Zs"
+    return character if is_harmless else character.encode("unicode_escape").decode()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeGuard
 
 from fsdp_shard.distributed import Stopped, interrupt_on_signals, is_joined_rank, joined_rank
-from fsdp_shard.errors import FsdpShardError, InputError, Interrupted
-from fsdp_shard.utils import make_logs_printable, one_line, printable, redact
+from fsdp_shard.errors import FsdpShardError, InputError, Interrupted, one_line
+from fsdp_shard.utils import make_logs_printable, printable, redact
 
 
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import Location, TensorIndex, locate
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import CheckpointError, ModelError, PlanError
+from fsdp_shard.errors import CheckpointError, ModelError, PlanError, one_line
 from fsdp_shard.inference import available_memory, quantization, tensor_parallel_dispatch
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.device_map.device_plan import DevicePlan
@@ -28,7 +28,7 @@ from fsdp_shard.inference.generation.kv_cache_size import KVCacheBudget, cache_b
 from fsdp_shard.inference.offload.placement import PageBudget, dispatch_blocks
 from fsdp_shard.inference.registry import QUANTIZATIONS
 from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config, no_split_blocks
-from fsdp_shard.utils import check, format_count, one_line
+from fsdp_shard.utils import check, format_count
 
 Log = Callable[[str], object]
 # Options of a file's generation config that make `generate` compile native code, import other packages, load weights of

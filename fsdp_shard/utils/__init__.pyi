@@ -68,7 +68,6 @@ from .text import (
     format_size as format_size,
     format_table as format_table,
     nearest as nearest,
-    one_line as one_line,
     parse_size as parse_size,
     printable as printable,
 )

@@ -2,16 +2,13 @@
 
 import difflib
 import re
-import unicodedata
 from collections.abc import Sequence
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, one_line
 
 # Decimal and binary suffixes, as in the IEC 80000-13 standard; "5G" is read as "5GB", as transformers does.
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LINE = 500  # characters of an error's first line
-_LONGEST_LINE = 20_000  # of a message; a name in a file may have millions of characters
-_LONG_WORD = re.compile(r"\S{500,}")
 
 
 def parse_size(text: str | int, setting: str) -> int:
@@ -70,26 +67,9 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def one_line(text: str) -> str:
-    """Text on one line of a terminal: control characters and changes of direction as escapes, what is too long cut.
-
-    Names in files may have any characters: those that move the cursor, forge a line or reverse what follows.
-    """
-    if len(text) > _LONGEST_LINE:
-        text = f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 4 :]}"
-    text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-50:]}", text)
-    return text if text.isprintable() else "".join(map(_shown, text))
-
-
 def printable(text: str) -> str:
     """`one_line` of each line."""
     return "\n".join(map(one_line, text.split("\n")))
-
-
-def _shown(character: str) -> str:
-    # Joiners are part of words (Persian, emoji); spaces are of any width.
-    is_harmless = character.isprintable() or character in "\u200c\u200d" or unicodedata.category(character) == "Zs"
-    return character if is_harmless else character.encode("unicode_escape").decode()
 
 
 def first_line(error: BaseException) -> str:

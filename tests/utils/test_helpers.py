@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import ConfigError, one_line
 from fsdp_shard.utils import (
     balanced_partition,
     environment,
@@ -18,7 +18,6 @@ from fsdp_shard.utils import (
     format_table,
     install_command,
     missing_file_system,
-    one_line,
     printable,
     redact,
     redact_setting,

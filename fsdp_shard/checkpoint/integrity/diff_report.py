@@ -9,7 +9,8 @@ from typing import Any
 
 from fsdp_shard.checkpoint.integrity.inspect_report import align, fold, shape_text
 from fsdp_shard.checkpoint.io import TensorSpec, torch_name
-from fsdp_shard.utils import format_count, format_size, one_line
+from fsdp_shard.errors import one_line
+from fsdp_shard.utils import format_count, format_size
 
 _LAYERS_SHOWN, _TENSORS_SHOWN, _LINES_SHOWN = 10, 3, 20
 

@@ -20,8 +20,8 @@ from fsdp_shard.checkpoint.io import TensorSpec, member, torch_name
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.steps import Manifest
 from fsdp_shard.checkpoint.tensor_entry import Extra
-from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import format_count, format_size, one_line
+from fsdp_shard.errors import CheckpointError, one_line
+from fsdp_shard.utils import format_count, format_size
 
 OPTIMIZER = "optimizer"  # the kind of extras, and the directory in a step of ours
 _SHOWN, _FILES_SHOWN = 3, 16

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fsdp_shard.checkpoint.io import member
 from fsdp_shard.checkpoint.steps import FileRecord
-from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import format_count, format_size, one_line
+from fsdp_shard.errors import CheckpointError, one_line
+from fsdp_shard.utils import format_count, format_size
 
 _SHOWN = 20
 

@@ -25,8 +25,8 @@ from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.data.sources.source import Source
 from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.data.tokenized.token_file import TokenFile, summarize
-from fsdp_shard.errors import DataError
-from fsdp_shard.utils import atomic_directory, one_line, set_environment
+from fsdp_shard.errors import DataError, one_line
+from fsdp_shard.utils import atomic_directory, set_environment
 
 if TYPE_CHECKING:
     import pyarrow

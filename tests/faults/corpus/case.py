@@ -24,8 +24,9 @@ class Case:
             `any` if both are right.
         damages: What is wrong: `headers` (default; whatever describes the tensors), `values` (bytes of tensors),
             `storages` (bytes that a file has a CRC of), `weights` (tensors that are not those of the model),
-            `config`, `tokenizer`, `chat` (the template), `training` (trainer.json, metrics), `adapter`. Commands that
-            do not read it may succeed; `commands.READERS` has those that must not.
+            `config`, `tokenizer`, `chat` (the template), `training` (trainer.json, metrics), `adapter`, `links` (files
+            that are links), `sealed` (files other than in the manifest). Commands that do not read it may succeed;
+            `commands.READERS` has those that must not.
     """
 
     name: str

@@ -40,7 +40,7 @@ def run(case: Case, place: Path, chosen: Sequence[str], commands: dict[str, Comm
         warnings.simplefilter("ignore")
         built = case.build(outside / "model")
     path = built if isinstance(built, Path) else outside / "model"
-    watch = _Watch(outside, outside / "model")
+    watch = Watch(outside, outside / "model")
     os.chdir(place)
     for number, name in enumerate(chosen):
         work = place / f"work-{number}"
@@ -52,7 +52,7 @@ def run(case: Case, place: Path, chosen: Sequence[str], commands: dict[str, Comm
     watch.close()
 
 
-def _measured(name: str, call: Callable[[], None], watch: _Watch, place: Path) -> Outcome:
+def _measured(name: str, call: Callable[[], None], watch: Watch, place: Path) -> Outcome:
     outcome = Outcome(name)
     memory, seconds = _reset_peak(), _cpu_seconds()
     watch.reset()
@@ -134,7 +134,7 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-class _Watch:
+class Watch:
     """Sees requests, imports of what was not imported before, kernels asked for, and files opened outside."""
 
     def __init__(self, outside: Path, inside: Path) -> None:

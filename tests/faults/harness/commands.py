@@ -33,6 +33,8 @@ READERS = {
     "chat": ("chat", "train-chat"),
     "training": ("resume",),
     "adapter": (*_CONVERTING, *_LOADING),
+    "links": ("verify", *_CONVERTING, *_LOADING, "plan", "doctor"),
+    "sealed": ("verify", *_CONVERTING),
 }
 
 
