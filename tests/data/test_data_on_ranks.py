@@ -39,6 +39,7 @@ def train(run_dir: Path, *overrides: str) -> Ended:
     return ended
 
 
+@pytest.mark.slow
 def test_a_mixture_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     rows = [{"instruction": f"Say {i}.", "output": "x" * i} for i in range(1, 12)]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -76,7 +77,7 @@ def test_a_mixture_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_p
     assert "differ from those of the run to resume" in refused.err
 
 
-@pytest.mark.parametrize("kind", ["text", "packed mixture"])
+@pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "packed mixture"])
 def test_a_stream_on_any_ranks_and_resumed(tiny_model: Path, texts: Path, tmp_path: Path, kind: str) -> None:
     """Also two of them by weights: on 4 ranks, one of them is given all samples of `two`."""
     lines = [line for line in (texts / "train.txt").read_text().splitlines() if line.strip()][:90]

@@ -16,7 +16,7 @@ from tests.faults.saves import LONG
 
 pytestmark = pytest.mark.skipif(not LONG, reason="takes minutes, in the long form; what it found is in the corpus")
 
-_NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "2000"))  # of each format
+_NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))  # of each format
 
 
 @pytest.fixture(scope="module")
