@@ -1,12 +1,13 @@
 """Checks the CRC32 that some files hold of parts of themselves, along with the reads that there are anyway.
 
 torch.save writes one for each storage (a member of a zip archive), and torch.load ignores it. Reads come in any order
-and from several threads, so the CRCs of what was read are combined until they cover a whole storage.
+and from several threads, so the CRC of each is kept until they cover a whole storage, and then they are combined.
 """
 
 import threading
 import zlib
-from functools import lru_cache
+from bisect import bisect_left, bisect_right
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,17 +63,19 @@ class ChecksumTracker:
             return
         new = _Part(offset, offset + len(data), zlib.crc32(data))
         with self._lock:
-            known = self._parts.get(key, [])
-            if any(part.start <= new.start and new.stop <= part.stop for part in known):
+            if key in self._done:  # meanwhile
                 return
-            kept = [part for part in known if part.stop <= new.start or new.stop <= part.start]
-            joined = _joined(sorted([*kept, new]))
-            if joined[0][:2] != (checksum.start, checksum.start + checksum.num_bytes):
-                self._parts[key] = joined
+            parts = self._parts.setdefault(key, [])  # sorted, none overlaps another
+            first = bisect_right(parts, new.start, key=lambda part: part.stop)
+            end = bisect_left(parts, new.stop, key=lambda part: part.start)
+            if end - first == 1 and parts[first].start <= new.start and new.stop <= parts[first].stop:
                 return
-            self._parts.pop(key, None)
+            parts[first:end] = [new]  # such as the beginning of a tensor, before all of it
+            if sum(part.stop - part.start for part in parts) < checksum.num_bytes:
+                return
+            del self._parts[key]
             self._done.add(key)
-        if joined[0].crc != checksum.crc:
+        if reduce(_joined, parts).crc != checksum.crc:
             self._report(file, checksum)
 
     def gaps(self, file: str, checksum: Checksum) -> list[tuple[int, int]]:
@@ -99,15 +102,8 @@ class ChecksumTracker:
         )
 
 
-def _joined(parts: list[_Part]) -> list[_Part]:
-    """Sorted parts, neighbors joined."""
-    found: list[_Part] = []
-    for part in parts:
-        if found and found[-1].stop == part.start:
-            before = found.pop()
-            part = _Part(before.start, part.stop, combine(before.crc, part.crc, part.stop - part.start))
-        found.append(part)
-    return found
+def _joined(one: _Part, next_one: _Part) -> _Part:
+    return _Part(one.start, next_one.stop, combine(one.crc, next_one.crc, next_one.stop - next_one.start))
 
 
 def combine(first: int, second: int, num_bytes: int) -> int:

@@ -41,6 +41,20 @@ def test_parts_in_any_order(cuts: list[int], order: random.Random) -> None:
     assert tracker.damaged == []
 
 
+@given(strategies.lists(strategies.integers(0, len(_DATA)), max_size=20), strategies.randoms())
+def test_parts_whose_beginnings_were_read_before(cuts: list[int], order: random.Random) -> None:
+    """As fingerprints read them, of which some are neighbors."""
+    parts = list(itertools.pairwise([0, *sorted(cuts), len(_DATA)]))
+    checksum, tracker = Checksum(_START, len(_DATA), zlib.crc32(_DATA)), ChecksumTracker(Path("root"))
+    for start, stop in parts:
+        read(tracker, checksum, start, min(stop, start + 4096))
+    order.shuffle(parts)
+    for start, stop in parts:
+        read(tracker, checksum, start, stop)
+    assert tracker.is_done("file", checksum)
+    assert tracker.damaged == []
+
+
 def test_damage_is_an_error_at_the_last_part_only() -> None:
     checksum, tracker = Checksum(_START, len(_DATA), zlib.crc32(_DATA) ^ 1), ChecksumTracker(Path("root"))
     read(tracker, checksum, 500, len(_DATA))

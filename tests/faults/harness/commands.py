@@ -59,12 +59,11 @@ def commands() -> dict[str, Command]:
         "train-chat": _recipe("finetune", "model.path", [*train, *chat]),
         "plan": _recipe("plan", "model.path", ["data.sequence_length=16"]),
         "doctor": _recipe("doctor", "model.path", train),
-        "resume": _resume(),
     }
     for format in FORMATS:
         ranks = [] if format == "huggingface" else ["ranks=2"]
         found[f"convert-{format}"] = _recipe("convert", "source", ["target=x", f"format={format}", *ranks])
-    return found
+    return found | {"resume": _resume()}  # last, as it writes into the case
 
 
 def _open(path: Path, _: Path) -> None:
