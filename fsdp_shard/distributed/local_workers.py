@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -121,9 +122,11 @@ def _rank_main(work: Callable[[Any], None], config: Any, reports: Path, num_thre
     except BaseException as error:
         report = Report.of(error)
         directory.write(report)
-        raise SystemExit(report.exit_status) from None
-    finally:
-        _on_signals(signal.SIG_DFL)  # what follows is torch waiting for the other ranks
+        # At once: Python's end would destroy the process group, which may wait for ranks that wait for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(report.exit_status)
+    _on_signals(signal.SIG_DFL)  # what follows is torch waiting for the other ranks
 
 
 def _on_signals(handler: signal.Handlers) -> None:

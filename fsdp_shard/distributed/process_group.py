@@ -3,6 +3,7 @@
 Everything else gets a `DistributedContext` and calls its collectives; only launchers read RANK or WORLD_SIZE too.
 """
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+
+from fsdp_shard.errors import ConfigError
 
 ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
 ATTEMPT_KEY = "fsdp-shard/attempt"  # the same, in the store through which the launchers meet
@@ -132,15 +135,16 @@ def init_distributed(
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
 ) -> Iterator[DistributedContext]:
-    """Initialize the process group of the ranks that the environment describes, and destroy it on exit.
+    """Initialize the process group of the ranks that the environment describes, and destroy it at the end.
 
     The environment is that of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*); without it, this process is the only
-    rank.
+    rank. A rank among others that leaves by an error keeps its group, and its process should end: to destroy it may
+    wait, under NCCL, for peers that wait for this rank in a collective, and the error is to be reported first.
 
     Args:
         device: auto, cpu or cuda; auto takes a GPU if there is one.
         replicas: Number of copies of the model (HSDP).
-        timeout_seconds: Timeout for collectives, in seconds.
+        timeout_seconds: Timeout for collectives, in seconds, of all groups.
         rendezvous: Init method of the process group, such as `env://` or `file:///path`.
         tensor_parallel: Number of adjacent ranks that divide each layer.
         expert_parallel: Number of adjacent ranks that divide the experts of a mixture; not with `tensor_parallel`.
@@ -156,43 +160,64 @@ def init_distributed(
     assert 1 in (tensor_parallel, expert_parallel), "these two are not combined"
     divided = replicas * tensor_parallel * expert_parallel
     assert world_size % divided == 0, (world_size, replicas, tensor_parallel, expert_parallel)
-    torch_device = _init_device(device, local_rank)
+    torch_device = init_device(device, local_rank)
+    is_gpu = torch_device.type == "cuda"
     # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.
-    backend = "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
     store = join_store(rendezvous, timeout_seconds) if "RANK" in os.environ else HashStore()
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    bound = torch_device if is_gpu else None  # or NCCL would guess the device from the rank
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
+    is_done = False
     try:
-        shape: tuple[int, ...] = (replicas, world_size // (replicas * tensor_parallel))
-        names: tuple[str, ...] = ("replicate", "shard")
-        if tensor_parallel > 1:
-            shape, names = (*shape, tensor_parallel), (*names, "tensor")
-        mesh = init_device_mesh(torch_device.type, shape, mesh_dim_names=names)
-        expert_mesh = None
-        if expert_parallel > 1:
-            shape = (replicas, world_size // divided, expert_parallel, 1)
-            names = ("replicate", "shard", "expert", "tensor")
-            expert_mesh = init_device_mesh(torch_device.type, shape, mesh_dim_names=names)
+        shape = {"replicate": replicas, "shard": world_size // (replicas * tensor_parallel)}
+        shape |= {"tensor": tensor_parallel} if tensor_parallel > 1 else {}
+        expert_shape = {"replicate": replicas, "shard": world_size // divided, "expert": expert_parallel, "tensor": 1}
         yield DistributedContext(
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
             device=torch_device,
-            mesh=mesh,
-            expert_mesh=expert_mesh,
+            mesh=_make_mesh(torch_device.type, shape, timeout),
+            expert_mesh=_make_mesh(torch_device.type, expert_shape, timeout) if expert_parallel > 1 else None,
         )
+        is_done = True
     finally:
-        dist.destroy_process_group()
+        if is_done or world_size == 1:
+            dist.destroy_process_group()
+
+
+def _make_mesh(device_type: str, shape: dict[str, int], timeout: timedelta) -> DeviceMesh:
+    """All ranks in row-major order as a mesh of these dimensions, whose groups have this timeout.
+
+    `init_device_mesh` gives them the default one of their backend.
+    """
+    ranks = torch.arange(math.prod(shape.values())).view(*shape.values())
+    groups: list[Any] = []
+    for dim, size in enumerate(shape.values()):  # ranks that differ in this dimension only are a group
+        lines: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, size).tolist()
+        is_all = len(lines) == 1
+        groups.append(dist.group.WORLD if is_all else dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0])
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(shape))
 
 
 _SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 
-def _init_device(device: str, local_rank: int) -> torch.device:
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+def init_device(device: str, local_rank: int) -> torch.device:
+    """The device of this rank; where its launcher shows each rank one GPU of its own, that is number 0."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    num_visible = torch.cuda.device_count()
+    index = 0 if num_visible == 1 else local_rank
+    if index >= num_visible:
+        raise ConfigError(
+            f"The rank with LOCAL_RANK={local_rank} has no GPU: it sees {num_visible} "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}). Start as many ranks on a machine "
+            f"as it has GPUs, or show each rank one of its own."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def join_store(rendezvous: str = "env://", timeout_seconds: float = 300.0) -> Store:

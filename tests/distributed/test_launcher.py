@@ -404,3 +404,18 @@ def test_only_the_directory_of_a_killed_launcher_is_deleted(tmp_path: Path, monk
             assert not killed.exists()
         assert alive.is_dir()
     assert list(tmp_path.iterdir()) == [alien]
+
+
+def test_a_failed_rank_reports_before_it_destroys_its_group(tmp_path: Path) -> None:
+    """Which under NCCL may wait for ranks that wait for this one: so it does not destroy it at all."""
+    body = """
+    import torch.distributed as dist
+    from fsdp_shard.distributed import init_distributed
+    dist.destroy_process_group = lambda *_: time.sleep(1000)
+    with init_distributed("cpu") as context:
+        if context.is_main:
+            raise ValueError("out of memory")
+        context.barrier()
+    """
+    done = run(_program(tmp_path, body, "timeout_seconds=1000"), tmp_path)
+    assert done.out == "RankError: Rank 0 raised ValueError: out of memory.\n"

@@ -1,0 +1,56 @@
+"""The groups of ranks and their devices."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed.process_group import init_device
+from fsdp_shard.errors import ConfigError
+from tests.support.ranks import on_ranks
+
+_SECONDS = 60.0  # of `on_ranks`; that of a backend is half an hour (gloo) or ten minutes (NCCL)
+
+
+def _groups(context: DistributedContext) -> list[tuple[str, list[int], timedelta]]:
+    """Name, ranks and timeout of the group of each dimension of each mesh."""
+    found = []
+    for mesh in filter(None, (context.mesh, context.expert_mesh)):
+        for name in mesh.mesh_dim_names or ():
+            group = mesh.get_group(name)
+            backend = group._get_backend(torch.device("cpu"))
+            found.append((name, dist.get_process_group_ranks(group), backend.options._timeout))
+    return found
+
+
+def test_every_group_of_a_mesh_has_the_timeout_of_the_settings() -> None:
+    found = on_ranks(4, _groups, replicas=2, tensor_parallel=2)
+    timeout = timedelta(seconds=_SECONDS)
+    assert found[3] == [("replicate", [1, 3], timeout), ("shard", [3], timeout), ("tensor", [2, 3], timeout)]
+    experts = on_ranks(4, _groups, replicas=1, expert_parallel=2)
+    assert [(name, ranks) for name, ranks, _ in experts[2]] == [
+        *[("replicate", [2]), ("shard", [0, 1, 2, 3])],
+        *[("replicate", [2]), ("shard", [0, 2]), ("expert", [2, 3]), ("tensor", [2])],
+    ]
+    assert {seconds for _, _, seconds in experts[2]} == {timeout}
+
+
+@pytest.mark.parametrize(("num_visible", "local_rank", "index"), [(8, 3, 3), (1, 3, 0), (1, 0, 0), (2, 2, None)])
+def test_a_rank_that_sees_one_gpu_takes_it(
+    monkeypatch: pytest.MonkeyPatch, num_visible: int, local_rank: int, index: int | None
+) -> None:
+    """As under `srun --gpus-per-task=1`, or with CUDA_VISIBLE_DEVICES for each worker; torch.cuda is stood in for."""
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    if index is None:
+        with pytest.raises(ConfigError, match="LOCAL_RANK=2 has no GPU: it sees 2"):
+            init_device("auto", local_rank)
+        return
+    assert init_device("auto", local_rank) == torch.device("cuda", index)
+    assert taken == [index]
