@@ -26,7 +26,8 @@ import unicodedata
 from functools import partial
 from typing import Any
 
-_LONGEST_LINE = 20_000  # of a message; a name in a file may have millions of characters
+_LONGEST_MESSAGE = 2_000  # characters; what a file has in the place of a name or number may have millions
+_LONGEST_LINE = 20_000
 _LONG_WORD = re.compile(r"\S{500,}")
 
 
@@ -36,7 +37,7 @@ class FsdpShardError(Exception):
     exit_status = 1
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(one_line(message))
+        super().__init__(one_line(message, _LONGEST_MESSAGE))
 
 
 class InputError(FsdpShardError, ValueError):
@@ -109,15 +110,17 @@ class Interrupted(FsdpShardError):
         return partial(Interrupted, signal_number=self.exit_status - 128), self.args
 
 
-def one_line(text: str) -> str:
+def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
     """Text on one line of a terminal: control characters and changes of direction as escapes, what is too long cut.
 
     Names in files may have any characters: those that move the cursor, forge a line or reverse what follows.
     """
-    if len(text) > _LONGEST_LINE:
-        text = f"{text[: _LONGEST_LINE // 2]} ... {text[-_LONGEST_LINE // 4 :]}"
-    text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-50:]}", text)
-    return text if text.isprintable() else "".join(map(_shown, text))
+    text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-50:]}", _cut(text, longest))
+    return text if text.isprintable() else _cut("".join(map(_shown, text)), longest)
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
 
 
 def _shown(character: str) -> str:

@@ -45,6 +45,7 @@ from .process_memory import (
     disk_bytes_read as disk_bytes_read,
     give_back_free_memory as give_back_free_memory,
     keep_freed_memory as keep_freed_memory,
+    lock_pages as lock_pages,
     peak_resident_bytes as peak_resident_bytes,
 )
 from .secrets import redact as redact, redact_setting as redact_setting

@@ -1,8 +1,16 @@
-"""Memory that this process uses, and whether freed memory is kept or returned to the system."""
+"""Memory that this process uses, whether freed memory is kept or returned to the system, and what a GPU copies from."""
+
+from __future__ import annotations
 
 import ctypes
 import resource
 import sys
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
@@ -60,3 +68,45 @@ def _proc_field(file: str, field: str) -> int | None:
             return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
     except (OSError, StopIteration):
         return None
+
+
+def lock_pages(memory: torch.Tensor, device: torch.device) -> bool:
+    """Page-lock `memory` until this tensor and all views of it are deleted.
+
+    `torch.empty(pin_memory=True)` would take the next power of two. If the driver refuses, copies are slower, and
+    nothing else changes.
+
+    Args:
+        memory: Contiguous CPU memory.
+        device: The GPU of the copies.
+
+    Returns:
+        Whether it is page-locked.
+    """
+    import torch
+
+    if not memory.nbytes:
+        return False
+    with torch.cuda.device(device):
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+            _clear_error(device)
+            return False
+    # Or these addresses would count as locked when other memory comes to lie there, and locking that would fail.
+    weakref.finalize(memory, _unlock, memory.data_ptr(), device).atexit = False
+    return True
+
+
+def _unlock(address: int, device: torch.device) -> None:
+    import torch
+
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # a copy may still use it
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _clear_error(device: torch.device) -> None:
+    """Have the error of the last call reported here: else the next kernel that is launched reports it as its own."""
+    import torch
+
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)

@@ -228,6 +228,21 @@ def test_log_probabilities_are_the_models_own(tiny_model: Path, model: PreTraine
         assert answer.log_probabilities == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+def test_ids_are_where_the_model_computes(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else transformers copies the logits of each token to the CPU."""
+    given: dict[str, Any] = {}
+
+    def generate(**settings: Any) -> None:
+        given.update(settings)
+        raise InterruptedError
+
+    monkeypatch.setattr(model, "generate", generate)
+    monkeypatch.setattr(type(model), "device", torch.device("meta"))  # as if it was on a GPU
+    with pytest.raises(InterruptedError):
+        Decoder(model, TOKENIZER, GenerationSettings(max_new_tokens=4)).run([[1, 2], [3]])
+    assert (given["input_ids"].device.type, given["attention_mask"].device.type) == ("meta", "meta")
+
+
 def test_a_cache_that_needs_a_gpu_says_so(model: PreTrainedModel) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="cache=offloaded has no effect"):

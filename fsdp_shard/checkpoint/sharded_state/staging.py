@@ -4,7 +4,7 @@ Parameters and optimizer state do not change before the next `optimizer.step()`.
 directly during the next forward and backward pass, and only what is not written by then is copied, when the copy is
 settled before the weights change. The memory of the copies is allocated once and reused by every save: new pages cost
 several times as much as the copy. Buffers, which a forward pass may change, are copied immediately. Tensors on a GPU
-are copied to pinned memory on a stream of their own.
+are copied to page-locked memory on a stream of their own.
 """
 
 import threading
@@ -19,6 +19,7 @@ from torch import nn
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState
 from fsdp_shard.distributed import LocalShard
+from fsdp_shard.utils import lock_pages
 
 _ALIGNMENT = 64  # a multiple of every element's size, and a cache line
 
@@ -36,7 +37,8 @@ class StagedCopy:
     def wait(self) -> None:
         """Wait for the transfer from the GPU."""
         if self._transfer is not None:
-            self._transfer.synchronize()
+            with torch.cuda.device(self._transfer.device):  # of this thread, which else would make a context on GPU 0
+                self._transfer.synchronize()
 
     @contextmanager
     def reading(self, shard: LocalShard, part: slice) -> Iterator[memoryview]:
@@ -91,8 +93,8 @@ class Staging:
             read through.
         """
         shards = [*state.weights.values(), *state.optimizer.values()]
-        is_pinned = any(shard.data.device.type == "cuda" for shard in shards)
-        memory = self._get_memory(sum(_aligned(shard.data.nbytes) for shard in shards if shard.writes), is_pinned)
+        gpu = next((shard.data.device for shard in shards if shard.data.is_cuda), None)
+        memory = self._get_memory(sum(_aligned(shard.data.nbytes) for shard in shards if shard.writes), gpu)
         used = 0
         jobs: list[Job] = []
 
@@ -117,10 +119,12 @@ class Staging:
         copy = StagedCopy(jobs)
         return replace(state, weights=weights, optimizer=optimizer, reading=copy.reading), copy
 
-    def _get_memory(self, num_bytes: int, pinned: bool) -> torch.Tensor:
+    def _get_memory(self, num_bytes: int, gpu: torch.device | None) -> torch.Tensor:
         if self._memory is None or len(self._memory) < num_bytes:
             self._memory = None  # frees it before the new memory is allocated
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            if gpu is not None:
+                lock_pages(self._memory, gpu)
         return self._memory
 
 

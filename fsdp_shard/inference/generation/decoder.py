@@ -117,6 +117,8 @@ class Decoder:
         if self.config.cache_implementation is not None:  # transformers then makes the cache itself
             prefix_cache = None
         cache = None if prefix_cache is None else prefix_cache.take(batch[0])
+        # Where the model computes: transformers moves the logits of each token to where the ids are.
+        ids, mask = ids.to(self.model.device), mask.to(self.model.device)
         generate: Any = self.model.generate
         with running(self.model), _own_config(self.model, self.config):
             output = generate(
@@ -228,7 +230,7 @@ class _Watch(transformers.StoppingCriteria):
             self._figures.first_token_seconds = time.perf_counter() - self._start
         if self._last is not None:
             chosen = input_ids[:, -1:].to(self._last.device)
-            self._chosen.append(self._last.gather(-1, chosen)[:, 0].cpu())
+            self._chosen.append(self._last.gather(-1, chosen)[:, 0])
         return torch.full((len(input_ids),), self._is_stopped(), dtype=torch.bool, device=input_ids.device)
 
     def scores(self) -> list[list[float]] | None:

@@ -103,24 +103,27 @@ class GpuRing(Ring):
 
     def _new(self) -> Buffer:
         buffer = super()._new()
+        buffer.memory.record_stream(self._stream)  # it may be freed while a copy to it is in flight
         self.finished(buffer)  # the allocator may have given memory that queued kernels have yet to read
         return buffer
 
     def load(self, content: Content, buffer: Buffer) -> None:
-        source = content.resident
-        if source is None:
-            if buffer.host is None:
-                buffer.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
-            elif buffer.copied is not None:
-                buffer.copied.synchronize()  # the previous copy must have read the staging memory
-            self._read(content, buffer.host)
-            source = buffer.host[: content.num_bytes]
-        with torch.cuda.stream(self._stream):
-            if buffer.used is not None:
-                self._stream.wait_event(buffer.used)
-            buffer.memory[: content.num_bytes].copy_(source, non_blocking=True)
-            buffer.copied = torch.cuda.Event()
-            buffer.copied.record(self._stream)
+        with torch.cuda.device(self.device):  # of this thread, which else would make a context on GPU 0
+            source = self._staged(content, buffer) if content.resident is None else content.resident
+            with torch.cuda.stream(self._stream):
+                if buffer.used is not None:
+                    self._stream.wait_event(buffer.used)
+                buffer.memory[: content.num_bytes].copy_(source, non_blocking=True)
+                buffer.copied = torch.cuda.Event()
+                buffer.copied.record(self._stream)
+
+    def _staged(self, content: Content, buffer: Buffer) -> torch.Tensor:
+        if buffer.host is None:
+            buffer.host = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        elif buffer.copied is not None:
+            buffer.copied.synchronize()  # the previous copy must have read the staging memory
+        self._read(content, buffer.host)
+        return buffer.host[: content.num_bytes]
 
     def ready(self, buffer: Buffer) -> None:
         torch.cuda.current_stream(self.device).wait_event(buffer.copied)

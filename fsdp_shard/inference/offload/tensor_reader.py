@@ -8,6 +8,7 @@ is faster on disks.
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 
@@ -42,7 +43,9 @@ class TensorReader:
             elif any(piece.codec is not None for piece in entry.pieces):
                 out.copy_(self.index.read(name))  # a codec may have to decode the whole tensor for any part of it
             else:
-                self._fill_by_parts(name, dtype, out.view(-1))
+                # Threads begin on GPU 0, where pinned memory and copies would make a context.
+                with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+                    self._fill_by_parts(name, dtype, out.view(-1))
 
     def _fill_by_parts(self, name: str, dtype: torch.dtype, out: torch.Tensor) -> None:
         if not hasattr(self._local, "staging"):
