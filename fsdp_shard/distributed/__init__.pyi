@@ -1,12 +1,11 @@
 from .agreement import run_on_all as run_on_all, run_on_main as run_on_main
 from .config import LaunchConfig as LaunchConfig
+from .hardware import count_gpus as count_gpus, gpu_number as gpu_number, num_cores as num_cores
 from .launcher import (
     check_machine as check_machine,
-    count_gpus as count_gpus,
     is_joined_rank as is_joined_rank,
     joined_rank as joined_rank,
     launch as launch,
-    num_cores as num_cores,
     shares_memory as shares_memory,
     uses_gpus as uses_gpus,
     world_sizes as world_sizes,

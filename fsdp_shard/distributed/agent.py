@@ -2,7 +2,7 @@
 
 When a rank dies, torch gives the others 30 s, which ranks that wait for the dead one would use up; this agent gives
 them a few seconds. A rank that is stopped or hangs in the kernel never exits, so each rank has a heartbeat, and one
-whose heartbeat stops for too long is killed.
+whose heartbeat stops for too long is killed, before NCCL ends those that wait for it.
 """
 
 import os
@@ -26,6 +26,7 @@ from fsdp_shard.utils import set_environment
 _SECONDS_TO_END = 5.0  # for ranks that have lost another one: to notice it, and to report
 _SECONDS_TO_SAVE = 30.0
 _SECONDS_TO_START = 10.0
+_SILENT_PART = 0.75  # of launch.timeout_seconds, after which NCCL would end the ranks that wait for the frozen one
 
 
 class Heartbeats:
@@ -73,22 +74,34 @@ class Agent(OverridableAgent):
         self._first_death: tuple[int, int] | None = None
         self._death_seen: float | None = None
         self._frozen: set[int] = set()
+        self._started, self._waited_for = time.monotonic(), list[int]()
 
     def first_death(self) -> tuple[int, str]:
         """Return the rank that was found dead first, and how it died."""
         rank, status = self._first_death or (0, 1)
         if rank in self._frozen:
             return rank, (
-                f"sent no heartbeat for launch.timeout_seconds={self._settings.timeout_seconds:g} and was killed; it "
-                f"was stopped, or hung in a system call"
+                f"sent no heartbeat for {self._silent_seconds:g} s (of launch.timeout_seconds="
+                f"{self._settings.timeout_seconds:g}) and was killed; it was stopped, or hung in a system call"
+            )
+        if self._waited_for:
+            return rank, (
+                f"was killed by SIGABRT, as NCCL ends a rank that has waited for launch.timeout_seconds="
+                f"{self._settings.timeout_seconds:g}; rank(s) {', '.join(map(str, self._waited_for))} did not come, or "
+                f"waited too"
             )
         if status < 0:
             hint = "; the machine may have run out of memory" if -status == signal.SIGKILL else ""
             return rank, f"was killed by {signal.Signals(-status).name}{hint}"
         return rank, f"ended with exit status {status}"
 
+    @property
+    def _silent_seconds(self) -> float:
+        return _SILENT_PART * self._settings.timeout_seconds
+
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self._first_death, self._frozen, self._death_seen = None, set(), None
+        self._started, self._waited_for = time.monotonic(), []
         group: Any = worker_group  # torch's annotations know only what its fields are before the machines have met
         attempt = bytes(group.store.get(ATTEMPT_KEY)).decode()
         self._attempt = AttemptDirectory.create(self._reports, attempt)
@@ -108,6 +121,9 @@ class Agent(OverridableAgent):
         if died and self._death_seen is None:
             self._death_seen = time.monotonic()
             self._first_death = min(died.items(), key=lambda death: death[1] >= 0)  # killed ones come first
+            is_late = self._death_seen - self._started > self._settings.timeout_seconds
+            if self._first_death[1] == -signal.SIGABRT and is_late:
+                self._waited_for = sorted(pids.keys() - died)
             # Wrong input would be wrong again. A fixed number of machines cannot continue after one was asked to stop.
             status = self._first_death[1]
             if status == InputError.exit_status or (status > 128 and not self._settings.is_elastic):
@@ -134,7 +150,7 @@ class Agent(OverridableAgent):
         files = {self._attempt.heartbeat(rank): rank for rank in pids.keys() - self._attempt.finished()}
         for file, seconds in self._heartbeats.silent_seconds(files).items():
             rank = files[file]
-            if seconds > self._settings.timeout_seconds and rank not in self._frozen:
+            if seconds > self._silent_seconds and rank not in self._frozen:
                 self._frozen.add(rank)
                 _send(signal.SIGKILL, [pids[rank]])
 

@@ -11,10 +11,18 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from fsdp_shard.distributed.config import LaunchConfig
+from fsdp_shard.distributed.hardware import count_gpus, num_cores
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import format_count, set_environment
 
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
+# Unless the user has set them; from fragmentation, pools of fixed segments lose what a model of the next size needs.
+_GPU_VARIABLES = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # What each rank did last, in /tmp/nccl_trace_rank_*, when a collective takes longer than launch.timeout_seconds.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+}
 _computed: list[str] = []  # the runs of which this process has been the only rank
 
 
@@ -46,18 +54,25 @@ def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] =
             signal.
     """
     settings = config.launch
-    if joins(settings, os.environ):
-        with set_environment(slurm_variables(os.environ)):
-            _join_ranks(work, begin, config)
-    elif settings.max_nodes > 1:
-        _start_ranks(partial(_join_ranks, work, begin), config)
-    elif settings.ranks > 1 or settings.max_restarts:
-        begin(config)
-        _start_ranks(work, config)
-    else:
-        begin(config)
-        _computed.append(config.run_dir)
-        work(config)
+    with set_environment(_gpu_variables() if settings.device != "cpu" else {}):
+        if joins(settings, os.environ):
+            with set_environment(slurm_variables(os.environ)):
+                _join_ranks(work, begin, config)
+        elif settings.max_nodes > 1:
+            _start_ranks(partial(_join_ranks, work, begin), config)
+        elif settings.ranks > 1 or settings.max_restarts:
+            begin(config)
+            _start_ranks(work, config)
+        else:
+            begin(config)
+            _computed.append(config.run_dir)
+            work(config)
+
+
+def _gpu_variables() -> dict[str, str]:
+    """Variables for torch on GPUs that are not set; both names of the allocator's settings count."""
+    is_set = {"PYTORCH_ALLOC_CONF"} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else set()
+    return {name: value for name, value in _GPU_VARIABLES.items() if name not in {*os.environ, *is_set}}
 
 
 def _start_ranks(work: Callable[[C], None], config: C) -> None:
@@ -203,15 +218,3 @@ def uses_gpus(settings: LaunchConfig) -> bool:
 def shares_memory(settings: LaunchConfig) -> bool:
     """Return whether ranks are forked, and so start with the memory of this process."""
     return not joins(settings, os.environ) and not uses_gpus(settings)
-
-
-def count_gpus() -> int:
-    """Return the number of GPUs that torch can use."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0))

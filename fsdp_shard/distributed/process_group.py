@@ -18,6 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
+from fsdp_shard.distributed.hardware import count_gpus, gpu_number
 from fsdp_shard.errors import ConfigError
 
 ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
@@ -208,8 +209,7 @@ def init_device(device: str, local_rank: int) -> torch.device:
     """The device of this rank; where its launcher shows each rank one GPU of its own, that is number 0."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    num_visible = torch.cuda.device_count()
-    index = 0 if num_visible == 1 else local_rank
+    num_visible, index = count_gpus(), gpu_number(local_rank)
     if index >= num_visible:
         raise ConfigError(
             f"The rank with LOCAL_RANK={local_rank} has no GPU: it sees {num_visible} "

@@ -120,7 +120,7 @@ def _probe(findings: str, config: FinetuneConfig) -> None:
 def _facts(context: DistributedContext, written: dict[str, str]) -> Facts:
     device = context.device.type
     if device == "cuda":
-        device = f"GPU {context.local_rank} ({torch.cuda.get_device_properties(context.device).name})"
+        device = f"GPU {context.device.index} ({torch.cuda.get_device_properties(context.device).name})"
     visible = {directory: os.path.exists(mark) for directory, mark in written.items()}
     return Facts(platform.node(), device, versions(), visible)
 

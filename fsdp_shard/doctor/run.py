@@ -20,7 +20,7 @@ from fsdp_shard import inference, models, sharding, training
 from fsdp_shard.checkpoint import CheckpointConfig, Location, RemoteStore
 from fsdp_shard.config import FinetuneConfig, refuse_nested
 from fsdp_shard.data import Samples, open_samples, tokenize_all
-from fsdp_shard.distributed import uses_gpus, world_sizes
+from fsdp_shard.distributed import gpu_number, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
 from fsdp_shard.planning import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.utils import format_count, format_size, write_atomically
@@ -135,7 +135,11 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
         yield warning(f"{what}; the activations of its forward pass could not be measured ({plan.problem})")
         return
     on_gpu, num_ranks, free_host = uses_gpus(config.launch), config.launch.ranks, inference.free_cpu_bytes()
-    free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_ranks)) if on_gpu else free_host // num_ranks
+    free = (
+        min(torch.cuda.mem_get_info(gpu)[0] for gpu in {gpu_number(rank) for rank in range(num_ranks)})
+        if on_gpu
+        else free_host // num_ranks
+    )
     text = f"{what}: up to {format_size(plan.peak_bytes)} per rank, {format_size(free)} free"
     if plan.peak_bytes <= free:
         yield ok(text)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 
+from fsdp_shard.distributed import gpu_number
 from fsdp_shard.errors import PlanError
 from fsdp_shard.inference.config import Device
 from fsdp_shard.utils import format_count
@@ -18,7 +19,7 @@ def machine_budgets(local_rank: int = 0, num_ranks: int = 1) -> dict[Device, int
     """Bytes to plan with on each GPU and on the CPU: nine tenths of what is free now.
 
     Args:
-        local_rank: The number of this rank on the machine, which is that of its GPU.
+        local_rank: The number of this rank on the machine.
         num_ranks: Ranks on the machine; with several, each has one GPU and its part of the CPU memory.
 
     Returns:
@@ -28,7 +29,7 @@ def machine_budgets(local_rank: int = 0, num_ranks: int = 1) -> dict[Device, int
 
     budgets: dict[Device, int] = {}
     if torch.cuda.is_available():
-        ordinals = range(torch.cuda.device_count()) if num_ranks == 1 else [local_rank]
+        ordinals = range(torch.cuda.device_count()) if num_ranks == 1 else [gpu_number(local_rank)]
         budgets = {ordinal: _part(torch.cuda.mem_get_info(ordinal)[0]) for ordinal in ordinals}
     return budgets | {"cpu": _part(free_cpu_bytes() // num_ranks)}
 

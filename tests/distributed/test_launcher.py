@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -10,11 +11,12 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fsdp_shard.config import FinetuneConfig
-from fsdp_shard.distributed import LaunchConfig, launcher
+from fsdp_shard.distributed import LaunchConfig, launch, launcher, num_cores
 from fsdp_shard.distributed.launcher import check_machine, first_node, joins, slurm_variables
 from fsdp_shard.distributed.rank_reports import Report, first_cause, reports_directory
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError
@@ -63,7 +65,7 @@ def test_how_ranks_are_started_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         launcher.launch(lambda _: None, config)
     monkeypatch.setenv("OMP_NUM_THREADS", "7,2")
     launcher.launch(lambda _: None, two)
-    share = max(1, launcher.num_cores() // 2)
+    share = max(1, num_cores() // 2)
     assert asked == [("fork", share), ("spawn", share), ("spawn", 7)]
 
 
@@ -296,7 +298,7 @@ def test_a_frozen_rank_is_found_and_the_next_attempt_meets_none_of_its_keys(tmp_
     assert (done.out, done.err) == ("", "")
     assert sorted(file.name for file in tmp_path.glob("met-*")) == ["met-1-0", "met-1-1"]
     done = run(_program(tmp_path, body, "timeout_seconds=2"), tmp_path)
-    assert done.out.startswith("RankError: Rank 1 sent no heartbeat for launch.timeout_seconds=2 and was killed")
+    assert done.out.startswith("RankError: Rank 1 sent no heartbeat for 1.5 s (of launch.timeout_seconds=2) and")
 
 
 def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
@@ -419,3 +421,36 @@ def test_a_failed_rank_reports_before_it_destroys_its_group(tmp_path: Path) -> N
     """
     done = run(_program(tmp_path, body, "timeout_seconds=1000"), tmp_path)
     assert done.out == "RankError: Rank 0 raised ValueError: out of memory.\n"
+
+
+def test_a_rank_that_nccl_ended_is_not_to_blame(tmp_path: Path) -> None:
+    """Its watchdog aborts the ranks that wait, later than launch.timeout_seconds; which rank hangs is still to see."""
+    body = """
+    time.sleep({seconds} if rank == "0" else 1000)
+    os.abort()
+    """
+    done = run(_program(tmp_path, body.format(seconds=5), "timeout_seconds=4"), tmp_path)
+    said = "RankError: Rank 0 was killed by SIGABRT, as NCCL ends a rank that has waited for launch.timeout_seconds=4; "
+    assert done.out.startswith(said + "rank(s) 1 did not come, or waited too.")
+    done = run(_program(tmp_path, body.format(seconds=0), "timeout_seconds=60"), tmp_path)  # for a reason of its own
+    assert done.out.startswith("RankError: Rank 0 was killed by SIGABRT. The other ranks")
+
+
+def test_torch_on_gpus_is_set_up_where_the_user_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    seen: list[dict[str, str | None]] = []
+
+    def work(config: object) -> None:
+        seen.append({name: os.environ.get(name) for name in names})
+
+    for device, given in (("auto", None), ("cpu", None), ("auto", "max_split_size_mb:64")):
+        if given is not None:
+            monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
+        launch(work, SimpleNamespace(run_dir="x", launch=LaunchConfig(device=device), debug=False))
+    assert seen[0]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert seen[0]["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert set(seen[1].values()) == {None}
+    assert (seen[2]["PYTORCH_ALLOC_CONF"], seen[2]["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == (None, "1")
+    assert not any(name in os.environ for name in names if name != "PYTORCH_CUDA_ALLOC_CONF")
