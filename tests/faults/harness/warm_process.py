@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,8 +218,9 @@ class WarmProcess:
     def run(self, jobs: Sequence[Job], seconds: float = WALL_SECONDS) -> list[list[Outcome]]:
         """How each command of each job ends; all in one child, as far as that lives."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"jobs": jobs, "seconds": seconds}) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # then it says why
+            self._process.stdin.write(json.dumps({"jobs": jobs, "seconds": seconds}) + "\n")
+            self._process.stdin.flush()
         return [[Outcome(**outcome) for outcome in ended] for ended in self._answer()]
 
     def close(self) -> None:
