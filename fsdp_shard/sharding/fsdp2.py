@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
@@ -135,11 +136,13 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
     }
     complete_gradients(model)
     experts = _divide(model, settings, context, options)
+    # Used last in the forward pass and first in the backward pass: freeing it between would only gather it twice.
+    kept = options | {"reshard_after_forward": False}
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for unit in (unit for unit in inner if unit.fqn not in experts):
-        fully_shard(model.get_submodule(unit.fqn), mp_policy=_precision(unit.dtype, settings), **options)
-    # The root's parameters are used last in the forward pass and first in the backward pass: freeing them between
-    # would only gather them twice.
-    fully_shard(model, mp_policy=_precision(root.dtype, settings), **(options | {"reshard_after_forward": False}))
+        module = model.get_submodule(unit.fqn)
+        fully_shard(module, mp_policy=_precision(unit.dtype, settings), **(kept if module is head else options))
+    fully_shard(model, mp_policy=_precision(root.dtype, settings), **kept)
     _prefetch(_fsdp_modules(model)[1:], settings)  # all but the root
 
     def materialize(tensor: torch.Tensor) -> torch.Tensor:

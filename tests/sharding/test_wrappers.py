@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import build_on_meta
@@ -129,3 +132,21 @@ def shard_from_python(context: DistributedContext, wrapper: str) -> tuple[float,
 def test_sharding_a_model_that_has_weights(wrapper: str, name: str) -> None:
     wanted = float(llama()(input_ids=token_batch(0), labels=token_batch(0)).loss.detach())
     assert on_ranks(2, shard_from_python, wrapper) == [(pytest.approx(wanted, rel=1e-6), name)] * 2
+
+
+def _gathers(context: DistributedContext) -> tuple[list[str], int]:
+    """The units, and how many gathers a forward and a backward pass make."""
+    model = sharded(Fsdp2Config(param_dtype="float32", min_params=9_000), context, tied=False)
+    units = [name for name, module in model.module.named_modules() if isinstance(module, FSDPModule)]
+    rows = token_batch(0)
+    with CommDebugMode() as seen, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its hooks
+        model.module(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+    return units, seen.get_comm_counts()[torch.ops.c10d._allgather_base_]
+
+
+def test_the_output_head_is_gathered_once_a_step() -> None:
+    """It is the last in the forward pass and the first in the backward pass, as are the parameters of the root."""
+    units, num_gathers = on_ranks(2, _gathers)[0]
+    assert {"", "lm_head"} < set(units)
+    assert num_gathers == 2 * len(units) - 2

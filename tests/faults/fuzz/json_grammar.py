@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -78,7 +79,7 @@ def changed(text: str, ops: list[tuple[Any, ...]]) -> str:
         paths = list(_paths(document))
         owner, key = _owner(document, paths[where % len(paths)])
         if name == "set":
-            owner[key] = arguments[0]
+            owner[key] = copy.deepcopy(arguments[0])  # the examples share theirs
         elif name == "raw":
             raw.append(arguments[0])
             owner[key] = f"{_MARK}{len(raw) - 1}"
@@ -95,7 +96,7 @@ def changed(text: str, ops: list[tuple[Any, ...]]) -> str:
         elif name == "wrap":
             owner[key] = [owner[key]] if arguments[0] == "list" else {"a": owner[key]}
         elif name == "add":
-            _add(owner[key], arguments[0])
+            _add(owner[key], copy.deepcopy(arguments[0]))
     written = json.dumps(document[""])
     for number, literal in enumerate(raw):
         written = written.replace(f'"\\u0000RAW{number}"', literal)
