@@ -440,6 +440,7 @@ def test_torch_on_gpus_is_set_up_where_the_user_has_not(monkeypatch: pytest.Monk
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launcher, "_computed", [])  # or later runs of this process would spawn their ranks
     seen: list[dict[str, str | None]] = []
 
     def work(config: object) -> None:

@@ -71,7 +71,7 @@ def test_what_is_written_in_time_is_never_copied() -> None:
         assert address(content) == early.data_ptr(), "it is read where it lies"
     assert read(copy, staged.weights["early"], 2) == [2, 3]
     assert read(copy, staged.weights["late"], 0, 1) == [10]
-    memory = staging._get_memory(0, pinned=False)
+    memory = staging._get_memory(0, None)
     memory.fill_(255)
     copy.settle()
     for tensor in (early, late, unread):
@@ -105,7 +105,7 @@ def test_a_save_that_has_ended_needs_no_copy() -> None:
     weight = nn.Parameter(torch.ones(8))
     staging = Staging()
     _, copy = staging.stage(RunState({"weight": shard(weight)}, {}))
-    memory = staging._get_memory(0, pinned=False).fill_(255)
+    memory = staging._get_memory(0, None).fill_(255)
     copy.end()
     copy.settle()
     assert set(memory.tolist()) == {255}
