@@ -16,10 +16,10 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import format_count, set_environment
 
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
-# Unless the user has set them; from fragmentation, pools of fixed segments lose what a model of the next size needs.
+# For torch, unless the user has set them. Segments that can grow lose less memory to fragmentation. The flight recorder
+# keeps what each rank did last, and NCCL writes it when a collective takes longer than launch.timeout_seconds.
 _GPU_VARIABLES = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    # What each rank did last, in /tmp/nccl_trace_rank_*, when a collective takes longer than launch.timeout_seconds.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
 }

@@ -20,10 +20,10 @@ DOCUMENT = ROOT / "docs" / "first-hour.md"
 
 
 def write_dictionary(file: Path) -> Path:
-    """Entries as those of the Jargon File: a term, an empty line, indented paragraphs."""
+    """Entries as those of the Jargon File: a term, a line for its sound, an empty one, an indented paragraph."""
     meanings = {name: textwrap.dedent(text).split("\n\n") for name, text in sorted(topics.items())}
     entries = [
-        f"{name} {number}\n\n{textwrap.indent(paragraph.strip(), '    ')}\n"
+        f"{name} {number}\n\n\n{textwrap.indent(paragraph.strip(), '    ')}\n"
         for name, paragraphs in meanings.items()
         for number, paragraph in enumerate(paragraphs)
     ]

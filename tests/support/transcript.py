@@ -3,7 +3,8 @@
     python -m tests.support.transcript docs/first-hour.md --copy MODEL=llama TEXT=jargon.txt
 
 A block of ```console has commands after `$ `, each followed by its output. A block of another language whose first line
-is `# NAME: ...` or `{# NAME: ... #}` is the file NAME. All happens in one new directory, shown as ~/work.
+is `# NAME: ...` or `{# NAME: ... #}` is the file NAME. All happens in one new directory, whose path is left out of what
+is shown.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _run(line: str, directory: Path) -> list[str]:
         timeout=_SECONDS,
         check=False,
     )
-    lines = [part.rstrip() for part in done.stdout.replace(str(directory), "~/work").splitlines()]
+    lines = [part.rstrip() for part in done.stdout.replace(f"{directory}/", "").splitlines()]
     if (done.returncode != 0) != Command(line, lines).failed:
         raise RuntimeError(f"{line} ended with status {done.returncode}:\n{done.stdout}")
     return lines
