@@ -74,8 +74,12 @@ class Communicator:
     def all_reduce(self, values: list[float], operation: str = "sum") -> list[float]:
         """Return the element-wise `sum`, `max` or `min` of `values` over the ranks, computed in float64."""
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
+        self.all_reduce_(tensor, operation)
         return [float(value) for value in tensor]
+
+    def all_reduce_(self, tensor: torch.Tensor, operation: str = "sum") -> None:
+        """Replace `tensor` by its element-wise `sum`, `max` or `min` over the ranks; on a GPU, without waiting."""
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
 
 
 @dataclass(frozen=True, kw_only=True)

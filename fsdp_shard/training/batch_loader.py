@@ -1,7 +1,7 @@
 """Loads the samples of the next step in a thread while this step runs, up to the memory of the device."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,10 +27,19 @@ class DeviceBatch:
     Attributes:
         inputs: Arguments of the model by name, int64 [micro_batch_size, length].
         labels: Labels as in `Batch`, int64.
+        counted: Positions in the flat labels of those that count, int64 [num_predictions]. Counted on the CPU: a GPU
+            would have to be waited for.
     """
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
+    counted: torch.Tensor
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all of them."""
+        yield from self.inputs.values()
+        yield self.labels
+        yield self.counted
 
 
 @dataclass(frozen=True)
@@ -41,13 +50,13 @@ class LoadedStep:
         samples: Positions of the samples of all ranks, int64 [global_batch_size].
         parts: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
         batches: The micro-batches.
-        counts: Predictions of this rank, and those of each source of a mixture.
+        counts: Predictions of this rank, and those of each source of a mixture; float64, on the device.
     """
 
     samples: Ints
     parts: Ints
     batches: list[DeviceBatch]
-    counts: list[float]
+    counts: torch.Tensor
 
 
 class BatchLoader:
@@ -87,7 +96,7 @@ class BatchLoader:
         began = time.perf_counter()
         loaded = (self._loading or self._begin(first)).result()
         if self._copies is not None:
-            _hand_over(loaded.batches, self._copies)
+            _hand_over(loaded, self._copies)
         self._loading = None if is_last else self._begin(first + self._config.global_batch_size)
         self.seconds_waited = time.perf_counter() - began
         return loaded
@@ -108,7 +117,8 @@ class BatchLoader:
         counts += source_predictions(self._dataset, parts, batches)
         copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
         with copying:
-            return LoadedStep(samples, parts, [to_device(batch, context.device) for batch in batches], counts)
+            on_device = [to_device(batch, context.device) for batch in batches]
+            return LoadedStep(samples, parts, on_device, copy_to(context.device, torch.tensor(counts).double()))
 
 
 def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: int) -> Ints:
@@ -154,19 +164,20 @@ def source_predictions(dataset: Dataset, samples: Iterable[Ints], batches: Seque
 
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
-    """Copy a batch to `device`; to a GPU through pinned memory, in its current stream."""
-
-    def copied(array: Ints) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-    return DeviceBatch({name: copied(array) for name, array in batch.inputs.items()}, copied(batch.labels))
+    """Copy a batch to `device`, in its current stream."""
+    inputs = {name: copy_to(device, torch.from_numpy(array)) for name, array in batch.inputs.items()}
+    counted = torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
+    return DeviceBatch(inputs, copy_to(device, torch.from_numpy(batch.labels)), copy_to(device, counted))
 
 
-def _hand_over(batches: list[DeviceBatch], copies: torch.cuda.Stream) -> None:
+def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor in CPU memory to `device`; to a GPU through pinned memory, so that nothing waits for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _hand_over(loaded: LoadedStep, copies: torch.cuda.Stream) -> None:
     """Let the current stream wait for the copies, and keep their memory until it has used them."""
     current = torch.cuda.current_stream(copies.device)
     current.wait_stream(copies)
-    for batch in batches:
-        for tensor in (*batch.inputs.values(), batch.labels):
-            tensor.record_stream(current)
+    for tensor in (loaded.counts, *(tensor for batch in loaded.batches for tensor in batch.tensors())):
+        tensor.record_stream(current)

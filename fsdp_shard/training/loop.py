@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from fsdp_shard.data import Dataset
-from fsdp_shard.distributed import STOP_SIGNALS, DistributedContext
+from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.models import running
 from fsdp_shard.sharding import ShardedModel
-from fsdp_shard.training.batch_loader import BatchLoader, DeviceBatch
+from fsdp_shard.training.batch_loader import BatchLoader, DeviceBatch, copy_to
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import source_figures
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
@@ -165,14 +165,14 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     seed_all(derived_seed(state.seed, state.step, context.data_rank))
     loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
     samples, parts = loaded.samples, loaded.parts
-    # Tensor-parallel ranks count the same samples.
-    num_tokens, *by_source = (int(count / context.num_tensor_ranks) for count in context.all_reduce(loaded.counts))
+    context.all_reduce_(loaded.counts)
     run.optimizer.zero_grad()
-    losses = _accumulate(run, loaded.batches, max(num_tokens, 1) / context.num_data_ranks)
+    # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks.
+    divisor = (loaded.counts[0].clamp(min=context.num_tensor_ranks) / context.world_size).float()
+    losses = _accumulate(run, loaded.batches, divisor)
     norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
-    loss, grad_norm, waited, memory_bytes, stop_signal = _reduce(
-        run, float(sum(losses)), float(norm), loader.seconds_waited
-    )
+    totals = _read_totals(run, sum(losses[1:], losses[0]), norm, loaded.counts, loader.seconds_waited)
+    loss, grad_norm, num_tokens = totals.loss, totals.grad_norm, totals.num_tokens
     fault = ""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         run.optimizer.step()
@@ -185,7 +185,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
         raise LossError(_message(fault, state, config))
-    by_name = dict(zip(run.dataset.source_names, by_source, strict=True))
+    by_name = dict(zip(run.dataset.source_names, totals.tokens_by_source, strict=True))
     state.advance(len(samples), num_tokens, by_name, skipped=bool(fault))
     state.place = run.dataset.state_dict(state.num_samples)
     seconds = time.perf_counter() - began
@@ -197,10 +197,10 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
         tokens=num_tokens,
         tokens_per_second=num_tokens / seconds,
         step_seconds=seconds,
-        data_seconds=waited,
-        memory_bytes=memory_bytes,
+        data_seconds=totals.data_seconds,
+        memory_bytes=totals.memory_bytes,
         skipped=state.num_skipped,
-        stop_signal=stop_signal,
+        stop_signal=totals.stop_signal,
         fault=fault,
         sources=source_figures(run.dataset, state.num_samples, state.source_tokens),
         epoch=state.epoch,
@@ -217,7 +217,7 @@ def _set_learning_rate(run: TrainingRun) -> float:
     return rate
 
 
-def _accumulate(run: TrainingRun, batches: Sequence[DeviceBatch], divisor: float) -> list[torch.Tensor]:
+def _accumulate(run: TrainingRun, batches: Sequence[DeviceBatch], divisor: torch.Tensor) -> list[torch.Tensor]:
     """Accumulate the gradients of the micro-batches; returns their parts of the loss, scalars on the device."""
     losses = []
     for number, batch in enumerate(batches, start=1):
@@ -229,13 +229,13 @@ def _accumulate(run: TrainingRun, batches: Sequence[DeviceBatch], divisor: float
     return losses
 
 
-def forward_loss(model: ShardedModel, batch: DeviceBatch, divisor: float) -> torch.Tensor:
+def forward_loss(model: ShardedModel, batch: DeviceBatch, divisor: float | torch.Tensor) -> torch.Tensor:
     """Run the forward pass and return the summed cross-entropy of a batch over `divisor`, a float32 scalar in nats.
 
     A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
     in one window are separated by their positions (`data/samples/packing.py`).
     """
-    with giving_loss(model.module, batch.labels, divisor) as is_loss, warnings.catch_warnings():
+    with giving_loss(model.module, batch.labels, divisor, batch.counted) as is_loss, warnings.catch_warnings():
         # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         with running(model.module):
@@ -243,24 +243,53 @@ def forward_loss(model: ShardedModel, batch: DeviceBatch, divisor: float) -> tor
     return logits.reshape(()) if is_loss else cross_entropy(logits, batch.labels, divisor)
 
 
-def _reduce(run: TrainingRun, loss: float, grad_norm: float, waited: float) -> tuple[float, float, float, int, int]:
-    """Reduce what each rank knows in one sum: losses, norms, seconds waited, signals, and the memory of each rank.
+@dataclass(frozen=True)
+class _Totals:
+    """What a step reads from the device: figures of all ranks, as in `StepReport`."""
+
+    loss: float
+    grad_norm: float
+    data_seconds: float
+    num_tokens: int
+    tokens_by_source: list[int]
+    memory_bytes: int
+    stop_signal: int
+
+
+def _read_totals(
+    run: TrainingRun, loss: torch.Tensor, grad_norm: torch.Tensor, counts: torch.Tensor, waited: float
+) -> _Totals:
+    """Reduce the figures of each rank on the device, and read them: the only time that a step waits for a GPU.
 
     The norm is the same on all ranks unless one of them failed; then none may continue.
 
-    Returns:
-        Mean loss, norm of the gradients, mean of the seconds waited, highest peak of the memory in bytes, and a
-        received signal or 0.
+    Args:
+        run: The run.
+        loss: This rank's part of the loss, a scalar.
+        grad_norm: Norm of the gradients, a scalar.
+        counts: Predictions of all ranks, and those of each source of a mixture, float64.
+        waited: Seconds that this rank waited for its samples.
     """
     context = run.context
-    signals = [float(run.stop.number == number) for number in STOP_SIGNALS]
-    memory = [0.0] * context.world_size
-    memory[context.rank] = float(device_peak_bytes(context.device.type))
-    total_loss, total_norm, all_waited, *summed = context.all_reduce([loss, grad_norm, waited, *signals, *memory])
-    received = (number for number, count in zip(STOP_SIGNALS, summed, strict=False) if count)
-    grad_norm = grad_norm if math.isfinite(total_norm) else total_norm
-    mean_loss, mean_waited = total_loss / context.world_size, all_waited / context.world_size
-    return mean_loss, grad_norm, mean_waited, int(max(summed[len(signals) :])), int(next(received, 0))
+    known = torch.tensor([waited, float(device_peak_bytes(context.device.type)), run.stop.number]).double()
+    known = copy_to(context.device, known)
+    sums = torch.stack([loss.double(), grad_norm.to(context.device, torch.float64, non_blocking=True), known[0]])
+    highest = known[1:]
+    own_norm = sums[1:2].clone()
+    context.all_reduce_(sums)
+    context.all_reduce_(highest, "max")
+    read = torch.cat([sums, highest, own_norm, counts]).tolist()
+    total_loss, total_norm, all_waited, memory_bytes, stop_signal, norm, *all_counts = read
+    num_tokens, *tokens_by_source = (int(count / context.num_tensor_ranks) for count in all_counts)
+    return _Totals(
+        loss=total_loss / context.world_size,
+        grad_norm=norm if math.isfinite(total_norm) else total_norm,
+        data_seconds=all_waited / context.world_size,
+        num_tokens=num_tokens,
+        tokens_by_source=tokens_by_source,
+        memory_bytes=int(memory_bytes),
+        stop_signal=int(stop_signal),
+    )
 
 
 def _message(fault: str, state: TrainerState, config: TrainConfig) -> str:

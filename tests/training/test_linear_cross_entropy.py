@@ -161,7 +161,7 @@ def _steps(context: DistributedContext, cases: list[tuple[str, bool]]) -> list[l
         losses = []
         for step in range(3):
             rows = token_batch(step, rows=4).chunk(context.world_size)[context.rank]
-            batch = DeviceBatch({"input_ids": rows[:, :-1]}, rows[:, 1:])
+            batch = DeviceBatch({"input_ids": rows[:, :-1]}, rows[:, 1:], torch.arange(rows[:, 1:].numel()))
             loss = forward_loss(sharded, batch, rows[:, 1:].numel())
             losses.append(update(optimizer, loss, context))
         all_losses.append(losses)

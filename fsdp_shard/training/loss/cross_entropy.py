@@ -19,13 +19,14 @@ _CHUNK_BYTES = {"cpu": 8 << 20}
 _CHUNK_BYTES_ELSEWHERE = 128 << 20
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float) -> torch.Tensor:
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
     """Compute the summed cross-entropy over `divisor`.
 
     Args:
         logits: [..., vocabulary], of any dtype.
         labels: [...], already shifted; those equal to -100 do not count.
-        divisor: What the sum is divided by, in float32, before the gradient is rounded to the dtype of the logits.
+        divisor: What the sum is divided by, in float32, before the gradient is rounded to the dtype of the logits: a
+            number, or a scalar on the device.
 
     Returns:
         A float32 scalar in nats, which can be differentiated once.

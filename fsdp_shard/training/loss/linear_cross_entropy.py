@@ -54,8 +54,16 @@ def use_loss_head(model: PreTrainedModel, when: bool | str) -> bool:
 
 
 @contextmanager
-def giving_loss(module: nn.Module, labels: torch.Tensor, divisor: float) -> Iterator[bool]:
+def giving_loss(
+    module: nn.Module, labels: torch.Tensor, divisor: float | torch.Tensor, counted: torch.Tensor | None = None
+) -> Iterator[bool]:
     """Within the block, a model with a loss head returns the loss of `labels` over `divisor` as its `logits`.
+
+    Args:
+        module: The model.
+        labels: [...], already shifted; those equal to -100 do not count.
+        divisor: What the sum is divided by: a number, or a float32 scalar on the device.
+        counted: Positions of those that count in the flat labels, int64; found here if None.
 
     Yields:
         Whether the model has a loss head.
@@ -64,7 +72,7 @@ def giving_loss(module: nn.Module, labels: torch.Tensor, divisor: float) -> Iter
     if head is None:
         yield False
         return
-    head.wanted = labels, divisor
+    head.wanted = labels, divisor, counted
     try:
         yield True
     finally:
@@ -76,17 +84,17 @@ class LossHead:
 
     def __init__(self, head: nn.Linear, softcap: float | None) -> None:
         self._head, self._softcap = head, softcap
-        self.wanted: tuple[torch.Tensor, float] | None = None
+        self.wanted: tuple[torch.Tensor, float | torch.Tensor, torch.Tensor | None] | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         weight, bias = self._head.weight, self._head.bias
         if self.wanted is None:
             logits = F.linear(hidden, weight, bias)
             return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
-        labels, divisor = self.wanted
-        flat, counted = hidden.flatten(0, -2), labels.flatten()
-        assert len(flat) == len(counted), "the model passed other positions to its head than there are labels for"
-        loss = linear_cross_entropy(flat, weight, bias, counted, divisor, self._softcap)
+        labels, divisor, counted = self.wanted
+        flat, targets = hidden.flatten(0, -2), labels.flatten()
+        assert len(flat) == len(targets), "the model passed other positions to its head than there are labels for"
+        loss = linear_cross_entropy(flat, weight, bias, targets, divisor, self._softcap, counted)
         return loss + loss.new_zeros([1] * hidden.ndim)  # the dimensions of logits; FSDP2 warns of a view
 
 
@@ -95,8 +103,9 @@ def linear_cross_entropy(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
-    divisor: float,
+    divisor: float | torch.Tensor,
     softcap: float | None = None,
+    counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the summed cross-entropy over `divisor` of the logits `hidden @ weight.T + bias`, in chunks.
 
@@ -105,15 +114,16 @@ def linear_cross_entropy(
         weight: Weight of the output head [vocabulary, hidden_size].
         bias: Bias of the output head [vocabulary], if any.
         labels: [num_tokens]; those equal to -100 do not count, and cost nothing.
-        divisor: What the sum is divided by.
+        divisor: What the sum is divided by: a number, or a float32 scalar on the device, which is not waited for.
         softcap: Replaces the logits by softcap * tanh(logits / softcap).
+        counted: Positions of the labels that count, int64 [num_counted]; where None, a GPU is waited for to find them.
 
     Returns:
         A float32 scalar in nats, which can be differentiated once.
     """
     of_hidden, of_weight, of_bias = map(needs_gradient, (hidden, weight, bias))
     with torch.no_grad():
-        rows = torch.nonzero(labels != MASKED).flatten()
+        rows = torch.nonzero(labels != MASKED).flatten() if counted is None else counted
         chunks = rows.split(max(1, LOSS_CHUNK_BYTES // (4 * len(weight)))) if len(rows) else ()
         precise = weight.dtype if len(chunks) <= 1 else torch.float32
         grad_hidden = torch.zeros_like(hidden) if of_hidden else None
@@ -139,7 +149,7 @@ def linear_cross_entropy(
 
 
 def _sum_and_slope(
-    logits: torch.Tensor, labels: torch.Tensor, divisor: float, softcap: float | None, wanted: bool
+    logits: torch.Tensor, labels: torch.Tensor, divisor: float | torch.Tensor, softcap: float | None, wanted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed loss of a chunk, and the float32 gradient of (sum / divisor) by the logits, which are overwritten."""
     values = logits.float()
@@ -155,7 +165,7 @@ def _sum_and_slope(
     total = (sums.log() + highest - picked).sum()
     if wanted:
         values.div_(sums * divisor)
-        values.scatter_add_(1, labels[:, None], torch.full_like(picked, -1 / divisor))
+        values.scatter_add_(1, labels[:, None], torch.full_like(picked, -1) / divisor)
         if inner is not None:
             values.mul_(inner)
     return total, values
