@@ -77,7 +77,8 @@ class _Saved:
     def device_bytes(self, offload: bool) -> int:
         """Bytes on the device while the block that saved most runs its backward pass, with all that it needs there.
 
-        With `offload`, what blocks save (inputs of recomputed ones too, but not results) is in CPU memory until then.
+        With `offload`, what blocks save (inputs of recomputed ones too, but not results) is in CPU memory until then;
+        that of the next block comes back meanwhile.
         """
         kept = self.results | (set() if offload else self.inputs)
         of_block: dict[str, int] = {}
@@ -86,7 +87,9 @@ class _Saved:
                 kept.add(storage)
             elif storage not in kept:
                 of_block[maker] = of_block.get(maker, 0) + storage.nbytes()
-        return sum(storage.nbytes() for storage in kept) + max(of_block.values(), default=0)
+        most = max(of_block, key=lambda block: of_block[block], default="")
+        fetched = [num for block, num in of_block.items() if offload and block != most and block not in self.recomputed]
+        return sum(storage.nbytes() for storage in kept) + of_block.get(most, 0) + max(fetched, default=0)
 
 
 class _SelectiveMode(TorchDispatchMode):

@@ -11,7 +11,12 @@ from torch import nn
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import no_split_blocks
-from fsdp_shard.sharding.activation_checkpointing import clean_fqn, recompute_blocks, recomputed_fqns
+from fsdp_shard.sharding.activation_checkpointing import (
+    clean_fqn,
+    offload_blocks,
+    recompute_blocks,
+    recomputed_fqns,
+)
 from fsdp_shard.sharding.config import ShardConfig, Unit
 from fsdp_shard.sharding.wrap_policy import plan_units
 from fsdp_shard.utils import give_back_free_memory, nearest, persistent_buffers
@@ -36,6 +41,8 @@ def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedCont
         # block is replaced, so that no name of a parameter changes.
         for block in blocks:
             block.forward = torch.compile(block.forward, backend="inductor" if shard.compile is True else shard.compile)
+    if shard.activation_offload:
+        offload_blocks(blocks)
     for owner, name, _, buffer in persistent_buffers(model):
         if buffer.is_meta:
             setattr(owner, name, torch.empty_like(buffer, device=context.device))

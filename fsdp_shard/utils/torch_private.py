@@ -63,6 +63,11 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often the memory of `tensor` was changed in place. Without `_version`, offload would copy views once each."""
+    return int(tensor._version)
+
+
 def local_shape_and_offset(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -153,6 +153,8 @@ def test_offloaded_activations_are_not_on_the_device() -> None:
         return measure_activations(model, Fsdp2Config(activation_offload=offload), 2, 64).saved_bytes
 
     assert measured(4, True) == measured(3, True) < measured(3, False)
+    # Two blocks: one runs its backward pass, and those of the next come back.
+    assert measured(3, True) - measured(1, True) == pytest.approx(measured(3, False) - measured(2, False), rel=0.05)
 
 
 def test_settings_change_what_they_should() -> None:
