@@ -56,6 +56,7 @@ _NAMES = {
     "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
     "train.steps": "max_steps num_steps",
     "train.tracker_project": "wandb_project",
+    "train.tf32": "allow_tf32",
     "train.trackers": "report_to",
     "train.warmup_steps": "num_warmup_steps warmup_ratio",
 }

@@ -23,6 +23,11 @@ class LaunchConfig:
     device: str = setting(
         "auto", "Device of the ranks; auto uses GPUs if there are any.", choices=("auto", "cpu", "cuda")
     )
+    numa_binding: str = setting(
+        "auto",
+        "Processors of a rank: node are those nearest to its GPU; auto is node where several GPUs can be told apart.",
+        choices=("auto", "node", "none"),
+    )
     timeout_seconds: float = setting(600.0, "Timeout for collectives, in seconds.", above=0.0)
     max_restarts: int = setting(0, "Maximum number of restarts of all ranks after one has failed.", minimum=0)
     grace_seconds: int = setting(

@@ -195,8 +195,12 @@ def check_machine(settings: LaunchConfig, prefix: str = "launch.") -> None:
         prefix: What the settings are called in messages.
 
     Raises:
-        ConfigError: If there are fewer GPUs than ranks, or none at all.
+        ConfigError: If there are fewer GPUs than ranks, or none at all, or a setting is for GPUs only.
     """
+    if settings.numa_binding == "node" and not uses_gpus(settings):
+        raise ConfigError(
+            f"{prefix}numa_binding=node has no effect without GPUs, to which processors are near; leave it out."
+        )
     needs_none = settings.device == "cpu" or (settings.device == "auto" and settings.ranks == 1)
     if needs_none or joins(settings, os.environ):
         return

@@ -14,9 +14,11 @@ import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from fsdp_shard.distributed.agent import Agent
 from fsdp_shard.distributed.config import LaunchConfig
+from fsdp_shard.distributed.hardware import count_gpus
 from fsdp_shard.distributed.process_group import attempt
 from fsdp_shard.distributed.rank_reports import AttemptDirectory, Report, first_cause, interruption, reports_directory
 from fsdp_shard.distributed.rendezvous import Rendezvous
@@ -79,6 +81,7 @@ def run_ranks(
                 max_restarts=settings.max_restarts,
                 monitor_interval=0.05,
                 local_addr=rendezvous.local_addr,
+                numa_options=numa_options(settings),
             )
             error = _run_agent(Agent(spec, settings, start_method, reports), rendezvous, settings, reports)
         except SignalException as stopped:
@@ -89,6 +92,14 @@ def run_ranks(
             error = RunError(f"The machines could not meet at launch.rendezvous={settings.rendezvous}: {failed}")
     if error is not None:
         raise error
+
+
+def numa_options(settings: LaunchConfig) -> NumaOptions | None:
+    """Where torch binds ranks to processors; `auto` goes on without where a machine does not say which are near."""
+    binding, num_gpus = settings.numa_binding, 0 if settings.device == "cpu" else count_gpus()
+    if binding == "none" or num_gpus < (1 if binding == "node" else 2):
+        return None
+    return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=binding == "auto")
 
 
 def _run_agent(agent: Agent, rendezvous: Rendezvous, settings: LaunchConfig, reports: Path) -> FsdpShardError | None:

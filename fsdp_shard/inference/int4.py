@@ -1,14 +1,22 @@
-"""`quantize=int4`: weights in 4 bits, with a scale and a zero point per group."""
+"""`quantize=int4`: weights in 4 bits, with a scale and a zero point per group.
+
+On a GPU they are laid out for torch's own kernel: that of torchao's default format is in a package of its own.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fsdp_shard.distributed import count_gpus
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference.quantization import Layers, Quantization, Quantizer, torchao_encoder
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+_TILE = (8, 1024)  # rows and columns on a GPU are filled up to multiples of these
 
 
 @dataclass(frozen=True)
@@ -22,11 +30,35 @@ class Int4(Quantization):
 
     def num_bytes(self, layer: nn.Linear) -> int:
         rows, width = layer.weight.shape
+        if count_gpus():
+            rows, width = (-(-size // multiple) * multiple for size, multiple in zip((rows, width), _TILE, strict=True))
         return rows * (width // 2 + width // self.group_size * 4)
 
     def quantizer(self, model: nn.Module, layers: Layers, device_type: str) -> Quantizer:
         from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
         from torchao.quantization import Int4WeightOnlyConfig
 
-        config = Int4WeightOnlyConfig if device_type == "cuda" else PrototypeInt4WeightOnlyConfig
-        return Quantizer(layers, torchao_encoder(config(group_size=self.group_size, set_inductor_config=False)))
+        size, common = self.group_size, {"set_inductor_config": False}
+        if device_type == "cuda":
+            check_gpu(next((layer.weight.dtype for its in layers.values() for layer in its), None))
+            config: Any = Int4WeightOnlyConfig(group_size=size, int4_packing_format="tile_packed_to_4d", **common)
+        else:
+            config = PrototypeInt4WeightOnlyConfig(group_size=size, **common)
+        return Quantizer(layers, torchao_encoder(config))
+
+
+def check_gpu(dtype: torch.dtype | None) -> None:
+    """Raise ConfigError where torch's kernel for int4 weights does not run: the GPU, or weights of this dtype."""
+    import torch
+
+    capability = torch.cuda.get_device_capability()
+    if capability[0] < 8:
+        raise ConfigError(
+            f"dispatch.quantize=int4 needs a GPU of compute capability 8.0 (A100) or later; this one has "
+            f"{capability[0]}.{capability[1]}. Set dispatch.quantize=int8."
+        )
+    if dtype not in (None, torch.bfloat16):
+        raise ConfigError(
+            f"dispatch.quantize=int4 needs weights in bfloat16 on a GPU; these are in {dtype}. Set "
+            f"dispatch.dtype=bfloat16."
+        )

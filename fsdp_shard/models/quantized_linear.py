@@ -6,6 +6,7 @@ depends on the weights alone.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ class QuantizationCode:
         code_bytes: Bytes of the codes of a block of 64 weights.
         to_codes: Encodes blocks [n, 64], float32, that were divided by their largest absolute weight.
         to_values: Decodes to blocks [n, 64], float32, that are to be multiplied by that weight.
+        to_weights: Does what `decode` does by one kernel, where there is one for the device; else returns None.
     """
 
     name: str
     code_bytes: int
     to_codes: Callable[[torch.Tensor], torch.Tensor]
     to_values: Callable[[torch.Tensor], torch.Tensor]
+    to_weights: Callable[[torch.Tensor, int, torch.dtype], torch.Tensor | None] = lambda rows, num_weights, dtype: None
 
     @property
     def row_bytes(self) -> int:
@@ -65,6 +68,8 @@ class QuantizationCode:
 
     def decode(self, rows: torch.Tensor, num_weights: int, dtype: torch.dtype) -> torch.Tensor:
         """Decode the first `num_weights` weights of `rows`, flat: computed in float32, rounded to `dtype`."""
+        if (decoded := self.to_weights(rows, num_weights, dtype)) is not None:
+            return decoded
         weights = torch.empty((len(rows), QUANTIZATION_BLOCK), dtype=dtype, device=rows.device)
         step = _DECODED_AT_ONCE // QUANTIZATION_BLOCK
         for start in range(0, len(rows), step):
@@ -95,13 +100,23 @@ def _from_nf4(codes: torch.Tensor) -> torch.Tensor:
     return F.embedding(codes.view(-1).int(), pairs).view(-1, QUANTIZATION_BLOCK)
 
 
+def _nf4_kernel(rows: torch.Tensor, num_weights: int, dtype: torch.dtype) -> torch.Tensor | None:
+    if rows.device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from fsdp_shard.models import nf4_kernel
+
+    if not nf4_kernel.is_usable(rows.device):
+        return None
+    return nf4_kernel.decode_nf4(rows, _levels(rows.device), num_weights, dtype)
+
+
 def _levels(device: torch.device) -> torch.Tensor:
     return torch.tensor(_NORMAL, dtype=torch.float32).to(device, non_blocking=True)
 
 
 QUANTIZATION_CODES = {
     "int8": QuantizationCode("int8", QUANTIZATION_BLOCK, _to_int8, _from_int8),
-    "nf4": QuantizationCode("nf4", QUANTIZATION_BLOCK // 2, _to_nf4, _from_nf4),
+    "nf4": QuantizationCode("nf4", QUANTIZATION_BLOCK // 2, _to_nf4, _from_nf4, _nf4_kernel),
 }
 
 

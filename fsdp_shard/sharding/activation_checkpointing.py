@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fsdp_shard.models import no_split_blocks
 from fsdp_shard.sharding.config import ShardConfig
-from fsdp_shard.utils import costly_operators, version, view_base
+from fsdp_shard.utils import is_costly_operator, version, view_base
 
 _Forward = Callable[..., Any]
 
@@ -60,8 +60,8 @@ def recomputed_fqns(blocks: Sequence[str], kind: bool | int | str) -> list[str]:
 
 
 def is_saved_operator(operator: Any) -> bool:
-    """Whether selective checkpointing keeps the results of `operator`: matrix products and attention."""
-    return operator in costly_operators()
+    """Whether selective checkpointing keeps the results of `operator`: matrix products, attention, collectives."""
+    return is_costly_operator(operator)
 
 
 def clean_fqn(name: str) -> str:

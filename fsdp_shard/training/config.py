@@ -80,6 +80,9 @@ class TrainConfig:
     )
     tracker_project: str = setting("fsdp-shard", "Project name for the trackers; the run is named after run_dir.")
     profile: list[int] = setting([], "Steps to profile, such as [10,12]: traces and memory of each rank, in profile/.")
+    tf32: bool = setting(
+        False, "Multiply float32 matrices in TF32 on GPUs: several times faster, with 10 bits of each factor."
+    )
     deterministic: bool = setting(False, "Use deterministic algorithms only; others raise an error. Slower on GPUs.")
 
     def check(self, prefix: str) -> None:

@@ -33,6 +33,8 @@ def check_finetune(config: FinetuneSettings) -> None:
         sharding.check_ranks(config.shard, num_ranks, on_gpu=on_gpu)
         num_micro_batches = check_batch(config.train, sharding.num_data_ranks(config.shard, num_ranks))
         sharding.check_accumulation(config.shard, num_micro_batches)
+    if config.train.tf32 and not on_gpu:
+        raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Leave it out.")
     check_kernels(config.model.kernels, config.shard, on_gpu=on_gpu)
     config.optim.check_installed()
     data.check_task(config.model.task, config.data)

@@ -24,7 +24,7 @@ from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import model_source
 from fsdp_shard.training.sample_length import describe_lengths
-from fsdp_shard.training.seeding import deterministic_algorithms
+from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import say
@@ -52,6 +52,7 @@ def start_run(config: FinetuneSettings) -> Iterator[tuple[DistributedContext, St
     launch, shard = config.launch, config.shard
     with (
         deterministic_algorithms(config.train.deterministic),
+        tf32_products(config.train.tf32),
         init_distributed(
             launch.device,
             shard.replicas,

@@ -31,6 +31,17 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
+def tf32_products(enabled: bool) -> Iterator[None]:
+    """With `enabled`, multiply float32 matrices in TF32 on GPUs. Leaving restores the setting before."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if enabled else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """With `enabled`, use only deterministic algorithms of torch, and raise for operations without one.
 

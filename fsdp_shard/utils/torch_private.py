@@ -5,7 +5,6 @@ Imported through the lazy door of `utils`, so that torch is loaded only where on
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,26 @@ from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# Matrix products and attention; names that torch does not have are left out. Without the private ones, selective
-# checkpointing recomputes attention and products in 8 bits.
-_COSTLY_OPERATORS = (
-    "mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
-)  # fmt: skip
+# Without the private ones, selective checkpointing recomputes attention, products in 8 bits and collectives.
+_COSTLY_OPERATORS = frozenset((
+    "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm",
+    "aten::convolution", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward",
+    "flash_attn_3::fwd", "flash_attn_3::_flash_attn_forward", "flex_attention", "inductor_compiled_code",
+    "_c10d_functional::all_reduce", "_c10d_functional::all_gather_into_tensor",
+    "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single",
+))  # fmt: skip
 
 
-@cache
-def costly_operators() -> frozenset[Any]:
-    """The operators of matrix products and attention, which take nearly all of the time of a forward pass."""
-    packets = (getattr(torch.ops.aten, name, None) for name in _COSTLY_OPERATORS)
-    return frozenset(packet.default for packet in packets if packet is not None)
+def is_costly_operator(operator: Any) -> bool:
+    """Whether it is a matrix product, attention, or a collective: they take nearly all of the time of a forward pass.
+
+    Args:
+        operator: What a dispatch mode is called with, such as `torch.ops.aten.mm.default`.
+    """
+    return str(operator.name()) in _COSTLY_OPERATORS
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:

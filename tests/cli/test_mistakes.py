@@ -119,6 +119,8 @@ MISTAKES = [
     (f"{_TRAIN} checkpoint.max_shard_size=big", "is not a size"),
     (f"{_TRAIN} launch.ranks=3 train.global_batch_size=4", "train.global_batch_size=4"),
     (f"{_TRAIN} launch.device=tpu", "launch.device=tpu"),
+    (f"{_TRAIN} launch.device=cpu launch.numa_binding=node", "launch.numa_binding=node has no effect without GPUs"),
+    (f"{_TRAIN} launch.device=cpu train.tf32=true", "train.tf32=true has no effect: the ranks of this run are on the"),
     # generate
     ("generate", "checkpoint"),
     (_GENERATE, "prompt"),

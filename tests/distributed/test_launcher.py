@@ -14,10 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.distributed import LaunchConfig, launch, launcher, num_cores
 from fsdp_shard.distributed.launcher import check_machine, first_node, joins, slurm_variables
+from fsdp_shard.distributed.local_workers import numa_options
 from fsdp_shard.distributed.rank_reports import Report, first_cause, reports_directory
 from fsdp_shard.errors import ConfigError, DataError, Interrupted, LossError, RankError
 from tests.support.commands import OWN_RECIPE, environment, hear_signals, run
@@ -129,6 +132,17 @@ def test_more_ranks_than_gpus(
         return
     with pytest.raises(ConfigError, match=said):
         check_machine(settings)
+
+
+def test_ranks_are_bound_to_the_processors_near_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numa_options(LaunchConfig()) is None, "no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    auto, node = (numa_options(LaunchConfig(numa_binding=binding)) for binding in ("auto", "node"))
+    assert auto == NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
+    assert node == NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=False)
+    for unbound in (LaunchConfig(numa_binding="none"), LaunchConfig(device="cpu")):
+        assert numa_options(unbound) is None
 
 
 # What is heard of ranks that failed

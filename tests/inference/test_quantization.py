@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fsdp_shard.errors import ConfigError, PlanError
 from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.inference.int4 import Int4, check_gpu
 from tests.support.tiny import token_batch
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -23,6 +24,24 @@ IDS = token_batch(0, rows=2, length=9)
 def test_a_missing_torchao_is_named(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"quantize=int8 needs torchao.*\[quantize\]"):
         load_dispatched(tiny_model, quantize="int8")
+
+
+def test_what_int4_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(ConfigError, match=r"int4 needs a GPU of compute capability 8.0 .* has 7.5. Set .*=int8"):
+        check_gpu(torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(ConfigError, match=r"needs weights in bfloat16 .* are in torch.float32. Set dispatch.dtype="):
+        check_gpu(torch.float32)
+    check_gpu(torch.bfloat16)
+
+
+def test_int4_weights_are_filled_up_to_tiles_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(1056, 12, device="meta")
+    assert Int4().num_bytes(layer) == 12 * (1056 // 2 + 1056 // 32 * 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert Int4().num_bytes(layer) == 16 * (2048 // 2 + 2048 // 32 * 4)
 
 
 @pytest.fixture(scope="module")

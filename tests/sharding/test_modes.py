@@ -19,6 +19,7 @@ from fsdp_shard.sharding import check_accumulation, check_ranks, check_shardable
 from fsdp_shard.sharding.activation_checkpointing import (
     _SavedTensor,
     clean_fqn,
+    is_saved_operator,
     offload_blocks,
     recompute_blocks,
 )
@@ -244,6 +245,27 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.one(x) * self.two(x)).sigmoid()
+
+
+def test_selective_checkpointing_keeps_attention_kernels_and_collectives() -> None:
+    # Registered under the name of the package flash-attn, which needs a GPU.
+    @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return q * 2
+
+    kept = [
+        torch.ops.flash_attn._flash_attn_forward.default,
+        torch.ops.higher_order.flex_attention,
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    ]
+    assert attend is not None
+    assert all(is_saved_operator(operator) for operator in kept)
+    assert not any(
+        map(is_saved_operator, (torch.ops.aten.silu.default, torch.ops._c10d_functional.wait_tensor.default))
+    )
 
 
 class CopiedBytes(TorchDispatchMode):
