@@ -117,13 +117,11 @@ def is_divided(param: DTensor) -> bool:
 
 def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """`clip_grad_norm_` over parameters that lie on several meshes, or on none, which torch's own does not take."""
-    grads = [param.grad for param in parameters if param.grad is not None]
-    squares = [_squared_norm(members) for members in by_mesh(grads).values()]
+    groups = by_mesh(param for param in parameters if param.grad is not None)
+    squares = [_squared_norm([grad for param in its if (grad := param.grad) is not None]) for its in groups.values()]
     total = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        local.mul_(scale.to(local.device))  # offloaded ones are in CPU memory
+    for members in groups.values():  # one call of a foreach kernel takes one mesh
+        nn.utils.clip_grads_with_norm_(members, max_norm, total)
     return total
 
 
