@@ -1,7 +1,16 @@
-"""torch's elastic agent with public names for the methods that an agent overrides, all of which are private there."""
+"""torch's elastic agent and its rendezvous with public names for what ours override or ask, which is private there."""
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+
+class CountingRendezvous(DynamicRendezvousHandler):
+    """`DynamicRendezvousHandler`; without this count, a machine that is cut off would be missed by a timeout only."""
+
+    def num_participants(self) -> int:
+        """Number of machines that are in the last known round, and have been heard of lately."""
+        return len(self._state_holder.state.participants)
 
 
 class OverridableAgent(LocalElasticAgent):

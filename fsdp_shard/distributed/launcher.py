@@ -151,8 +151,9 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "localhost"
-    # Jobs on one machine must not meet at the same port.
-    port = 20000 + int(environment.get("SLURM_JOB_ID", 0)) % 10000
+    # Jobs on one machine must not meet at the same port, nor steps of one job that run at the same time.
+    job, step = (int(environment.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = 20000 + (job + 101 * step) % 10000
     variables = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": num_tasks,
@@ -165,9 +166,9 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first name of a Slurm node list: gpu007 of `gpu[007-011,42],cpu3`."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    return "".join(part or "" for part in match.groups()) if match else nodes
+    """Return the first name of a Slurm node list: gpu007 of `gpu[007-011,42],cpu3`, r1n04 of `r[1-2]n[04-08]`."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
 def is_joined_rank() -> bool:

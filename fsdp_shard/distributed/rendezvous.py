@@ -1,14 +1,16 @@
-"""The rendezvous of the launchers of a run's machines: torch's c10d rendezvous with three additions.
+"""The rendezvous of the launchers of a run's machines: torch's c10d rendezvous with four additions.
 
 Each round has a number that all machines know, which keeps the keys of its ranks apart from those of a dead attempt:
 torch lets both use one store. The machine that serves the store waits at the end until the others have left it, or they
 would find a broken connection instead of an end. And each round announces anew where its ranks meet, so that machines
-can join and leave.
+can join and leave. And where the number of machines may change, one that is no longer heard of makes the others start
+anew without it: its connections stay open, so that ranks would wait for it until a collective times out.
 """
 
 from __future__ import annotations
 
 import socket
+import time
 import uuid
 from contextlib import suppress
 from datetime import timedelta
@@ -16,22 +18,27 @@ from datetime import timedelta
 from torch.distributed import Store
 from torch.distributed.elastic import rendezvous as elastic
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
 from fsdp_shard.distributed.config import LaunchConfig
+from fsdp_shard.distributed.elastic_private import CountingRendezvous
 from fsdp_shard.distributed.process_group import ATTEMPT_KEY, leave_store
 
 _SECONDS_TO_LEAVE = 15.0
 # How long each round waits for more machines than the fewest that are needed.
 _LAST_CALL_SECONDS = 10
+# A machine whose ranks have failed leaves the round as well, to join the next one; its peers have failed by then too.
+_SECONDS_UNTIL_LOST = 10.0
 
 
-class Rendezvous(DynamicRendezvousHandler):
+class Rendezvous(CountingRendezvous):
     """The rendezvous of the machines of one run; without an endpoint, of this machine alone."""
 
     _run_store: Store
     _is_host: bool
+    _is_elastic: bool
     _round: elastic.RendezvousInfo | None = None
+    _complete: float = 0.0
     local_addr: str | None
 
     @classmethod
@@ -49,6 +56,7 @@ class Rendezvous(DynamicRendezvousHandler):
             timeout = RendezvousTimeout(last_call=timedelta(seconds=_LAST_CALL_SECONDS))
             found: Rendezvous = cls.from_backend(run_id, store, backend, *nodes, local_addr, timeout)
             found._run_store, found._is_host, found.local_addr = store, is_host, local_addr
+            found._is_elastic = settings.is_elastic
             return found
 
         is_host = endpoint is None or _is_local(endpoint)
@@ -68,7 +76,16 @@ class Rendezvous(DynamicRendezvousHandler):
         # Keys in the round's store are this round's own; the counter is the run's.
         if self._round.rank == 0:
             self._round.store.set(ATTEMPT_KEY, str(self._run_store.add("fsdp-shard/attempts", 1)))
+        self._complete = time.monotonic()
         return self._round
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many machines wait for a new round, and how many are lost: both end this one."""
+        waiting, now = super().num_nodes_waiting(), time.monotonic()
+        num_lost = self._round.world_size - self.num_participants() if self._round and self._is_elastic else 0
+        if num_lost == 0:
+            self._complete = now
+        return waiting + (num_lost if now - self._complete > _SECONDS_UNTIL_LOST else 0)
 
     def leave(self) -> None:
         """Leave the last round; the machine that serves the store waits for the others for a while.

@@ -81,6 +81,7 @@ def test_slurm_variables_become_those_of_torchrun() -> None:
         "MASTER_ADDR": "gpu007",
         "MASTER_PORT": "22345",
     }
+    assert slurm_variables(slurm | {"SLURM_STEP_ID": "1"})["MASTER_PORT"] == "22446"  # beside step 0 of the same job
     assert slurm_variables(slurm | {"MASTER_PORT": "5"})["MASTER_PORT"] == "5"
     assert slurm_variables(slurm | _TORCHRUN) == {}
 
@@ -94,6 +95,7 @@ def test_slurm_variables_become_those_of_torchrun() -> None:
         ("n[07,09-11].lan,m2", "n07.lan"),
         ("x-1[3]", "x-13"),
         ("a,n[1-2]", "a"),
+        ("r[1-2]n[04-08],b", "r1n04"),
     ],
 )
 def test_the_first_of_a_node_list(nodes: str, first: str) -> None:
