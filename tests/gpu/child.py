@@ -82,17 +82,13 @@ class Ended:
     problem: str
 
 
-def start_method() -> str:
-    """`fork` where a forked process can use the GPU, which it can unless this one has; else `spawn`."""
-    for method in ("fork", "spawn"):
-        if _probe(method) > 0:
-            return method
-    return "none"
+def find_gpus() -> tuple[str, int]:
+    """How to start processes that use GPUs, and how many there are, counted by such a process.
 
-
-def num_gpus() -> int:
-    """The GPUs of this machine, counted by another process."""
-    return max(_probe("fork"), 0)
+    `fork`, unless this process has used a GPU, which then cannot be used in those that it forks; then `spawn`.
+    """
+    count = _probe("fork")
+    return ("spawn", max(_probe("spawn"), 0)) if count < 0 else ("fork", count)
 
 
 def _probe(method: str) -> int:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from tests.gpu.child import Bench, num_gpus, run_check, start_method
+from tests.gpu.child import Bench, find_gpus, run_check
 from tests.gpu.device import IS_REHEARSAL
 from tests.gpu.table import Row, Table
 
@@ -42,13 +42,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     checks = [item for item in session.items if item.get_closest_marker("check")]
     if not checks:
         return
-    found = 2 if IS_REHEARSAL else num_gpus() if torch.version.cuda else 0
-    session.config.stash[_METHOD] = "fork" if IS_REHEARSAL else start_method() if found else "none"
-    session.config.stash[_TABLE].machine["GPUs"] = found
+    found = ("fork", 2) if IS_REHEARSAL else find_gpus() if torch.version.cuda else ("fork", 0)
+    session.config.stash[_METHOD], count = found
+    session.config.stash[_TABLE].machine["GPUs"] = count
     for item in checks:
         needed = int(item.get_closest_marker("check").kwargs.get("gpus", 1))  # type: ignore[union-attr]
-        if found < needed:
-            reason = f"needs {needed} GPU(s), and torch finds {found}; `make gpu` runs it where there are"
+        if count < needed:
+            reason = f"needs {needed} GPU(s), and torch finds {count}; `make gpu` runs it where there are"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -56,7 +56,8 @@ class Row:
         limits = [
             f"{word} {limit:g}" for word, limit in (("<=", self.at_most), (">=", self.at_least)) if limit is not None
         ]
-        return (self.check, f"{figure} ({self.note})" if self.note else figure, " ".join(limits) or "-", self.result)
+        note = " ".join(self.note.split()).replace("|", "/")
+        return (self.check, f"{figure} ({note})" if note else figure, " ".join(limits) or "-", self.result)
 
 
 @dataclass

@@ -22,7 +22,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @check(seconds=150)
 def test_commands_run(bench: Bench) -> None:
-    if not all(bench.has("commands", package) for package in ("hydra", "omegaconf", "datasets")):
+    if not all(bench.has("commands", package) for package in ("hydra", "omegaconf", "datasets", "pyarrow", "pandas")):
         return
     kind, run_dir = bench.device.type, bench.directory / "run"
     path = apart(written, bench.directory, "100M", 4, bench.device.torch_device)

@@ -13,6 +13,7 @@ from typing import Any
 _WAITS = re.compile(
     r"cuda(Stream|Device|Event)Synchronize$|cu(Stream|Ctx|Event)Synchronize$|cudaMemcpy$|hipStreamSynchronize$"
 )
+_CALLS = ("cuda_runtime", "cuda_driver")
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -41,9 +42,11 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 def summarize(events: Iterable[dict[str, Any]]) -> Steps:
     """Count the waits and the idle time of all events."""
     timed = [event for event in events if event.get("ph") == "X"]
-    waits = [event for event in timed if _WAITS.search(event["name"]) and "cuda" in event.get("cat", "")]
-    busy = sorted((event["ts"], event["ts"] + event["dur"]) for event in timed if event.get("cat") in _ON_GPU)
     operators = [event for event in timed if event.get("cat") == "cpu_op"]
+    last = max((op["ts"] + op["dur"] for op in operators), default=0.0)  # the profiler itself waits after that
+    waits = [event for event in timed if _WAITS.search(event["name"]) and event.get("cat") in _CALLS]
+    waits = [wait for wait in waits if wait["ts"] <= last]
+    busy = sorted((event["ts"], event["ts"] + event["dur"]) for event in timed if event.get("cat") in _ON_GPU)
     found: dict[str, int] = {}
     for wait in waits:
         around = [op for op in operators if op["tid"] == wait["tid"] and _is_inside(wait, op)]
