@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fsdp_shard.inference import available_memory
+from fsdp_shard.inference.dispatch import load_dispatched
+from fsdp_shard.inference.offload import placement
 from fsdp_shard.inference.offload.buffer_ring import Content, GpuRing
+from tests.support.tiny import token_batch
 
 _CPU = torch.device("cpu")
 
@@ -103,3 +110,33 @@ def test_staging_memory_is_written_after_it_has_been_copied(log: list[str], monk
     ring.load(content, buffer)
     assert log[0] == f"host waits for {first}"
     assert log[-1] == "copies copies 3"
+
+
+@pytest.mark.parametrize("there", ["cpu", "disk"])
+def test_a_model_of_which_a_block_is_streamed_to_the_gpu(
+    log: list[str], monkeypatch: pytest.MonkeyPatch, tiny_model: Path, there: str
+) -> None:
+    """The whole way of a GPU, whose memory is the CPU's here."""
+    expected = load_dispatched(tiny_model, "cpu")(token_batch(0, rows=2)).logits
+    locked: list[int] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda address, num_bytes, flags: bool(locked.append(address)),
+        cudaHostUnregister=locked.remove,
+    )
+    monkeypatch.setattr(placement, "device_name", lambda device: "cpu")
+    monkeypatch.setattr(available_memory, "check_devices", lambda devices: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **given: empty(*sizes, **given))
+    del log[:]
+    model = load_dispatched(tiny_model, {"*": 0, "model.layers.1": there})
+    assert next(model.model.layers[1].parameters()).is_meta
+    assert bool(locked) == (there == "cpu")
+    for _ in range(3):
+        assert torch.equal(model(token_batch(0, rows=2)).logits, expected)
+    assert sum(line.startswith("copies copies") for line in log) >= 3
+    assert sum(line.startswith("compute waits") for line in log) == 3
+    del model
+    gc.collect()
+    assert not locked
