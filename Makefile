@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow faults models check lint docs first-hour coverage bench-convert bench-train bench-save bench-inference bench-coverage clean
+.PHONY: help install demo test slow faults gpu models check lint docs first-hour coverage bench-convert bench-train bench-save bench-inference bench-coverage clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
@@ -12,6 +12,7 @@ help:
 	@echo "make test      what CI runs: lint, types, tests"
 	@echo "make slow      the tests that take longer: benchmarks on tiny models, and make faults (20 minutes)"
 	@echo "make faults    kills, power cuts, failing disks, hostile files: many more than in make test (25 minutes)"
+	@echo "make gpu       the checks that need a GPU, in ten minutes, also without $(VENV); GPU_WHEELS=DIR has what is missing"
 	@echo "make models    dispatch each of MODELS=DIR:DIR under every map, against transformers (minutes for each)"
 	@echo "make lint      repair formatting, and what ruff can"
 	@echo "make docs      write docs/config.md anew from the settings in the code"
@@ -40,6 +41,11 @@ slow: faults
 
 faults: $(STAMP)
 	@FAULTS=long $(VENV)/bin/python -m pytest -q -s --timeout 1500 tests/faults
+
+# On a machine that is there for its GPU: no install, no network. $(VENV) is used if there is one and PYTHON is not given.
+gpu:
+	@PYTHON="$(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(VENV)/bin/python)),$(VENV)/bin/python,$(PYTHON))" \
+		GPU_WHEELS="$(GPU_WHEELS)" scripts/gpu
 
 models: $(STAMP)
 	@test -n "$(MODELS)" || { echo "make models needs MODELS=DIR:DIR, directories of models to dispatch" >&2; exit 2; }

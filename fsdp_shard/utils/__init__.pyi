@@ -43,6 +43,7 @@ from .printing import make_logs_printable as make_logs_printable, say as say
 from .process_memory import (
     device_peak_bytes as device_peak_bytes,
     disk_bytes_read as disk_bytes_read,
+    empty_pages as empty_pages,
     give_back_free_memory as give_back_free_memory,
     keep_freed_memory as keep_freed_memory,
     lock_pages as lock_pages,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import resource
 import sys
 import weakref
@@ -70,6 +71,19 @@ def _proc_field(file: str, field: str) -> int | None:
         return None
 
 
+def empty_pages(num_bytes: int) -> torch.Tensor:
+    """Return uninitialized CPU memory [num_bytes], uint8, that shares no page with any other.
+
+    What is on a page with something that is locked cannot be locked, and a GPU cannot copy what is locked in part.
+    """
+    import torch
+
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
 def lock_pages(memory: torch.Tensor, device: torch.device) -> bool:
     """Page-lock `memory` until this tensor and all views of it are deleted.
 
@@ -77,7 +91,7 @@ def lock_pages(memory: torch.Tensor, device: torch.device) -> bool:
     nothing else changes.
 
     Args:
-        memory: Contiguous CPU memory.
+        memory: Contiguous CPU memory on pages of its own (`empty_pages`).
         device: The GPU of the copies.
 
     Returns:

@@ -60,6 +60,7 @@ def _on_ranks(
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
     timeout_seconds: float = 120.0,
+    device: str = "cpu",
 ) -> list[Any]:
     with TemporaryDirectory() as directory:
         pipes, processes = [], []
@@ -69,7 +70,7 @@ def _on_ranks(
                 rank,
                 world_size,
                 f"file://{directory}/rendezvous",
-                (replicas, tensor_parallel, expert_parallel),
+                (replicas, tensor_parallel, expert_parallel, device),
                 sender,
                 function,
                 args,
@@ -107,12 +108,12 @@ def _rank_main(
     rank: int,
     world_size: int,
     rendezvous: str,
-    mesh: tuple[int, int, int],
+    mesh: tuple[int, int, int, str],
     out: Connection,
     function: Callable[..., Any],
     args: Any,
 ) -> None:
-    replicas, layers, experts = mesh
+    replicas, layers, experts, device = mesh
     gc.freeze()  # what the parent left is never collected here: a process group of its would wait for threads of its
     faulthandler.dump_traceback_later(50, file=sys.__stderr__)  # what keeps it from meeting the others
     torch.set_num_threads(1)
@@ -120,7 +121,7 @@ def _rank_main(
     has_met = False
     try:
         with init_distributed(
-            "cpu",
+            device,
             replicas,
             timeout_seconds=60,
             rendezvous=rendezvous,

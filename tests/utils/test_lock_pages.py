@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_shard.utils import lock_pages
+from fsdp_shard.utils import empty_pages, lock_pages
 
 _GPU = torch.device("cuda", 1)
 
@@ -62,3 +63,18 @@ def test_a_refusal_is_reported_here_and_nowhere_else(calls: list[Any], monkeypat
 def test_nothing_is_locked_of_nothing(calls: list[Any]) -> None:
     assert not lock_pages(torch.empty(0), _GPU)
     assert calls == []
+
+
+def test_pages_of_their_own_live_as_long_as_a_view_of_them(calls: list[Any]) -> None:
+    blocks = [empty_pages(number) for number in (1, 300, 500, 1000)]
+    pages = [block.data_ptr() // mmap.PAGESIZE for block in blocks]
+    assert len(set(pages)) == len(blocks)
+    assert not any(block.data_ptr() % mmap.PAGESIZE for block in blocks)
+    assert lock_pages(blocks[-1], _GPU)
+    part = blocks.pop()[990:]
+    part.fill_(7)
+    assert calls[-1][0] == "register"
+    assert part.tolist() == [7] * 10
+    del part
+    assert calls[-1][0] == "unregister"
+    assert empty_pages(0).nbytes == 0

@@ -95,6 +95,7 @@ class Ring:
         torch.autograd.graph.increment_version(memory)
 
 
+@dataclass
 class GpuRing(Ring):
     """Buffers on a GPU, filled from page-locked memory on a separate stream, concurrently with computation."""
 

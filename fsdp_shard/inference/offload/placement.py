@@ -20,7 +20,7 @@ from fsdp_shard.inference.offload import block_hooks, buffer_ring, mmap_tensors,
 from fsdp_shard.inference.offload.tensor_reader import TensorReader
 from fsdp_shard.inference.quantization import Quantizer
 from fsdp_shard.models import Block, rebuild_buffers
-from fsdp_shard.utils import give_back_free_memory, lock_pages, persistent_buffers
+from fsdp_shard.utils import empty_pages, give_back_free_memory, lock_pages, persistent_buffers
 
 # A page that is touched may bring a huge page of 2 MB: a norm among weights that are not kept would, too.
 _SMALL_BYTES = 1 << 16
@@ -169,7 +169,7 @@ class _BlockLoader:
 
     def _page_locked(self, content: buffer_ring.Content) -> torch.Tensor:
         """Page-locked CPU memory that holds `content`, from which a GPU copies by itself."""
-        memory = torch.empty(content.num_bytes, dtype=torch.uint8)
+        memory = empty_pages(content.num_bytes)
         self._reader.fill_all(content.views(memory))
         lock_pages(memory, torch.device(device_name(self._plan.main)))
         return memory

@@ -1,0 +1,195 @@
+"""Runs a check in a process of its own: the GPU is new to it, what it leaves is gone, and it can be ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.device import IS_REHEARSAL, Device, count_gpus, open_device
+from tests.gpu.table import Row
+
+_SAID = 4000  # characters of a traceback
+
+
+class NotInstalledError(Exception):
+    """A package that a check needs is not there."""
+
+
+@dataclass
+class Bench:
+    """What a check gets: the device, a directory for all checks, and where figures go.
+
+    Attributes:
+        directory: A directory that all checks share.
+        out: Where rows are sent as soon as they are known.
+    """
+
+    directory: Path
+    out: Connection | None = None
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def device(self) -> Device:
+        """The GPU, or its stand-in."""
+        return open_device()
+
+    def record(
+        self,
+        check: str,
+        value: float | None,
+        unit: str = "",
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        note: str = "",
+        exact: bool = False,
+    ) -> None:
+        """Record a figure of the table; in a rehearsal its limits hold only if it is `exact`, on any device."""
+        row = Row(check, value, unit, at_most, at_least, note, counts=exact or not IS_REHEARSAL)
+        self.rows.append(row)
+        if self.out is not None:
+            self.out.send(row)
+
+    def has(self, check: str, package: str) -> bool:
+        """Whether a package is installed; else the row of `check` says that it is not."""
+        if find_spec(package) is None:
+            self.record(check, None, note=f"{package} is not installed")
+            return False
+        return True
+
+    def size(self, on_gpu: int, rehearsed: int) -> int:
+        """A number that is smaller in a rehearsal."""
+        return rehearsed if IS_REHEARSAL else on_gpu
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended: its rows, its seconds, and what is wrong, or nothing."""
+
+    rows: list[Row]
+    seconds: float
+    problem: str
+
+
+def find_gpus() -> tuple[str, int]:
+    """How to start processes that use GPUs, and how many there are, counted by such a process.
+
+    `fork`, unless this process has used a GPU, which then cannot be used in those that it forks; then `spawn`.
+    """
+    count = _probe("fork")
+    return ("spawn", max(_probe("spawn"), 0)) if count < 0 else ("fork", count)
+
+
+def _probe(method: str) -> int:
+    context: Any = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_count, args=(sender,))
+    process.start()
+    sender.close()
+    try:
+        return int(receiver.recv()) if receiver.poll(120) else -1
+    except EOFError:
+        return -1
+    finally:
+        process.kill()
+        process.join()
+
+
+def _count(out: Connection) -> None:
+    try:
+        out.send(count_gpus())
+    except RuntimeError:
+        out.send(-1)
+
+
+def run_check(function: Callable[..., Any], arguments: dict[str, Any], limit_seconds: float, method: str) -> Ended:
+    """Call `function(bench, **arguments)` in a child, which is ended with all that it started after `limit_seconds`."""
+    context: Any = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    task = function.__module__, function.__name__, arguments, sender
+    process = context.Process(target=_main, args=task, name=f"{method}:check")  # `apart` starts its own alike
+    rows: list[Row] = []
+    problem: str | None = None
+    began = time.monotonic()
+    process.start()
+    sender.close()
+    try:
+        while problem is None:
+            left = began + limit_seconds - time.monotonic()
+            if left <= 0 or not receiver.poll(left):
+                problem = f"overran its limit of {limit_seconds:.0f} s and was ended"
+                break
+            message = receiver.recv()
+            if isinstance(message, Row):
+                rows.append(message)
+            else:
+                problem = str(message)
+        process.join(5 if not problem else 0)
+    except EOFError:
+        process.join(5)
+        problem = f"its process ended with status {process.exitcode} and said nothing"
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        process.kill()
+        process.join()
+    return Ended(rows, time.monotonic() - began, problem)
+
+
+def _main(module: str, name: str, arguments: dict[str, Any], out: Connection) -> None:
+    os.setsid()
+    try:
+        getattr(import_module(module), name)(**(arguments | {"bench": Bench(arguments["bench"].directory, out)}))
+        said = ""
+    except NotInstalledError as error:
+        said = f"not installed: {error}"
+    except BaseException:
+        said = traceback.format_exc()[-_SAID:]
+    out.send(said)
+    out.close()
+    os._exit(0)  # nothing of a broken GPU is waited for
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function(*arguments)` returns in a process of its own, which takes its memory with it.
+
+    For a check that has not used the GPU itself, and so may fork.
+    """
+    context: Any = multiprocessing.get_context(multiprocessing.current_process().name.partition(":")[0])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_answer, args=(function, arguments, sender), name=multiprocessing.current_process().name
+    )
+    process.start()
+    sender.close()
+    try:
+        value, problem = receiver.recv()
+    except EOFError:
+        process.join(5)
+        value, problem = None, f"{function.__name__} ended with status {process.exitcode} and said nothing"
+    process.kill()
+    process.join()
+    if problem:
+        raise RuntimeError(problem)
+    return value
+
+
+def _answer(function: Callable[..., Any], arguments: tuple[Any, ...], out: Connection) -> None:
+    try:
+        answer = function(*arguments), ""
+    except BaseException:
+        answer = None, traceback.format_exc()[-_SAID:]
+    out.send(answer)
+    out.close()
+    os._exit(0)

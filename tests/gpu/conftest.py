@@ -1,0 +1,104 @@
+"""Runs each check in a process of its own, within its seconds, and ends in a table of figures.
+
+Checks are functions with the mark `check(seconds=...)` that take a `bench`. Where there is no GPU, they are skipped;
+GPU_REHEARSAL=1 runs them on the CPU, on tiny shapes and without limits. GPU_SECONDS (590) bounds all of them together.
+The table is printed, and written as gpu.md and gpu.json into $OUT, or build/gpu.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.gpu.child import Bench, find_gpus, run_check
+from tests.gpu.device import IS_REHEARSAL
+from tests.gpu.table import Row, Table
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_OUT = Path(os.environ.get("OUT") or _ROOT / "build" / "gpu")
+_DEADLINE = time.monotonic() + float(os.environ.get("GPU_SECONDS", "590"))
+_LEAST_SECONDS = 5.0
+_TABLE = pytest.StashKey[Table]()
+_METHOD = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "check(seconds, gpus=1): needs a GPU; run by `make gpu`")
+    config.stash[_TABLE] = Table(
+        {"Python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Count the GPUs, in another process: one that has used a GPU cannot fork others that do."""
+    checks = [item for item in session.items if item.get_closest_marker("check")]
+    if not checks:
+        return
+    found = ("fork", 2) if IS_REHEARSAL else find_gpus() if torch.version.cuda else ("fork", 0)
+    session.config.stash[_METHOD], count = found
+    session.config.stash[_TABLE].machine["GPUs"] = count
+    for item in checks:
+        needed = int(item.get_closest_marker("check").kwargs.get("gpus", 1))  # type: ignore[union-attr]
+        if count < needed:
+            reason = f"needs {needed} GPU(s), and torch finds {count}; `make gpu` runs it where there are"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("gpu"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a check in its process, and fail if it fails or if a figure is beyond its limit."""
+    mark = pyfuncitem.get_closest_marker("check")
+    if mark is None:
+        return None
+    table = pyfuncitem.config.stash[_TABLE]
+    left = _DEADLINE - time.monotonic()
+    if left < _LEAST_SECONDS:
+        _note(table, pyfuncitem.name, "no time left", 0.0)
+        pytest.fail("No time was left for it: GPU_SECONDS are over.", pytrace=False)
+    seconds = min(float(mark.kwargs["seconds"]), left)
+    arguments = {name: pyfuncitem.funcargs[name] for name in signature(pyfuncitem.function).parameters}
+    ended = run_check(pyfuncitem.function, arguments, seconds, pyfuncitem.config.stash[_METHOD])
+    table.rows += ended.rows
+    beyond = [row for row in ended.rows if row.counts and row.is_within is False]
+    if ended.problem.startswith("not installed"):
+        _note(table, pyfuncitem.name, ended.problem, ended.seconds)
+        pytest.skip(ended.problem)
+    if ended.problem:
+        table.rows.append(Row(pyfuncitem.name, None, note=ended.problem.strip().splitlines()[-1][:200]))
+    _note(table, pyfuncitem.name, "FAILED" if ended.problem or beyond else "passed", ended.seconds)
+    if ended.problem:
+        pytest.fail(ended.problem, pytrace=False)
+    if beyond:
+        pytest.fail("\n".join(" | ".join(row.cells()) for row in beyond), pytrace=False)
+    assert ended.rows, "a check has at least one figure"
+    return True
+
+
+def _note(table: Table, name: str, outcome: str, seconds: float) -> None:
+    """Keep the outcome of a test, and write the table as far as it is."""
+    table.outcomes[name] = (outcome, seconds)
+    table.write(_OUT)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    table = config.stash[_TABLE]
+    if not table.outcomes:
+        return
+    terminalreporter.section("rehearsal on the CPU: no figure means anything" if IS_REHEARSAL else "GPU")
+    for line in table.lines():
+        terminalreporter.write_line(line)
+    failed = sum(outcome != "passed" for outcome, _ in table.outcomes.values())
+    terminalreporter.write_line(f"{len(table.outcomes)} checks, {failed} not passed; written to {_OUT}")

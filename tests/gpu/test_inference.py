@@ -1,0 +1,194 @@
+"""Inference on one GPU: models that come and go, weights that are streamed from the CPU, and the speed of tokens."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings, generate, load_dispatched
+from fsdp_shard.models import build_on_meta
+from tests.gpu.child import Bench, apart
+from tests.gpu.device import IS_REHEARSAL, Device, open_device, resident_bytes
+from tests.gpu.models import config_of, loaded_by_transformers, random_model, written
+from tests.support.tiny import byte_tokenizer
+
+check = pytest.mark.check
+MB = 1_000_000
+_HERE: Any = "cpu" if IS_REHEARSAL else 0  # where the model computes
+_THERE = "disk" if IS_REHEARSAL else "cpu"  # from where weights are streamed to it
+
+
+def _streaming(layers: range) -> dict[str, Any]:
+    return {"*": _HERE, **{f"model.layers.{number}": _THERE for number in layers}}
+
+
+def _prompt(device: Device, rows: int = 1, length: int = 16) -> torch.Tensor:
+    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(0)).to(device.torch_device)
+
+
+def come_and_go(path: str, times: int) -> tuple[float, float]:
+    """Load a model that is on the GPU and the CPU, use and delete it, `times` times: growth of both memories, bytes."""
+    device = open_device()
+    marks = []
+    for number in range(times):
+        model = load_dispatched(path, _streaming(range(2, 4)))
+        with torch.inference_mode():
+            assert bool(model(_prompt(device)).logits.isfinite().all())
+        del model
+        gc.collect()
+        device.reset()
+        if number in (times // 4, times - 1):  # libraries allocate in the first ones
+            marks.append((device.used_bytes, resident_bytes()))
+    (used, resident), (used_later, resident_later) = marks
+    return used_later - used, resident_later - resident
+
+
+@check(seconds=60)
+def test_models_on_gpu_and_cpu_come_and_go(bench: Bench) -> None:
+    path = str(apart(written, bench.directory, "1.2B", 4, bench.device.torch_device))
+    times = bench.size(20, 4)
+    on_gpu, on_cpu = apart(come_and_go, path, times)
+    bench.record(f"GPU memory kept after {times} models", on_gpu / MB, "MB", at_most=200)
+    bench.record(f"CPU memory kept after {times} models", on_cpu / MB, "MB", at_most=200)
+
+
+def greedy(path: str, device_map: dict[str, Any], num_tokens: int) -> list[int]:
+    """Most likely tokens; before each pass, memory that is free on the GPU is filled with NaN."""
+    device = open_device()
+    model = load_dispatched(path, device_map)
+    ids, cache, tokens = _prompt(device), None, []
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            output = model(ids, past_key_values=cache, use_cache=True)
+            cache, ids = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+            del output
+            tokens.append(ids)
+            _refill(device)
+    return torch.cat(tokens, 1)[0].tolist()
+
+
+def _refill(device: Device) -> None:
+    """What was freed too early has other values from now on."""
+    sizes = [1 << power for power in range(10, 13 if IS_REHEARSAL else 28)]
+    blocks = [torch.full((size // 4,), float("nan"), device=device.torch_device) for size in sizes for _ in range(2)]
+    del blocks
+
+
+@check(seconds=60)
+def test_tokens_of_streamed_weights_are_right(bench: Bench) -> None:
+    path = str(apart(written, bench.directory, "1.2B", 8, bench.device.torch_device))
+    count = bench.size(200, 6)
+    expected = apart(greedy, path, {"*": _HERE}, count)
+    found = apart(greedy, path, _streaming(range(1, bench.size(7, 3))), count)
+    wrong = sum(one != other for one, other in zip(found, expected, strict=True))
+    bench.record(f"wrong tokens of {count} streamed ones", wrong, "tokens", at_most=0, exact=True)
+
+
+_KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "greedy": (1, {}),
+    "top-p batch 8": (8, {"do_sample": True, "top_p": 0.9, "top_k": 0}),
+}
+
+
+def generation_speeds(directory: str, num_tokens: int) -> dict[str, tuple[float, float]]:
+    """Tokens per second of each of `_KINDS`: by transformers, before and after ours, and ours."""
+    device = open_device()
+    model = random_model(config_of("8B"), torch.bfloat16, device.torch_device)
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = 256
+
+    def by_transformers(rows: int, options: dict[str, Any]) -> float:
+        ids = _prompt(device, rows, 32)
+        device.synchronize()
+        began = time.perf_counter()
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, **options)
+        device.synchronize()
+        return float(rows * (found.shape[1] - ids.shape[1]) / (time.perf_counter() - began))
+
+    path = Path(directory) / "whole"
+    for rows, options in _KINDS.values():
+        by_transformers(rows, options)
+    before = {kind: by_transformers(*each) for kind, each in _KINDS.items()}
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    ours = {}
+    for kind, (rows, options) in _KINDS.items():
+        prompts = path / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": f"{number}" * 32}) + "\n" for number in range(rows)))
+        settings = GenerateSettings(
+            checkpoint=str(path),
+            prompts=str(prompts),
+            dispatch=DispatchConfig(device_map={"*": _HERE}),
+            generation=GenerationSettings(max_new_tokens=num_tokens, batch_size=rows, **options),
+        )
+        ours[kind] = float(generate(settings, None, 0)["tokens_per_second"])
+        gc.collect()
+        device.reset()
+    after = {kind: by_transformers(*each) for kind, each in _KINDS.items()}
+    return {kind: ((before[kind] + after[kind]) / 2, ours[kind]) for kind in _KINDS}
+
+
+@check(seconds=150)
+def test_tokens_per_second_beside_transformers(bench: Bench) -> None:
+    speeds = apart(generation_speeds, str(bench.directory), bench.size(64, 4))
+    for kind, (theirs, ours) in speeds.items():
+        note = f"{ours:.1f} tokens/s"
+        bench.record(f"8B {kind}: tokens/s of transformers", ours / theirs, "x", at_least=0.95, note=note)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of copies from page-locked memory to the GPU."""
+    device = open_device()
+    num_bytes = 1 << (20 if IS_REHEARSAL else 30)
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=not IS_REHEARSAL)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    return num_bytes / device.seconds(lambda: target.copy_(source, non_blocking=True), 10)
+
+
+def offloaded_speed(side: str, path: str, num_tokens: int) -> float:
+    """Tokens per second of a model whose blocks are all in CPU memory, by us or by accelerate."""
+    device = open_device()
+    layers = range(config_of("8B", 8).num_hidden_layers)
+    if side == "ours":
+        model: Any = load_dispatched(path, _streaming(layers))
+    else:
+        here = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), _HERE)
+        model = loaded_by_transformers(Path(path), {**here, **{f"model.layers.{number}": "cpu" for number in layers}})
+    ids = _prompt(device)
+
+    def run(count: int) -> None:
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
+        )
+
+    run(2)
+    return num_tokens / _seconds(device, lambda: run(num_tokens))
+
+
+def _seconds(device: Device, work: Callable[[], None]) -> float:
+    device.synchronize()
+    began = time.perf_counter()
+    work()
+    device.synchronize()
+    return time.perf_counter() - began
+
+
+@check(seconds=90)
+def test_weights_in_cpu_memory_come_at_full_speed(bench: Bench) -> None:
+    path = str(apart(written, bench.directory, "8B", 8, bench.device.torch_device))
+    bandwidth = apart(copy_bandwidth)
+    ours = apart(offloaded_speed, "ours", path, bench.size(16, 2))
+    theirs = apart(offloaded_speed, "accelerate", path, bench.size(4, 1))
+    model = build_on_meta(config_of("8B", 8), torch.bfloat16)
+    num_bytes = sum(param.nbytes for param in model.model.layers.parameters())
+    note = f"{ours * num_bytes / 1e9:.1f} of {bandwidth / 1e9:.1f} GB/s"
+    bench.record("offloaded blocks: copy bandwidth used", ours * num_bytes / bandwidth, at_least=0.85, note=note)
+    bench.record(
+        "offloaded blocks: tokens/s of accelerate", ours / theirs, "x", at_least=2.0, note=f"{ours:.1f} tokens/s"
+    )

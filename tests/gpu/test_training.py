@@ -1,0 +1,210 @@
+"""Training on one GPU: its speed beside a bare loop, its memory, its waits, its losses."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_shard.checkpoint import locate
+from fsdp_shard.distributed import DistributedContext, init_distributed
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.planning import PlannedRun, plan_memory
+from fsdp_shard.sharding import Fsdp2Config, ShardedModel
+from fsdp_shard.training import AdamWConfig, LoraConfig, SgdConfig, TrainConfig, load_sharded, train
+from tests.gpu.child import Bench, apart
+from tests.gpu.device import IS_REHEARSAL, open_device
+from tests.gpu.loops import LR, Job, Measured, measure, ours, sharded, training_run
+from tests.gpu.models import config_of, flops_per_token, written
+from tests.gpu.trace import Steps, read_trace, summarize
+
+check = pytest.mark.check
+_AMPLE_BYTES = 120e9  # room for an 8B model in bfloat16 with two states of AdamW and its activations
+_PEAK_SIDE = 8192
+
+
+def _length(length: int) -> int:
+    return 32 if IS_REHEARSAL else length
+
+
+def matmul_flops() -> float:
+    """Measured operations per second of bfloat16 matrix products, on random data."""
+    device = open_device()
+    side = 128 if IS_REHEARSAL else _PEAK_SIDE
+    left, right = (torch.randn(side, side, device=device.torch_device).bfloat16() for _ in range(2))
+    return 2.0 * side**3 / device.seconds(lambda: left @ right, 30)
+
+
+def total_bytes() -> int:
+    """The memory of the device."""
+    return open_device().total_bytes
+
+
+@check(seconds=110)
+@pytest.mark.parametrize("shape", ["1.2B", "8B"])
+def test_tokens_per_second_beside_a_bare_loop(shape: str, bench: Bench) -> None:
+    job = Job(config_of(shape), _length(4096))
+    note = "float32 weights, AdamW"
+    if shape == "8B":
+        # The states of AdamW fit in 141 GB, not in 80.
+        is_ample = apart(total_bytes) > _AMPLE_BYTES
+        optim: Any = AdamWConfig(lr=LR) if is_ample else SgdConfig(lr=LR, momentum=0.0)
+        job = replace(job, dtype=torch.bfloat16, optim=optim)
+        note = f"bfloat16 weights, {'AdamW' if is_ample else 'SGD'}"
+    sides: dict[str, Measured] = {side: apart(measure, side, job, 8) for side in ("bare", "ours")}
+    ratio = sides["bare"].seconds / sides["ours"].seconds
+    bench.record(f"{shape}: tokens/s of a bare fully_shard loop", ratio, "x", at_least=0.97, note=note)
+    tokens = job.length / sides["ours"].seconds
+    peak = apart(matmul_flops)
+    used = tokens * flops_per_token(job.config, job.length) / peak
+    about = f"{tokens:,.0f} tokens/s, matmul {peak / 1e12:,.0f} TFLOP/s"
+    bench.record(f"{shape}: MFU of the measured matmul peak", used, at_least=0.50, note=about)
+    memory = sides["ours"].peak_bytes / sides["bare"].peak_bytes
+    bench.record(f"{shape}: peak memory of the bare loop", memory, "x", note=f"{sides['ours'].peak_bytes / 1e9:.1f} GB")
+    assert all(map(math.isfinite, sides["ours"].losses)), sides["ours"].losses
+
+
+def profiled(job: Job, steps: int) -> Steps:
+    """The waits and the idle time of `steps` steps after four that do not count."""
+    device = open_device()
+    running = ours(job, device)
+    for _ in range(1 if IS_REHEARSAL else 4):
+        next(running)
+    device.synchronize()
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        with profile(activities=activities) as profiler:
+            for _ in range(steps):
+                next(running)
+        profiler.export_chrome_trace(str(path))
+        running.close()  # type: ignore[attr-defined]  # it is a generator
+        return summarize(read_trace(path))
+
+
+@check(seconds=60)
+def test_waits_and_idle_time_of_a_step(bench: Bench) -> None:
+    steps = bench.size(4, 2)
+    # Enough work for the host to be ahead of the GPU.
+    found = profiled(Job(config_of("1.2B"), _length(4096), num_micro_batches=2), steps)
+    often = ", ".join(f"{name} {count / steps:g}" for name, count in list(found.waits.items())[:4])
+    bench.record("waits of the host per step", found.num_waits / steps, at_most=1.0, note=often)
+    bench.record("GPU idle while training", found.idle, at_most=0.02)
+
+
+_MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fsdp2": ({}, {}),
+    "checkpointing": ({"activation_checkpointing": True}, {}),
+    "cpu_offload": ({"cpu_offload": True}, {}),
+    "activation_offload": ({"activation_offload": True}, {}),
+    "lora": ({}, {"rank": 16}),
+    "nf4 lora": ({}, {"rank": 16, "quantize": "nf4"}),
+}
+
+
+@check(seconds=90)
+def test_the_plan_beside_the_measured_peak(bench: Bench) -> None:
+    device, length = bench.device, _length(2048)
+    path = written(bench.directory, "1.2B", 8, device.torch_device)
+    with init_distributed(device.type, timeout_seconds=60) as context:
+        for mode, (shard, adapter) in _MODES.items():
+            settings = Fsdp2Config(**device.only_here(**shard))
+            lora = LoraConfig(**adapter) if adapter else None
+            before = device.reset()
+            loaded = load_sharded(ModelConfig(path=str(path)), settings, locate(str(path)), context, lora)
+            job = Job(config_of("1.2B", 8), length)
+            run = training_run(job, loaded.model, context, steps=2)
+            assert len(list(train(run))) == 2
+            measured = device.peak_bytes - before
+            del run, loaded
+            planned = PlannedRun(
+                ModelConfig(path=str(path)), settings, TrainConfig(global_batch_size=1), AdamWConfig(), length, 1,
+                *([lora] if lora else []),
+            )  # fmt: skip
+            expected = plan_memory(job.config, planned).peak_bytes
+            ratio = None if expected is None else expected / max(measured, 1)
+            bench.record(
+                f"plan of {mode}: planned / measured peak", ratio, "x", note=f"{measured / 1e9:.2f} GB measured"
+            )
+
+
+@check(seconds=75)
+def test_offloading_costs_little(bench: Bench) -> None:
+    job = Job(config_of("1.2B"), _length(4096))
+    device = bench.device
+    sides = {
+        "plain": (job, 5),
+        "activations": (replace(job, shard=device.only_here(activation_offload=True)), 5),
+        "parameters": (replace(job, shard=device.only_here(cpu_offload=True), num_micro_batches=bench.size(4, 1)), 2),
+        "accumulated": (replace(job, num_micro_batches=bench.size(4, 1)), 3),
+    }
+    found: dict[str, Measured] = {name: apart(measure, "ours", side, steps, 2) for name, (side, steps) in sides.items()}
+    ratio = found["activations"].seconds / found["plain"].seconds
+    saved = (found["plain"].peak_bytes - found["activations"].peak_bytes) / 1e9
+    bench.record("step with activation_offload", ratio, "x", at_most=1.3, note=f"{saved:.1f} GB less")
+    ratio = found["parameters"].seconds / found["accumulated"].seconds
+    saved = (found["accumulated"].peak_bytes - found["parameters"].peak_bytes) / 1e9
+    bench.record("step of 4 micro-batches with cpu_offload", ratio, "x", note=f"{saved:.1f} GB less")
+    assert abs(found["activations"].losses[0] - found["plain"].losses[0]) < 1e-3
+
+
+@check(seconds=100)
+def test_compiled_blocks_are_faster_and_compiled_once(bench: Bench) -> None:
+    job = Job(config_of("1.2B"), _length(4096))
+    eager: Measured = apart(measure, "ours", job, 6)
+    backend = "eager" if IS_REHEARSAL else True
+    compiled = replace(job, shard={"compile": backend})
+    # Raises if anything is compiled after the first steps.
+    found: Measured = apart(_compiled, compiled)
+    bench.record("tokens/s of compiled blocks beside eager", eager.seconds / found.seconds, "x", at_least=1.05)
+    bench.record("recompilations after three steps", 0.0, at_most=0.0, exact=True)
+
+
+def _compiled(job: Job) -> Measured:
+    return measure("ours", job, 6, 3, fails_on_recompile=True)
+
+
+@check(seconds=60)
+def test_losses_in_float32_are_those_of_the_cpu(bench: Bench) -> None:
+    shards = {"param_dtype": "float32", "reduce_dtype": "float32"}
+    config = config_of("100M", layers=4)
+    jobs = {
+        wrapper: Job(config, _length(128), dtype=torch.float32, shard={"wrapper": wrapper, **shards}, windows=8)
+        for wrapper in ("fsdp2", "fsdp1")
+    }
+    expected = apart(small_losses, jobs["fsdp2"], "cpu", 6)
+    for wrapper, job in jobs.items():
+        found = apart(small_losses, job, bench.device.type, 6)
+        worst = max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+        bench.record(f"{wrapper}: losses in float32 beside the CPU", worst, "relative", at_most=1e-4, exact=True)
+
+
+def small_losses(job: Job, kind: str, steps: int) -> list[float]:
+    """Losses of a model whose weights are the same on every kind of device."""
+    with init_distributed(kind, timeout_seconds=60) as context:
+        return [report.loss for report in train(training_run(job, filled_alike(job, context), context, steps))]
+
+
+def filled_alike(job: Job, context: DistributedContext) -> ShardedModel:
+    """The model of a job with weights that depend on their names alone, on no device and number of ranks."""
+    model = sharded(job, context, open_device())
+    for name, shard in model.local_shards().items():
+        if not isinstance(shard.tensor, torch.nn.Parameter):
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        whole = torch.ones(shard.shape) if "norm" in name else torch.randn(shard.shape, generator=generator) * 0.02
+        if shard.box is not None:
+            offsets, sizes = shard.box
+            part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))].flatten()
+        else:
+            part = whole.flatten()[shard.start : shard.start + len(shard.data)]
+        with torch.no_grad():
+            shard.data.copy_(part)
+    return model
