@@ -12,7 +12,7 @@ from typing import NamedTuple
 import xxhash
 
 from fsdp_shard.checkpoint import digests, tensor_slices
-from fsdp_shard.checkpoint.digests import CHUNK_BYTES, num_chunks
+from fsdp_shard.checkpoint.digests import CHUNK_BYTES, SMALL_BYTES, num_chunks
 from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Handles, aligned, allocate, fault_point, pwrite_all, start_writeback
@@ -24,9 +24,6 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, StorageError
 from fsdp_shard.utils import name_in_errors, write_file
 
-# Small tensors are spread over all ranks, of which one would have to open the files of all others to hash them: their
-# parts go to rank 0 instead, together with the digests.
-SMALL_BYTES = 64 << 10
 _STEP_BYTES = 4 << 20  # hashed and written at a time: whole chunks, and small enough for the last-level cache
 
 Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}

@@ -99,7 +99,7 @@ def check_content(directory: Path, part: int = 0, num_parts: int = 1) -> None:
         directory: The step directory.
         part: Number of the part to read, such as the rank.
         num_parts: Number of parts, which are about equally large. Each is of few rank files: of as many parts as ranks
-            wrote the step, about those that the rank of its number wrote.
+            wrote the step, about those that the rank of its number wrote. The first one has all small tensors too.
 
     Raises:
         CheckpointError: The first file and range of bytes that are damaged.
@@ -159,10 +159,13 @@ def _check_file(path: Path, record: FileRecord) -> None:
 def _tensor_jobs(index: TensorIndex, manifest: Manifest, part: int, num_parts: int) -> Iterator[Job]:
     for number, entry in enumerate(index.tensors.values()):
         chunks, total = manifest.tensors[entry.name].chunks, digests.num_chunks(entry.num_bytes)
-        # As rows are divided over ranks. Of tensors with fewer chunks than parts, each begins at another part.
-        shift = number * _SPREAD % num_parts
-        first, stop = (max(-(-(edge * total - shift) // num_parts), 0) for edge in (part, part + 1))
-        stop = total if part == num_parts - 1 else stop
+        if entry.num_bytes <= digests.SMALL_BYTES:
+            first, stop = 0, total if part == 0 else 0
+        else:
+            # As rows are divided over ranks. Of tensors with fewer chunks than parts, each begins at another part.
+            shift = number * _SPREAD % num_parts
+            first, stop = (max(-(-(edge * total - shift) // num_parts), 0) for edge in (part, part + 1))
+            stop = total if part == num_parts - 1 else stop
         for start in range(first, stop, _JOB_CHUNKS):
             yield partial(_check, index, entry.name, range(start, min(start + _JOB_CHUNKS, stop)), chunks)
 
