@@ -19,7 +19,7 @@ from .formats.peft import (
     is_adapter as is_adapter,
     read_adapter_config as read_adapter_config,
 )
-from .formats.registry import recognize as recognize
+from .formats.registry import recognize as recognize, writer as writer
 from .formats.trainer_layouts import latest_step_directory as latest_step_directory
 from .index import TensorIndex as TensorIndex
 from .integrity.diff import diff as diff
@@ -36,7 +36,12 @@ from .io.files import (
     member as member,
     pread_into as pread_into,
 )
-from .io.safetensors_format import CASTABLE as CASTABLE, itemsize as itemsize, to_torch as to_torch
+from .io.safetensors_format import (
+    CASTABLE as CASTABLE,
+    TensorSpec as TensorSpec,
+    itemsize as itemsize,
+    to_torch as to_torch,
+)
 from .keys.matching import MatchedNames as MatchedNames, match_names as match_names, untie as untie
 from .location import (
     Location as Location,
@@ -61,7 +66,14 @@ from .sharded_state.optimizer_state import (
 )
 from .sharded_state.save_step import RunState as RunState, save_step as save_step
 from .sharded_state.staging import StagedCopy as StagedCopy, Staging as Staging
-from .steps.manifest import MANIFEST as MANIFEST, read_manifest as read_manifest
+from .steps.file_plan import WriteRequest as WriteRequest
+from .steps.manifest import (
+    MANIFEST as MANIFEST,
+    FileRecord as FileRecord,
+    Manifest as Manifest,
+    TensorRecord as TensorRecord,
+    read_manifest as read_manifest,
+)
 from .steps.step_integrity import check_content as check_content, check_files as check_files, drop_cache as drop_cache
 from .steps.step_store import (
     CHECKPOINTS as CHECKPOINTS,

@@ -148,4 +148,7 @@ def chunk_jobs(index: TensorIndex, names: Collection[str]) -> Iterator[tuple[Ten
                 yield entry, range(first, min(first + _JOB_CHUNKS, total))
 
 
+# Smaller tensors are spread over the files of many ranks, so one rank hashes all of them: of those that it saves, the
+# others send it their parts.
+SMALL_BYTES = 64 << 10
 _JOB_CHUNKS = 32  # so that several threads work on one large tensor

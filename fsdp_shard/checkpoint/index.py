@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.io import itemsize
+from fsdp_shard.checkpoint.io import FileHeader, itemsize
 from fsdp_shard.checkpoint.piece_reader import PieceReader
 from fsdp_shard.checkpoint.steps import Manifest, read_manifest
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, Span, TensorEntry
@@ -44,6 +44,7 @@ class TensorIndex:
         parts: The indexes that this one was made of; they are closed with it.
         notes: What was left out when it was made, a line each.
         replicas: Pieces that hold what pieces of `tensors` hold, too; they are not read.
+        headers: What the headers of its files must be, where they were not read: each is compared when it is opened.
     """
 
     root: Path
@@ -59,13 +60,14 @@ class TensorIndex:
     parts: tuple[TensorIndex, ...] = ()
     notes: tuple[str, ...] = ()
     replicas: tuple[Piece, ...] = ()
+    headers: Mapping[str, FileHeader] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for alias, kept in self.aliases.items():
             if alias in self.tensors or kept not in self.tensors:
                 problem = f"{alias} is stored itself" if alias in self.tensors else f"{kept} is not stored"
                 raise CheckpointError(f"{self.path} says that tensor {alias} is tied to {kept}, but {problem}.")
-        self.reader = PieceReader(self.root)
+        self.reader = PieceReader(self.root, self.headers)
 
     @property
     def path(self) -> Path:

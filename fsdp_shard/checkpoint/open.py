@@ -3,12 +3,13 @@
 import dataclasses
 from pathlib import Path
 
-from fsdp_shard.checkpoint.digests import num_chunks
+from fsdp_shard.checkpoint.digests import file_digest, num_chunks
 from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import member
 from fsdp_shard.checkpoint.keys.tied_weights import usual_ties
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER, plain_names
-from fsdp_shard.checkpoint.steps import MANIFEST, Manifest
+from fsdp_shard.checkpoint.steps import MANIFEST, SHARD_INDEX, Manifest
 from fsdp_shard.checkpoint.tensor_entry import count
 from fsdp_shard.errors import CheckpointError
 
@@ -77,6 +78,7 @@ def _with_plain_names(index: TensorIndex) -> TensorIndex:
 def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
     """The index with what its manifest records, which must describe the same tensors."""
     path = index.root / MANIFEST
+    _check_shard_index(index, manifest)
     for name in manifest.tensors.keys() | index.tensors.keys():
         record, entry = manifest.tensors.get(name), index.tensors.get(name)
         if record is None or entry is None:
@@ -98,6 +100,15 @@ def _with_manifest(index: TensorIndex, manifest: Manifest) -> TensorIndex:
     return dataclasses.replace(
         index, aliases=manifest.aliases or index.aliases, step=manifest.step, world_size=manifest.world_size
     )
+
+
+def _check_shard_index(index: TensorIndex, manifest: Manifest) -> None:
+    """Refuse an index of rank files that was not written with the manifest."""
+    record = manifest.files.get(SHARD_INDEX)
+    if index.headers and (record is None or record.digest != file_digest(member(index.root, SHARD_INDEX))):
+        raise CheckpointError(
+            f"{index.root / SHARD_INDEX} is not what was written, according to {MANIFEST}: the checkpoint is damaged."
+        )
 
 
 def _contents(path: Path) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_shard.checkpoint import tensor_slices
-from fsdp_shard.checkpoint.io import ChecksumTracker, Files, itemsize, page_aligned, to_torch
+from fsdp_shard.checkpoint.io import ChecksumTracker, FileHeader, Files, itemsize, page_aligned, to_torch
+from fsdp_shard.checkpoint.piece_table import PieceTable
 from fsdp_shard.checkpoint.tensor_entry import Piece, Span, TensorEntry
+from fsdp_shard.checkpoint.tensor_slices import FlatOrder
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +29,12 @@ class PieceReader:
 
     Args:
         root: The directory of the files.
+        headers: What the headers of some of them must be.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.files, self.checksums = Files(root), ChecksumTracker(root)
-        self._starts: dict[str, list[int] | None] = {}
+    def __init__(self, root: Path, headers: Mapping[str, FileHeader] | None = None) -> None:
+        self.files, self.checksums = Files(root, headers), ChecksumTracker(root)
+        self._orders: dict[str, FlatOrder] = {}
 
     def read_into(self, entry: TensorEntry, start: int, out: memoryview) -> None:
         """Fill `out`, a view of bytes, with the flat elements of `entry` from element `start` on."""
@@ -78,17 +80,16 @@ class PieceReader:
         return found
 
     def _overlapping(self, entry: TensorEntry, start: int, stop: int) -> Sequence[Piece]:
-        """The pieces that may hold elements of [start, stop); found by bisection if all are flat ranges."""
-        if len(entry.pieces) == 1:
-            return entry.pieces
-        if entry.name not in self._starts:
-            is_flat = all(tensor_slices.is_contiguous(entry.shape, piece.shape) for piece in entry.pieces)
-            starts = [tensor_slices.flat_start(entry.shape, piece.offsets) for piece in entry.pieces]
-            self._starts[entry.name] = starts if is_flat else None
-        known = self._starts[entry.name]
-        if known is None:
-            return entry.pieces
-        return entry.pieces[max(bisect.bisect_right(known, start) - 1, 0) : bisect.bisect_left(known, stop)]
+        """The pieces that may hold elements of [start, stop), found by bisection."""
+        pieces = entry.pieces
+        if len(pieces) == 1:
+            return pieces
+        if isinstance(pieces, PieceTable):
+            return pieces[pieces.order.overlapping(start, stop)]
+        if entry.name not in self._orders:
+            boxes = [(piece.offsets, piece.shape) for piece in pieces]
+            self._orders[entry.name] = tensor_slices.flat_order(entry.shape, boxes)
+        return pieces[self._orders[entry.name].overlapping(start, stop)]
 
     def _scatter(self, entry: TensorEntry, piece: Piece, start: int, out: memoryview) -> None:
         """Read short runs, which are contiguous in the file, at once; then copy each to its offset in `out`."""
@@ -139,17 +140,38 @@ class PieceReader:
         if tensor_slices.is_contiguous(entry.shape, shape):
             self.read_into(entry, tensor_slices.flat_start(entry.shape, offsets), tensor_bytes(out))
             return
+        # Of each piece only what is in the box: the files of ranks that have other columns are not opened.
+        start = tensor_slices.flat_start(entry.shape, offsets)
+        for piece in self._overlapping(entry, start, start + tensor_slices.flat_extent(entry.shape, shape)):
+            common = tensor_slices.intersection((offsets, shape), (piece.offsets, piece.shape))
+            if common is not None:
+                inside = tuple(a - b for a, b in zip(common[0], piece.offsets, strict=True))
+                part = out
+                for axis, (at, low, size) in enumerate(zip(common[0], offsets, common[1], strict=True)):
+                    part = part.narrow(axis, at - low, size)
+                self._read_from(entry, piece, inside, part)
+
+    def _read_from(self, entry: TensorEntry, piece: Piece, offsets: tuple[int, ...], out: torch.Tensor) -> None:
+        """Fill `out`, of any strides, with the box of its shape at `offsets` of one piece."""
+        shape = tuple(out.shape)
+        alone = TensorEntry(entry.name, entry.dtype, piece.shape, (piece._replace(offsets=(0,) * len(shape)),))
+        if tensor_slices.is_contiguous(piece.shape, shape):
+            whole = out if out.is_contiguous() else out.new_empty(shape)
+            self.read_into(alone, tensor_slices.flat_start(piece.shape, offsets), tensor_bytes(whole))
+            if whole is not out:
+                out.copy_(whole)
+            return
         # Short runs: read groups of whole rows of the axis above them, and keep the wanted part.
-        axis = tensor_slices.inner_axis(entry.shape, shape)
-        row_bytes = math.prod(entry.shape[axis:]) * itemsize(entry.dtype)
+        axis = tensor_slices.inner_axis(piece.shape, shape)
+        row_bytes = math.prod(piece.shape[axis:]) * itemsize(entry.dtype)
         num_rows = max(1, _ROW_GROUP_BYTES // row_bytes)
         for outer in itertools.product(*map(range, shape[: axis - 1])):
             above = [a + b for a, b in zip(offsets, outer, strict=False)]
             for first in range(0, shape[axis - 1], num_rows):
                 count = min(num_rows, shape[axis - 1] - first)
-                rows = out.new_empty((count, *entry.shape[axis:]))
+                rows = out.new_empty((count, *piece.shape[axis:]))
                 at = (*above, offsets[axis - 1] + first, *[0] * (len(shape) - axis))
-                self.read_into(entry, tensor_slices.flat_start(entry.shape, at), tensor_bytes(rows))
+                self.read_into(alone, tensor_slices.flat_start(piece.shape, at), tensor_bytes(rows))
                 out[outer].narrow(0, first, count).copy_(rows.narrow(1, offsets[axis], shape[axis]))
 
 

@@ -52,7 +52,7 @@ class TensorEntry(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
 
     @property
     def spec(self) -> TensorSpec:
@@ -78,6 +78,10 @@ class TensorEntry(NamedTuple):
     def has_checksum(self) -> bool:
         """Whether its files have CRCs of it, which are compared when all of it is read."""
         return any(piece.checksum is not None for piece in self.pieces)
+
+    def is_stored_as(self, other: "TensorEntry") -> bool:
+        """Whether dtype, shape and pieces are the same."""
+        return (self.dtype, self.shape, tuple(self.pieces)) == (other.dtype, other.shape, tuple(other.pieces))
 
     def has_long_runs(self, piece: Piece) -> bool:
         """Whether `piece` is few long runs of the flat tensor, each worth a read of its own."""

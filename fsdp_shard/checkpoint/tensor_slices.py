@@ -3,6 +3,7 @@
 Pure arithmetic on tuples. A box is (offsets, shape), with one number for each dimension.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -73,6 +74,37 @@ def flat_start(shape: Sequence[int], offsets: Sequence[int]) -> int:
     for size, offset in zip(shape, offsets, strict=True):
         position = position * size + offset
     return position
+
+
+class FlatOrder(NamedTuple):
+    """Boxes in flat order: the flat position of the first element of each, and the longest way to the end of one."""
+
+    starts: list[int]
+    extent: int
+
+    def overlapping(self, start: int, stop: int) -> slice:
+        """Which boxes may hold elements of the flat range [start, stop): no other one does."""
+        return slice(bisect.bisect_right(self.starts, start - self.extent), bisect.bisect_left(self.starts, stop))
+
+
+def flat_order(shape: Sequence[int], boxes: Sequence[Box]) -> FlatOrder:
+    """The order of boxes that are sorted by their first elements."""
+    starts = [flat_start(shape, offsets) for offsets, _ in boxes]
+    return FlatOrder(starts, max((flat_extent(shape, box) for _, box in boxes), default=0))
+
+
+def flat_extent(shape: Sequence[int], box: Sequence[int]) -> int:
+    """Elements of the tensor from the first to the last one of a box; 0 if it has none."""
+    return flat_start(shape, [size - 1 for size in box]) + 1 if 0 not in box else 0
+
+
+def intersection(one: Box, two: Box) -> Box | None:
+    """What two boxes have in common; None if that is nothing."""
+    offsets = tuple(map(max, one[0], two[0]))
+    shape = tuple(
+        min(a + n, b + m) - low for a, n, b, m, low in zip(one[0], one[1], two[0], two[1], offsets, strict=True)
+    )
+    return (offsets, shape) if all(size > 0 for size in shape) else None
 
 
 def contains(shape: Sequence[int], offsets: Sequence[int], box: Sequence[int], position: int) -> bool:

@@ -35,9 +35,9 @@ def run_on_all(context: Communicator, work: Callable[[], T]) -> T:
         code = errno.errorcode.get(raised.errno or 0, "no errno")
         what = f"{raised.filename or 'a file'}: {raised.strerror or raised} ({code})"
         error = StorageError(f"Rank {context.rank}: {what}.")
-    first = next((found for found in context.all_gather_object(error) if found is not None), None)
-    if first is not None:
-        raise first
+    # Of a thousand ranks, each gets one number, unless one of them has failed.
+    if context.all_reduce([float(error is not None)], "max")[0]:
+        raise next(found for found in context.all_gather_object(error) if found is not None)
     return value  # type: ignore[return-value]  # no error, so work() returned it
 
 

@@ -156,7 +156,7 @@ def resume(context: DistributedContext, shard: ShardConfig, config: OptimConfig,
     names = set().union(*context.all_gather_object(set(states)))
     with open_checkpoint(step) as weights, open_checkpoint(step / "optimizer") as index:
         load_shards(weights, model.local_shards())
-        check_slots(index, states, names)
+        check_slots(index, states, [name for name in index.names if name not in names])
         load_shards(index, states)
     return go(context, model, optimizer, range(HALF, STEPS))
 

@@ -1,5 +1,8 @@
-"""Format `sharded`: `shard-0000R-of-0000W.safetensors`, one per rank, with a flat range of each tensor."""
+"""Format `sharded`: `shard-0000R-of-0000W.safetensors`, one per rank, with a flat range of each tensor, and an index of
+all of them. What was written before there was one has none.
+"""
 
+import dataclasses
 import math
 import uuid
 from collections.abc import Iterator, Sequence
@@ -8,10 +11,22 @@ from pathlib import Path
 from fsdp_shard.checkpoint import tensor_slices
 from fsdp_shard.checkpoint.formats.several_files import Agreement, files_by_rank, one_world_size, plan_ranks
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import Header, TensorSpec, itemsize, member, read_header
-from fsdp_shard.checkpoint.steps import FilePlan, ShardInfo, TargetPlan, WriteRequest, file_plan, parse_shard_name
+from fsdp_shard.checkpoint.io import Header, TensorSpec, has_file, itemsize, member, read_header
+from fsdp_shard.checkpoint.steps import (
+    SHARD_INDEX,
+    FilePlan,
+    RankReport,
+    ShardInfo,
+    TargetPlan,
+    WriteRequest,
+    build_shard_index,
+    file_plan,
+    parse_shard_name,
+    read_shard_index,
+)
 from fsdp_shard.checkpoint.tensor_entry import Piece, checked
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import format_count
 
 NAME = "sharded"
 KEEPS_NAMES = True  # the model's own names, or an optimizer's for parameters of an adapter
@@ -24,7 +39,23 @@ def recognize(path: Path) -> bool:
 
 
 def read(path: Path) -> TensorIndex:
-    """The index of all ranks' files; each must exist and be of the same save, and together they hold every tensor."""
+    """The index of all ranks' files, each of which must exist: from the index file, without which headers are read."""
+    if not has_file(path, SHARD_INDEX):
+        return read_headers(path)
+    files, found = _files(path), read_shard_index(path)
+    if found.world_size != len(files):
+        raise CheckpointError(
+            f"{path / SHARD_INDEX} is of a save by {format_count(found.world_size, 'rank')}, but there are files of "
+            f"{len(files)}: these are files of different saves."
+        )
+    if not found.tensors:
+        raise _no_tensors(path)
+    index = TensorIndex(path, NAME, found.tensors, found.aliases, {"save": found.save}, found.step, len(files))
+    return dataclasses.replace(index, headers=found.headers)
+
+
+def read_headers(path: Path) -> TensorIndex:
+    """The index as the headers of all ranks' files say, which must be of one save and hold every tensor."""
     files = _files(path)
     pieces: dict[str, list[Piece]] = {}
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -46,7 +77,7 @@ def read(path: Path) -> TensorIndex:
             specs[name] = dtype, shape
             pieces.setdefault(name, []).extend(held)
     if not pieces:
-        raise CheckpointError(f"{path} has the files of all ranks, but no tensors in them.")
+        raise _no_tensors(path)
     if lost := sorted(set(aliases.values()) - set(pieces)):
         raise CheckpointError(f"{path}: tensors are tied to {lost[0]}, but no rank's file holds that one.")
     tensors = {name: checked(path, name, *specs[name], held) for name, held in pieces.items()}
@@ -56,11 +87,20 @@ def read(path: Path) -> TensorIndex:
 def plan(specs: Sequence[TensorSpec], request: WriteRequest) -> TargetPlan:
     """One file per rank (`request.ranks`, one by default), dim 0 of each tensor chunked as by FSDP2."""
     ranks, save = request.ranks or 1, uuid.uuid4().hex
+    reports = []
 
     def plan_file(rank: int, pieces: Sequence[tuple[TensorSpec, int, int]]) -> FilePlan:
-        return file_plan.plan_sharded(pieces, rank, ranks, step=request.step, save=save, aliases=request.aliases)
+        file = file_plan.plan_sharded(pieces, rank, ranks, step=request.step, save=save, aliases=request.aliases)
+        reports.append(RankReport.of(file, pieces))
+        return file
 
-    return TargetPlan(*plan_ranks(specs, ranks, plan_file), {}, "sharded", ranks)
+    files, extents = plan_ranks(specs, ranks, plan_file)
+    index = build_shard_index(reports, request.step, save, request.aliases)
+    return TargetPlan(files, extents, {SHARD_INDEX: index}, "sharded", ranks)
+
+
+def _no_tensors(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} has the files of all ranks, but no tensors in them.")
 
 
 def _files(path: Path) -> list[str]:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fsdp_shard.checkpoint.digests import file_digest, frame_digest, header_digest, tensor_digest
+from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG
 from fsdp_shard.checkpoint.formats.trainer_layouts import latest_step_directory
 from fsdp_shard.checkpoint.index import TensorIndex
@@ -22,7 +23,7 @@ from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, Ve
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
 from fsdp_shard.checkpoint.location import Location, local_path, locate, refuse_unused_base
 from fsdp_shard.checkpoint.model_files import CONFIG
-from fsdp_shard.checkpoint.steps import MANIFEST, Manifest, read_kept, read_manifest
+from fsdp_shard.checkpoint.steps import MANIFEST, OPTIMIZER, SHARD_INDEX, Manifest, read_kept, read_manifest
 from fsdp_shard.errors import CheckpointError
 
 
@@ -163,6 +164,7 @@ class _Checkpoint:
                 self.problems += _file_problems(location.weights, self.manifest)
             self.index = self._stack.enter_context(location.index)
             self.checked.append("structure")
+            self.problems += _index_problems(location.weights)
             if self.manifest is not None:
                 known = {problem.file for problem in self.problems}
                 self.problems += _frame_problems(self.index, self.manifest, known)
@@ -280,6 +282,31 @@ def _file_problems(root: Path, manifest: Manifest) -> Iterator[Problem]:
         elif name.endswith(".safetensors") and record.header_digest and header_digest(path) != record.header_digest:
             # Only these files contain the positions of their tensors, so this is known even if they cannot be opened.
             yield Problem(f"the header of {path} is not the one that was written.", (ByteRange(name),))
+
+
+def _index_problems(root: Path) -> Iterator[Problem]:
+    """What indexes of rank files, of weights and optimizer state, say otherwise than the headers of those files."""
+    for folder in (root, root / OPTIMIZER):
+        if not has_file(folder, SHARD_INDEX):
+            continue
+        where, held = ByteRange(str((folder / SHARD_INDEX).relative_to(root))), f"{folder / SHARD_INDEX}"
+        try:
+            said, found = native_sharded.read(folder), native_sharded.read_headers(folder)
+        except (CheckpointError, OSError) as error:
+            yield Problem(str(error), (where,))
+            continue
+        if (said.step, said.metadata, said.aliases) != (found.step, found.metadata, found.aliases):
+            yield Problem(f"{held} is of another save than the rank files.", (where,))
+        for name in sorted(said.tensors.keys() | found.tensors.keys()):
+            one, two = said.tensors.get(name), found.tensors.get(name)
+            if one is None or two is None or not one.is_stored_as(two):
+                yield Problem(
+                    f"{held} says otherwise than the headers of the rank files of what tensor {name} is, or where it "
+                    f"lies.",
+                    (where,),
+                    name,
+                )
+                break
 
 
 def _frame_problems(index: TensorIndex, manifest: Manifest, known: Collection[str | None]) -> Iterator[Problem]:

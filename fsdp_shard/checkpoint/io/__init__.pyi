@@ -10,6 +10,7 @@ from .atomicity import (
 from .checksums import Checksum as Checksum, ChecksumTracker as ChecksumTracker
 from .fault_points import fault_point as fault_point
 from .files import (
+    FileHeader as FileHeader,
     Files as Files,
     Handles as Handles,
     aligned as aligned,

@@ -12,13 +12,16 @@ import stat
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+import xxhash
+
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import limits, open_regular, refuse_excess
+from fsdp_shard.utils import limits, open_regular, read_range, refuse_excess
 
 _NOT_IN_NAMES = re.compile(r"[\0\\\ud800-\udfff]")  # a lone surrogate is not valid text
 _LARGE_BYTES = 64 << 10  # less than what malloc maps on its own
@@ -184,12 +187,56 @@ class Handles:
         self.close()
 
 
-class Files:
-    """The files of one checkpoint, for reading ranges of them. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """What an index says of a file that it describes: bytes of file and header, and the digest (hex) of the header."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._handles = Handles(lambda name: open_regular(member(root, name)))
+    num_bytes: int
+    header_bytes: int
+    digest: str
+
+
+def _compare_header(descriptor: int, path: Path, expected: FileHeader) -> None:
+    size = os.fstat(descriptor).st_size
+    if size != expected.num_bytes:
+        raise CheckpointError(
+            f"{path} has {size} bytes, but {expected.num_bytes} according to the index of its directory: it is "
+            f"truncated, or of another save."
+        )
+    header = read_range(descriptor, 0, expected.header_bytes, f"the header of {path}", "metadata_bytes")
+    if xxhash.xxh3_128_hexdigest(header) != expected.digest:
+        raise CheckpointError(
+            f"the header of {path} is not the one that the index of its directory was made of: the file was changed, "
+            f"renamed, or is of another save."
+        )
+
+
+class Files:
+    """The files of one checkpoint, for reading ranges of them. Thread-safe.
+
+    Args:
+        root: The directory of the files.
+        headers: What the headers of some of them must be, as an index of them says: each is compared once, when the
+            file is opened first.
+    """
+
+    def __init__(self, root: Path, headers: Mapping[str, FileHeader] | None = None) -> None:
+        self._root, self._headers = root, headers or {}
+        self._compared: set[str] = set()
+        self._handles = Handles(self.open)
+
+    def open(self, name: str) -> int:
+        """Open a file for reading, and compare its header; returns the descriptor."""
+        path = member(self._root, name)
+        descriptor = open_regular(path)
+        if name in self._headers and name not in self._compared:
+            try:
+                _compare_header(descriptor, path, self._headers[name])
+            except BaseException:
+                os.close(descriptor)
+                raise
+            self._compared.add(name)
+        return descriptor
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         """Fill `out` with the bytes of file `name` from `offset` on; raises CheckpointError if it is too short."""

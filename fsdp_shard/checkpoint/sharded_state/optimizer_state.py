@@ -4,7 +4,7 @@ A state with the shape of its parameter is sharded as the parameter is; a scalar
 that holds the parameter's first element, since under FSDP1 a rank may hold nothing of it, and then has no state of it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -69,14 +69,18 @@ def create_state(optimizer: Optimizer, params: Iterable[torch.Tensor] | None = N
         group["lr"] = rate
 
 
-def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], names: set[str]) -> None:
-    """Raise CheckpointError unless `index` holds exactly the states `names` (of all ranks) in the expected shapes."""
-    missing, extra = sorted(names - set(index.names)), sorted(set(index.names) - names)
+def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], extra: Sequence[str]) -> None:
+    """Raise CheckpointError unless `index` holds the states that this rank expects, in their shapes, and no `extra`.
+
+    `extra` are the states in `index` that no rank expects.
+    """
+    missing = sorted(expected.keys() - index.tensors.keys())
     if missing or extra:
-        what = f"lacks {missing[0]}" if missing else f"has {extra[0]}, which this optimizer does not keep"
+        what = f"lacks {missing[0]}" if missing else f"has {min(extra)}, which this optimizer does not keep"
         raise CheckpointError(
             f"The optimizer state in {index.root} {what} ({len(missing)} states missing, {len(extra)} not expected of "
-            f"{len(names)}): it was saved by another optimizer or for another model. Use that run's optim settings."
+            f"{len(index.names)}): it was saved by another optimizer or for another model. Use that run's optim "
+            f"settings."
         )
     for name, shard in expected.items():
         entry = index.entry(name)

@@ -2,20 +2,31 @@
 
 Saving: plan, create the files, write and hash, sync, hash the chunks that several ranks wrote, commit. No rank ever
 holds more than its part plus a small buffer. All collectives are in `save_step` itself; every phase between them is
-local, and fault points name the moments in between.
+local, and fault points name the moments in between. What a rank sends or receives does not grow with the number of
+ranks, except on rank 0, which makes the index of the rank files and the manifest of what the others report.
 """
 
 import json
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.digests import record_tensor
+from fsdp_shard.checkpoint.digests import chunk_digest, record_tensor
 from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.sharded_state import write_plan, write_shards
-from fsdp_shard.checkpoint.steps import SINGLE_FILE, TRAINER, Manifest, Store, TensorRecord
+from fsdp_shard.checkpoint.steps import (
+    OPTIMIZER,
+    SHARD_INDEX,
+    SINGLE_FILE,
+    TRAINER,
+    Manifest,
+    RankReport,
+    Store,
+    TensorRecord,
+    build_shard_index,
+)
 from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import FsdpShardError
 
@@ -67,27 +78,30 @@ def save_step(
     target = write_plan.Target(
         context.rank, context.world_size, step, save, max_shard_bytes, state.aliases, state.single_file
     )
-    has_optimizer = any(context.all_gather_object(bool(state.optimizer)))  # one rank may have nothing of it
+    has_optimizer = context.all_reduce([float(bool(state.optimizer))], "max")[0] > 0  # a rank may have nothing of it
     plans = _plan(state, target, layout, has_optimizer=has_optimizer)
-    num_own_bytes = sum(plan.num_bytes for plan in plans)
-    planned = context.all_gather_object((num_own_bytes, write_shards.shared_pieces(plans.weights, state.weights)))
-    num_bytes, pieces = sum(size for size, _ in planned), [theirs for _, theirs in planned]
+    planned = context.gather_object(
+        (sum(plan.num_bytes for plan in plans), plans.weights.report, plans.optimizer.report)
+    )
+    if context.is_main:
+        indexes = _indexes(target, [weights for _, weights, _ in planned], [states for _, _, states in planned])
+        plans = plans._replace(weights=plans.weights.with_files(indexes))
+    num_bytes = sum(size for size, _, _ in planned) + sum(map(len, indexes.values())) if context.is_main else 0
     directory = Path(run_on_main(context, lambda: _begin(store, step, num_bytes)))
     parts = (state.weights, state.optimizer, state.reading)
     try:
         run_on_all(context, lambda: write_shards.create_files(directory, plans))
-        digests, records = run_on_all(context, lambda: write_shards.write_ranges(directory, plans, *parts))
-        shared = (plans.weights, state.weights, digests, pieces)
-        run_on_all(context, lambda: write_shards.hash_shared_chunks(directory, *shared))
-        everyone = context.gather_object((digests, records))
+        written = run_on_all(context, lambda: write_shards.write_ranges(directory, plans, *parts))
+        run_on_all(context, lambda: write_shards.hash_shared_chunks(directory, plans.weights, state.weights, written))
+        everyone = context.gather_object(written.without_empty())
         dims = context.mesh.mesh_dim_names or ()
         manifest = Manifest(
             layout=layout,
             step=step,
             world_size=context.world_size if layout == "sharded" else 1,
             mesh={str(name): context.mesh.size(dim) for dim, name in enumerate(dims)},
-            files={name: record for _, records in everyone for name, record in sorted(records.items())},
-            tensors=_tensor_records(state.weights, [digests for digests, _ in everyone]) if context.is_main else {},
+            files={name: record for one in everyone for name, record in sorted(one.records.items())},
+            tensors=_tensor_records(state.weights, everyone) if context.is_main else {},
             aliases=dict(state.aliases),
         )
         run_on_main(context, lambda: _commit(store, directory, step, manifest))
@@ -104,7 +118,7 @@ def _plan(state: RunState, target: write_plan.Target, layout: str, *, has_optimi
         optimizer = write_plan.plan_optimizer_writes(state.optimizer, target)
     if target.rank == 0:
         trainer = (json.dumps(dict(state.trainer), indent=2) + "\n").encode()
-        weights = replace(weights, small_files={**weights.small_files, **state.model_files, TRAINER: trainer})
+        weights = weights.with_files({**state.model_files, TRAINER: trainer})
     return write_shards.RankPlans(weights, optimizer)
 
 
@@ -120,9 +134,33 @@ def _commit(store: Store, directory: Path, step: int, manifest: Manifest) -> Non
     fault_point("pointed")
 
 
-def _tensor_records(shards: Mapping[str, LocalShard], everyone: list[write_shards.Digests]) -> dict[str, TensorRecord]:
-    records = {}
-    for name, shard in shards.items():
-        chunks = {number: digest for rank in everyone for number, digest in rank.get(name, {}).items()}
-        records[name] = record_tensor(write_plan.spec_of(name, shard), chunks)
-    return records
+def _indexes(
+    target: write_plan.Target, weights: Sequence[RankReport | None], optimizer: Sequence[RankReport | None]
+) -> dict[str, bytes]:
+    """The indexes of the rank files that the ranks report, by file name."""
+    found = {}
+    for name, reports, aliases in (
+        (SHARD_INDEX, weights, target.aliases),
+        (f"{OPTIMIZER}/{SHARD_INDEX}", optimizer, dict[str, str]()),
+    ):
+        known = [report for report in reports if report is not None]
+        if known:
+            assert len(known) == len(reports), f"only some ranks have a file of those that {name} lists"
+            found[name] = build_shard_index(known, target.step, target.save, aliases)
+    return found
+
+
+def _tensor_records(
+    shards: Mapping[str, LocalShard], everyone: Sequence[write_shards.Written]
+) -> dict[str, TensorRecord]:
+    chunks: dict[str, dict[int, bytes]] = {name: {} for name in shards}
+    parts: dict[str, list[tuple[int, bytes]]] = {}
+    for written in everyone:
+        for name, found in written.digests.items():
+            chunks[name].update(found)
+        for name, part in written.parts.items():
+            parts.setdefault(name, []).append(part)
+    for name, of_ranks in parts.items():
+        chunks[name] = {0: chunk_digest(b"".join(content for _, content in sorted(of_ranks)))}
+        assert sum(len(content) for _, content in of_ranks) == write_plan.spec_of(name, shards[name]).num_bytes
+    return {name: record_tensor(write_plan.spec_of(name, shard), chunks[name]) for name, shard in shards.items()}

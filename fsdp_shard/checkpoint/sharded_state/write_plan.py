@@ -10,8 +10,15 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_shard.checkpoint import tensor_slices
 from fsdp_shard.checkpoint.io import TensorSpec, from_torch_name
-from fsdp_shard.checkpoint.steps import INDEX_FILE, OPTIMIZER, SINGLE_FILE, FilePlan, plan_gathered, plan_sharded
-from fsdp_shard.checkpoint.tensor_entry import Piece
+from fsdp_shard.checkpoint.steps import (
+    INDEX_FILE,
+    OPTIMIZER,
+    SINGLE_FILE,
+    FilePlan,
+    RankReport,
+    plan_gathered,
+    plan_sharded,
+)
 from fsdp_shard.distributed import LocalShard
 
 
@@ -33,18 +40,24 @@ class WritePlan:
     """What one rank does: files it creates at full size with their headers, small files, and its own elements.
 
     `offsets` maps each tensor of which this rank writes something to (file, absolute byte offset of its first element).
-    With `scatters`, the rows of a box are written at their offsets in the full tensor.
+    With `scatters`, the rows of a box are written at their offsets in the full tensor. `report` is what the index of
+    rank files has of this rank's file, if it is one of them.
     """
 
     creates: list[FilePlan]
     offsets: dict[str, tuple[str, int]]
     small_files: dict[str, bytes] = field(default_factory=dict)
     scatters: bool = False
+    report: RankReport | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size of the files that this rank creates: summed over the ranks, that of the checkpoint."""
         return sum(file.num_bytes for file in self.creates) + sum(map(len, self.small_files.values()))
+
+    def with_files(self, files: Mapping[str, bytes]) -> "WritePlan":
+        """The plan with more small files."""
+        return replace(self, small_files={**self.small_files, **files})
 
     def runs(self, name: str, shard: LocalShard) -> Iterator[tuple[int, slice]]:
         """(absolute byte offset, bytes of `shard.data` that go there), in order."""
@@ -55,18 +68,6 @@ class WritePlan:
         size = shard.data.element_size()
         for at, inside, count in tensor_slices.runs(shard.shape, *shard.box, 0, math.prod(shard.shape)):
             yield offset + (at - shard.start) * size, slice(inside * size, (inside + count) * size)
-
-    def pieces(self, name: str, shard: LocalShard) -> list[Piece]:
-        """Where the elements of this rank are after the save (of a gathered file: where all elements are)."""
-        (file, offset), size = self.offsets[name], shard.data.element_size()
-        if self.scatters:
-            return [Piece(file, offset - shard.start * size, (0,) * len(shard.shape), shard.shape)]
-        pieces = []
-        flat_range = tensor_slices.flat_boxes(shard.shape, shard.start, shard.data.numel())
-        for offsets, shape in flat_range if shard.box is None else [shard.box]:
-            pieces.append(Piece(file, offset, offsets, shape))
-            offset += math.prod(shape) * size
-        return pieces
 
 
 def spec_of(name: str, shard: LocalShard) -> TensorSpec:
@@ -94,6 +95,7 @@ def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> Wri
     pieces = [
         (spec_of(name, shard), shard.start, shard.data.numel() if shard.writes else 0) for name, shard in shards.items()
     ]
+    boxes = {name: shard.box for name, shard in shards.items() if shard.box is not None}
     file = plan_sharded(
         pieces,
         target.rank,
@@ -101,9 +103,10 @@ def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> Wri
         step=target.step,
         save=target.save,
         aliases=target.aliases,
-        boxes={name: shard.box for name, shard in shards.items() if shard.box is not None},
+        boxes=boxes,
     )
-    return WritePlan([file], {name: (file.name, offset) for name, offset in file.tensors.items()})
+    offsets = {name: (file.name, offset) for name, offset in file.tensors.items()}
+    return WritePlan([file], offsets, report=RankReport.of(file, pieces, boxes))
 
 
 def plan_optimizer_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
@@ -111,7 +114,7 @@ def plan_optimizer_writes(shards: Mapping[str, LocalShard], target: Target) -> W
     plan = plan_sharded_writes(shards, replace(target, aliases={}))
     files = [replace(file, name=f"{OPTIMIZER}/{file.name}") for file in plan.creates]
     offsets = {name: (f"{OPTIMIZER}/{file}", offset) for name, (file, offset) in plan.offsets.items()}
-    return WritePlan(files, offsets)
+    return WritePlan(files, offsets, report=plan.report)
 
 
 LAYOUTS: dict[str, Callable[[Mapping[str, LocalShard], Target], WritePlan]] = {

@@ -4,7 +4,7 @@ All of it is local: `save_step` coordinates the ranks.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import xxhash
 
 from fsdp_shard.checkpoint import digests, tensor_slices
-from fsdp_shard.checkpoint.digests import CHUNK_BYTES, num_chunks
+from fsdp_shard.checkpoint.digests import CHUNK_BYTES, SMALL_BYTES, num_chunks
+from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Handles, aligned, allocate, fault_point, pwrite_all, start_writeback
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
@@ -27,7 +28,7 @@ _STEP_BYTES = 4 << 20  # hashed and written at a time: whole chunks, and small e
 
 Digests = dict[str, dict[int, bytes]]  # tensor -> {chunk number: digest}
 Records = dict[str, FileRecord]  # file -> size and digest
-SharedPieces = dict[str, list[Piece]]  # tensor -> the pieces of a rank that other ranks need for their chunks
+SmallParts = dict[str, tuple[int, bytes]]  # tensor -> (first byte, bytes) of a rank's part of one that is small
 # A shard and a range of its bytes -> a context that gives those bytes and keeps them from changing.
 Reading = Callable[[LocalShard, slice], AbstractContextManager[memoryview]]
 
@@ -39,18 +40,18 @@ class RankPlans(NamedTuple):
     optimizer: WritePlan
 
 
-def shared_pieces(plan: WritePlan, shards: Mapping[str, LocalShard]) -> SharedPieces:
-    """This rank's pieces that hold a part of a chunk that starts on another rank.
-
-    These are boxes and ranges that start inside a chunk. Of a gathered file every rank knows all offsets.
+class Written(NamedTuple):
+    """What one rank wrote: the digests of the chunks of weights that it holds completely, its parts of small weights
+    that it does not, and the records of the files that it made.
     """
-    if plan.scatters:
-        return {}
-    return {
-        name: plan.pieces(name, shard)
-        for name in plan.offsets
-        if (shard := shards[name]).box is not None or shard.start * shard.data.element_size() % CHUNK_BYTES
-    }
+
+    digests: Digests
+    parts: SmallParts
+    records: Records
+
+    def without_empty(self) -> "Written":
+        """What rank 0 needs of it: not the names of tensors of which this rank has no digest."""
+        return self._replace(digests={name: found for name, found in self.digests.items() if found})
 
 
 def create_files(directory: Path, plans: RankPlans) -> None:
@@ -91,7 +92,7 @@ def write_ranges(
     weights: Mapping[str, LocalShard],
     optimizer: Mapping[str, LocalShard],
     reading: Reading,
-) -> tuple[Digests, Records]:
+) -> Written:
     """Write and fsync everything that this rank writes; each byte is read once, through `reading`.
 
     Args:
@@ -100,15 +101,13 @@ def write_ranges(
         weights: This rank's weights.
         optimizer: This rank's optimizer state.
         reading: Gives the bytes of a shard.
-
-    Returns:
-        The digests of the chunks of weights that this rank holds completely, and the records of the files that it made.
     """
     hashed: Digests = {name: {} for name in plans.weights.offsets}
+    parts: SmallParts = {}
     records = {file.name: digests.record_plan(file) for file in plans.weights.creates}
     with closing(_Writer(directory, reading)) as writer:
         for name in plans.weights.offsets:
-            writer.write(plans.weights, name, weights[name], _chunk_hasher(name, weights[name], hashed[name]))
+            writer.write(plans.weights, name, weights[name], _chunk_hasher(name, weights[name], hashed[name], parts))
         fault_point("weights-written")
         hasher = xxhash.xxh3_128(b"".join(file.header for file in plans.optimizer.creates))  # at most one: this rank's
         for name in plans.optimizer.offsets:  # in file order, since the digest is of the file as a whole
@@ -123,55 +122,51 @@ def write_ranges(
         for plan in plans:
             writer.sync({file.name for file in plan.creates} | {file for file, _ in plan.offsets.values()})
     fault_point("synced")
-    return hashed, records
+    return Written(hashed, parts, records)
 
 
-def hash_shared_chunks(
-    directory: Path,
-    plan: WritePlan,
-    shards: Mapping[str, LocalShard],
-    hashed: Digests,
-    pieces: Sequence[SharedPieces],
-) -> None:
-    """Add to `hashed` the chunks that start in this rank's part and that it does not hold completely.
+def hash_shared_chunks(directory: Path, plan: WritePlan, shards: Mapping[str, LocalShard], written: Written) -> None:
+    """Add to the digests those of the chunks that start in this rank's part and that it does not hold completely.
 
     They are read back from the files, all ranks having written theirs: those that hold a part of them, and no other.
 
     Args:
-        directory: The step directory.
+        directory: The step directory, with the index of its rank files if there are any.
         plan: The plan of the weights.
         shards: This rank's weights.
-        hashed: What `write_ranges` returned.
-        pieces: The shared pieces of every rank.
+        written: What `write_ranges` returned.
     """
     missing = {
-        name: [number for number in _started_chunks(name, shards[name]) if number not in found]
-        for name, found in hashed.items()
+        name: numbers
+        for name, found in written.digests.items()
+        if name not in written.parts
+        and (numbers := [number for number in _started_chunks(name, shards[name]) if number not in found])
     }
-    entries = {}
-    for name, shard in shards.items():
-        if missing.get(name):
-            held = {*plan.pieces(name, shard), *(piece for rank in pieces for piece in rank.get(name, ()))}
-            spec = spec_of(name, shard)
-            ordered = sorted(held, key=lambda piece: tensor_slices.flat_start(spec.shape, piece.offsets))
-            entries[name] = TensorEntry(name, spec.dtype, spec.shape, tuple(ordered))
+    if not missing:
+        fault_point("hashed")
+        return
     try:
-        with TensorIndex(directory, "step", entries) as index:
-            for name in entries:
-                assert shards[name].box is not None or _is_complete(index, name, missing[name][-1])
-                hashed[name].update(zip(missing[name], digests.digest_chunks(index, name, missing[name]), strict=True))
+        with _written_index(directory, plan, shards, missing) as index:
+            for name, numbers in missing.items():
+                written.digests[name].update(zip(numbers, digests.digest_chunks(index, name, numbers), strict=True))
     except CheckpointError as error:
         raise StorageError(f"What was just written cannot be read back. {error}") from error
     fault_point("hashed")
 
 
-def _is_complete(index: TensorIndex, name: str, number: int) -> bool:
-    """Whether the pieces of the index hold all bytes of a chunk."""
-    entry = index.entry(name)
-    stop = min((number + 1) * CHUNK_BYTES, entry.num_bytes)
-    size = entry.num_bytes // entry.num_elements
-    spans = index.spans(name, number * CHUNK_BYTES // size, stop // size)
-    return sum(span.num_bytes for span in spans) == stop - number * CHUNK_BYTES
+def _written_index(
+    directory: Path, plan: WritePlan, shards: Mapping[str, LocalShard], names: Iterable[str]
+) -> TensorIndex:
+    """The weights as all ranks have written them: those of rank files, or the tensors `names` of gathered ones."""
+    if not plan.scatters:
+        return native_sharded.read(directory)
+    entries = {}
+    for name in names:
+        (file, offset), spec, shard = plan.offsets[name], spec_of(name, shards[name]), shards[name]
+        start = offset - shard.start * shard.data.element_size()
+        whole = Piece(file, start, (0,) * len(spec.shape), spec.shape)
+        entries[name] = TensorEntry(name, spec.dtype, spec.shape, (whole,))
+    return TensorIndex(directory, "step", entries)
 
 
 def _started_chunks(name: str, shard: LocalShard) -> list[int]:
@@ -184,12 +179,19 @@ def _started_chunks(name: str, shard: LocalShard) -> list[int]:
     return [number for number, first in enumerate(firsts) if tensor_slices.contains(shard.shape, *shard.box, first)]
 
 
-def _chunk_hasher(name: str, shard: LocalShard, hashed: dict[int, bytes]) -> Callable[[int, memoryview], None]:
-    """What hashes the bytes of a shard as they are written; those of a box are no complete chunks."""
+def _chunk_hasher(
+    name: str, shard: LocalShard, hashed: dict[int, bytes], parts: SmallParts
+) -> Callable[[int, memoryview], None]:
+    """What hashes the bytes of a shard as they are written; those of a box are no complete chunks.
+
+    A part of a small tensor is kept, which is written at once.
+    """
     total = spec_of(name, shard).num_bytes
 
     def hash_chunks(start: int, content: memoryview) -> None:
-        if shard.box is None:
+        if shard.box is None and len(content) < total <= SMALL_BYTES:
+            parts[name] = (start, bytes(content))
+        elif shard.box is None:
             hashed.update(digests.chunk_digests(content, start, total))
 
     return hash_chunks

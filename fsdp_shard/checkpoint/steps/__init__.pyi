@@ -26,6 +26,12 @@ from .manifest import (
     read_manifest as read_manifest,
 )
 from .pruned_step import read_kept as read_kept
+from .shard_index import (
+    SHARD_INDEX as SHARD_INDEX,
+    RankReport as RankReport,
+    build_shard_index as build_shard_index,
+    read_shard_index as read_shard_index,
+)
 from .step_integrity import (
     check_content as check_content,
     check_files as check_files,

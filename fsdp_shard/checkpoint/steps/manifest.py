@@ -61,7 +61,7 @@ class Manifest:
         document = {"kind": KIND, "format_version": self.format_version, **vars(self)}
         # One record a line: a manifest of thousands of tensors stays readable and greppable.
         lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in document.items()]
-        return _sealed("{\n" + ",\n".join(lines) + ",\n")
+        return seal("{\n" + ",\n".join(lines) + ",\n")
 
     @classmethod
     def from_json(cls, document: Any, where: str) -> Self:
@@ -139,8 +139,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 def _checked(document: Any, content: bytes, where: str) -> Manifest:
     """The manifest in a document, which must have the digest of its content."""
     manifest = Manifest.from_json(document, where)
-    start = content.rfind(f'"{_DIGEST}"'.encode())
-    if content != _sealed(content[:start].decode()).encode():
+    if not is_sealed(content):
         raise CheckpointError(
             f"{where} does not have the digest that it ends with: it is not what was written, so nothing can be "
             "checked by it."
@@ -148,8 +147,14 @@ def _checked(document: Any, content: bytes, where: str) -> Manifest:
     return manifest
 
 
-def _sealed(text: str) -> str:
-    """The content of a manifest that begins with `text`."""
+def is_sealed(content: bytes) -> bool:
+    """Whether a file ends with the digest of what is before it, as `seal` puts it there."""
+    start = content.rfind(f'"{_DIGEST}"'.encode())
+    return start >= 0 and content == seal(content[:start].decode()).encode()
+
+
+def seal(text: str) -> str:
+    """The content of a file that begins with `text`, an object of JSON as far as a comma."""
     return f'{text}"{_DIGEST}": "{xxhash.xxh3_128_hexdigest(text.encode())}"\n}}\n'
 
 

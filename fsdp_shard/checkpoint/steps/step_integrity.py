@@ -7,21 +7,23 @@ each rank a part. Both raise at the first problem.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from fsdp_shard.checkpoint import digests
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import in_threads, member
 from fsdp_shard.checkpoint.model_files import is_model_file
 from fsdp_shard.checkpoint.open import open_weights
+from fsdp_shard.checkpoint.steps.file_plan import parse_shard_name
 from fsdp_shard.checkpoint.steps.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import balanced_partition, open_regular
+from fsdp_shard.utils import open_regular
 
 _SMALL_BYTES = 16 << 20
+_JOB_CHUNKS = 32  # so that several threads work on one large tensor
+_SPREAD = 0x9E3779B1  # a prime: multiples of it are spread evenly over any number of parts
 
-Job = tuple[int, Callable[[], None]]  # (bytes to read, check that reads them)
+Job = Callable[[], None]  # a check of some bytes
 
 
 def check_files(directory: Path) -> Manifest:
@@ -38,18 +40,25 @@ def check_files(directory: Path) -> Manifest:
     Raises:
         CheckpointError: The first file that is missing or damaged, or that there is no manifest.
     """
+    manifest = _manifest(directory)
+    for name, record in manifest.files.items():
+        _check_size(directory, name, record)
+        if record.digest is not None and record.size <= _SMALL_BYTES:
+            _check_file(member(directory, name), record)
+    return manifest
+
+
+def _manifest(directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     if manifest is None:
         raise CheckpointError(f"{directory} has no manifest of fsdp-shard, so it cannot be checked.")
-    for name, record in manifest.files.items():
-        path = member(directory, name)
-        if (size := path.stat().st_size) != record.size:
-            raise CheckpointError(
-                f"{path} has {size} bytes, but {record.size} were written: the checkpoint is damaged."
-            )
-        if record.digest is not None and size <= _SMALL_BYTES:
-            _check_file(path, record)
     return manifest
+
+
+def _check_size(directory: Path, name: str, record: FileRecord) -> None:
+    path = member(directory, name)
+    if (size := path.stat().st_size) != record.size:
+        raise CheckpointError(f"{path} has {size} bytes, but {record.size} were written: the checkpoint is damaged.")
 
 
 def check_side_files(files: Mapping[str, Path]) -> None:
@@ -84,32 +93,35 @@ def _changed(path: Path, how: str) -> CheckpointError:
 
 
 def check_content(directory: Path, part: int = 0, num_parts: int = 1) -> None:
-    """Compare a part of all bytes of a step with their digests.
+    """Compare a part of all bytes of a step with their digests; the first part includes `check_files`.
 
     Args:
         directory: The step directory.
         part: Number of the part to read, such as the rank.
-        num_parts: Number of parts, which are about equally large.
+        num_parts: Number of parts, which are about equally large. Each is of few rank files: of as many parts as ranks
+            wrote the step, about those that the rank of its number wrote. The first one has all small tensors too.
 
     Raises:
         CheckpointError: The first file and range of bytes that are damaged.
     """
-    manifest = check_files(directory)
+    manifest = _manifest(directory) if part else check_files(directory)
     with open_weights(directory) as index:
         _check_names(index, manifest)
-        jobs = [*_file_jobs(directory, manifest), *_tensor_jobs(index, manifest)]
-        in_threads(_run, balanced_partition(jobs, num_parts, itemgetter(0))[part])
+        jobs = [*_file_jobs(directory, manifest, part, num_parts), *_tensor_jobs(index, manifest, part, num_parts)]
+        in_threads(_run, jobs)
 
 
-def drop_cache(directory: Path, manifest: Manifest) -> None:
-    """Evict the files of a step from the page cache, as far as the system allows, so that they are read from disk."""
-    for name in manifest.files:
-        with os.fdopen(open_regular(member(directory, name)), "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def drop_cache(directory: Path, rank: int) -> None:
+    """Evict what a rank wrote of a step from its page cache, as far as the system allows, to be read from disk."""
+    for name in _manifest(directory).files:
+        parsed = parse_shard_name(PurePosixPath(name).name)
+        if parsed is None or parsed[0] == rank:
+            with os.fdopen(open_regular(member(directory, name)), "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _run(jobs: Iterator[Job]) -> None:
-    for _, check in jobs:
+    for check in jobs:
         check()
 
 
@@ -124,10 +136,17 @@ def _check_names(index: TensorIndex, manifest: Manifest) -> None:
         )
 
 
-def _file_jobs(directory: Path, manifest: Manifest) -> Iterator[Job]:
-    for name, record in manifest.files.items():
-        if record.header_digest is not None or record.size > _SMALL_BYTES:
-            yield record.size if record.digest else 0, partial(_check_file, member(directory, name), record)
+def _file_jobs(directory: Path, manifest: Manifest, part: int, num_parts: int) -> Iterator[Job]:
+    for number, (name, record) in enumerate(manifest.files.items()):
+        parsed = parse_shard_name(PurePosixPath(name).name)
+        reader = number % num_parts if parsed is None else parsed[0] * num_parts // parsed[1]
+        if reader == part and (record.header_digest is not None or record.size > _SMALL_BYTES):
+            yield partial(_check_member, directory, name, record)
+
+
+def _check_member(directory: Path, name: str, record: FileRecord) -> None:
+    _check_size(directory, name, record)
+    _check_file(member(directory, name), record)
 
 
 def _check_file(path: Path, record: FileRecord) -> None:
@@ -137,13 +156,18 @@ def _check_file(path: Path, record: FileRecord) -> None:
         raise CheckpointError(f"{what}{path} is not what was written: the checkpoint is damaged.")
 
 
-def _tensor_jobs(index: TensorIndex, manifest: Manifest) -> Iterator[Job]:
-    for entry, numbers in digests.chunk_jobs(index, manifest.tensors):
-        expected = manifest.tensors[entry.name].chunks
-        yield (
-            min(len(numbers) * digests.CHUNK_BYTES, entry.num_bytes),
-            partial(_check, index, entry.name, numbers, expected),
-        )
+def _tensor_jobs(index: TensorIndex, manifest: Manifest, part: int, num_parts: int) -> Iterator[Job]:
+    for number, entry in enumerate(index.tensors.values()):
+        chunks, total = manifest.tensors[entry.name].chunks, digests.num_chunks(entry.num_bytes)
+        if entry.num_bytes <= digests.SMALL_BYTES:
+            first, stop = 0, total if part == 0 else 0
+        else:
+            # As rows are divided over ranks. Of tensors with fewer chunks than parts, each begins at another part.
+            shift = number * _SPREAD % num_parts
+            first, stop = (max(-(-(edge * total - shift) // num_parts), 0) for edge in (part, part + 1))
+            stop = total if part == num_parts - 1 else stop
+        for start in range(first, stop, _JOB_CHUNKS):
+            yield partial(_check, index, entry.name, range(start, min(start + _JOB_CHUNKS, stop)), chunks)
 
 
 def _check(index: TensorIndex, name: str, numbers: range, expected: Sequence[str]) -> None:

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from fsdp_shard.checkpoint import Span, TensorIndex, member, to_torch
+from fsdp_shard.checkpoint import Span, TensorIndex, to_torch
 from fsdp_shard.inference.offload.page_cache import FilePages
-from fsdp_shard.utils import open_regular
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # on every Linux except alpha, mips and parisc
 _FAILED = ctypes.c_void_p(-1).value
@@ -123,7 +122,7 @@ class MappedFiles:
 
     def _open(self, name: str) -> _Mapped:
         if name not in self._files:
-            descriptor = open_regular(member(self._index.root, name))
+            descriptor = self._index.reader.files.open(name)
             memory = _map(descriptor)
             self._files[name] = _Mapped(memory, descriptor, _from_buffer(memory, torch.uint8, 1, 0).data_ptr())
         return self._files[name]

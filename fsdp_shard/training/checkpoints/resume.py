@@ -139,8 +139,10 @@ def restore_optimizer(
         used = checkpoint.used_parameters(index, shards)
         checkpoint.create_state(optimizer, [shards[name].tensor for name in used])
         states = checkpoint.optimizer_shards(optimizer, shards)
-        names = set().union(*context.all_gather_object(set(states)))
-        run_on_all(context, lambda: checkpoint.check_slots(index, states, names))
+        # A rank may hold nothing of a parameter, and then has no state of it: together they have all.
+        is_expected = context.all_reduce([float(name in states) for name in index.names], "max")
+        extra = [name for name, expected in zip(index.names, is_expected, strict=True) if not expected]
+        run_on_all(context, lambda: checkpoint.check_slots(index, states, extra))
         run_on_all(context, lambda: checkpoint.load_shards(index, states))
 
 
@@ -157,7 +159,7 @@ def verify_resumed(step_directory: Path | None, config: CheckpointConfig, contex
     Raises:
         CheckpointError: The step is damaged or incomplete.
     """
-    run_on_all(context, lambda: check_optimizer(step_directory))
+    run_on_main(context, lambda: check_optimizer(step_directory))
     if step_directory is not None and config.verify_on_resume:
         run_on_all(context, lambda: checkpoint.check_content(step_directory, context.rank, context.world_size))
 

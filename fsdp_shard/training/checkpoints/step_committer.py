@@ -85,7 +85,7 @@ class StepCommitter:
         """Compare what is on the disk with the manifest, each rank a part."""
         context = self._context
         try:
-            run_on_all(context, lambda: checkpoint.drop_cache(directory, checkpoint.check_files(directory)))
+            run_on_all(context, lambda: checkpoint.drop_cache(directory, context.rank))
             run_on_all(context, lambda: checkpoint.check_content(directory, context.rank, context.world_size))
         except CheckpointError as error:
             raise SaveError(f"Step {step} was saved, but does not read back as it was written. {error}") from error

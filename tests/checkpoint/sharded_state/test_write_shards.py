@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -11,26 +14,12 @@ import torch
 from fsdp_shard.checkpoint.digests import CHUNK_BYTES, chunk_digest, file_digest
 from fsdp_shard.checkpoint.sharded_state import write_shards
 from fsdp_shard.checkpoint.sharded_state.write_plan import LAYOUTS, Target, WritePlan, plan_optimizer_writes
-from fsdp_shard.checkpoint.tensor_entry import Piece
+from fsdp_shard.checkpoint.steps import SHARD_INDEX, build_shard_index
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import StorageError
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+TARGET = Target(0, 1, 1, "save", None, {})
 NUM_ELEMENTS = 5 * CHUNK_BYTES // 8  # float32: two and a half chunks
-
-
-def test_only_ranges_that_start_inside_a_chunk_and_boxes_are_shared() -> None:
-    elements = CHUNK_BYTES // 2
-
-    def shard(start: int, box: Box | None = None) -> LocalShard:
-        data = torch.zeros(8, dtype=torch.bfloat16)
-        return LocalShard(data, data, start, (4 * elements,), writes=True, box=box)
-
-    shards = {"first": shard(0), "aligned": shard(elements), "cut": shard(elements + 3), "box": shard(5, ((5,), (8,)))}
-    offsets = {name: ("file", 100 * number) for number, name in enumerate(shards)}
-    expected = {"cut": [Piece("file", 200, (elements + 3,), (8,))], "box": [Piece("file", 300, (5,), (8,))]}
-    assert write_shards.shared_pieces(WritePlan([], offsets), shards) == expected
-    assert write_shards.shared_pieces(WritePlan([], offsets, scatters=True), shards) == {}
 
 
 def written(directory: Path, layout: str, ranks: list[LocalShard]) -> list[dict[int, bytes]]:
@@ -41,16 +30,19 @@ def written(directory: Path, layout: str, ranks: list[LocalShard]) -> list[dict[
         plans = write_shards.RankPlans(LAYOUTS[layout](weights, target), plan_optimizer_writes(weights, target))
         write_shards.create_files(directory, plans)
         everyone.append((weights, plans))
-    pieces = [write_shards.shared_pieces(plans.weights, weights) for weights, plans in everyone]
+    reports = [plans.weights.report for _, plans in everyone]
+    if None not in reports:
+        (directory / SHARD_INDEX).write_bytes(build_shard_index(reports, 1, "save", {}))
     results = [
         write_shards.write_ranges(directory, plans, weights, weights, write_shards.read_shard)
         for weights, plans in everyone
     ]
-    for (weights, plans), (digests, records) in zip(everyone, results, strict=True):
-        write_shards.hash_shared_chunks(directory, plans.weights, weights, digests, pieces)
-        for name, record in records.items():
+    for (weights, plans), found in zip(everyone, results, strict=True):
+        write_shards.hash_shared_chunks(directory, plans.weights, weights, found)
+        for name, record in found.records.items():
             assert record.digest in (None, file_digest(directory / name))
-    return [digests.get("w", {}) for digests, _ in results]
+    assert not any(found.parts for found in results), "these are no small tensors"
+    return [found.digests.get("w", {}) for found in results]
 
 
 def check_digests(found: list[dict[int, bytes]], data: torch.Tensor) -> None:
@@ -86,19 +78,45 @@ def test_columns_of_a_matrix_are_hashed_as_rows_of_the_tensor(layout: str, tmp_p
     check_digests(written(tmp_path, layout, ranks), data)
 
 
+def test_parts_of_a_small_tensor_are_kept_for_one_rank_to_hash() -> None:
+    data = torch.arange(100, dtype=torch.float32)
+    for stop in (40, 100):
+        shard = LocalShard(data[:stop], data[:stop], 0, (100,), writes=True)
+        with TemporaryDirectory() as folder:
+            plans = write_shards.RankPlans(LAYOUTS["sharded"]({"w": shard}, TARGET), WritePlan([], {}))
+            write_shards.create_files(Path(folder), plans)
+            found = write_shards.write_ranges(Path(folder), plans, {"w": shard}, {}, write_shards.read_shard)
+            write_shards.hash_shared_chunks(Path(folder), plans.weights, {"w": shard}, found)
+        is_whole = stop == 100
+        assert found.parts == ({} if is_whole else {"w": (0, data[:stop].numpy().tobytes())})
+        assert list(found.digests["w"]) == ([0] if is_whole else [])
+
+
 def test_a_file_that_was_cut_short_is_an_error_of_the_disk(tmp_path: Path) -> None:
-    data = torch.ones(8)
-    shards = {"w": LocalShard(data[:4], data[:4], 0, (8,), writes=True)}
-    plan = WritePlan([], {"w": ("own", 0)})
-    (tmp_path / "own").write_bytes(bytes(16))
-    (tmp_path / "other").write_bytes(bytes(10))
-    pieces = [{"w": [Piece("other", 0, (4,), (4,))]}]
-    with pytest.raises(StorageError, match=f"{tmp_path}/other ends at byte 10"):
-        write_shards.hash_shared_chunks(tmp_path, plan, shards, {"w": {}}, pieces)
+    data = torch.zeros(NUM_ELEMENTS)
+    ranks = [LocalShard(part, part, start, (NUM_ELEMENTS,), writes=True) for start, part in enumerate(data.split(1000))]
+    ranks = [replace(shard, start=1000 * number) for number, shard in enumerate(ranks)]
+    everyone = []
+    for rank, shard in enumerate(ranks):
+        plans = write_shards.RankPlans(
+            LAYOUTS["sharded"]({"w": shard}, replace(TARGET, rank=rank, world_size=len(ranks))), WritePlan([], {})
+        )
+        write_shards.create_files(tmp_path, plans)
+        everyone.append(plans)
+    reports = [plans.weights.report for plans in everyone]
+    assert None not in reports
+    (tmp_path / SHARD_INDEX).write_bytes(build_shard_index(reports, 1, "save", {}))
+    found = write_shards.write_ranges(tmp_path, everyone[0], {"w": ranks[0]}, {}, write_shards.read_shard)
+    other = tmp_path / everyone[1].weights.creates[0].name
+    os.truncate(other, other.stat().st_size - 10)
+    with pytest.raises(StorageError, match=f"{other} has .* bytes"):
+        write_shards.hash_shared_chunks(tmp_path, everyone[0].weights, {"w": ranks[0]}, found)
 
 
-def test_a_part_of_a_chunk_that_nobody_writes_is_a_bug(tmp_path: Path) -> None:
+def test_a_part_that_nobody_writes_is_a_bug() -> None:
     data = torch.ones(8)
-    shards = {"w": LocalShard(data[:4], data[:4], 0, (8,), writes=True)}
-    with pytest.raises(AssertionError):
-        write_shards.hash_shared_chunks(tmp_path, WritePlan([], {"w": ("own", 0)}), shards, {"w": {}}, [])
+    shard = LocalShard(data[:4], data[:4], 0, (8,), writes=True)
+    report = LAYOUTS["sharded"]({"w": shard}, TARGET).report
+    assert report is not None
+    with pytest.raises(AssertionError, match="w is not written whole"):
+        build_shard_index([report], 1, "save", {})

@@ -132,9 +132,9 @@ def sealed_manifest(change: Callable[[Any], Any]) -> Damage:
     return lambda root: seal(root, change)
 
 
-def seal(root: Path, change: Callable[[Any], Any]) -> None:
-    """Write the manifest of `root` anew, after `change` of the parsed one, as fsdp-shard would."""
-    file = root / MANIFEST
+def seal(root: Path, change: Callable[[Any], Any], name: str = MANIFEST) -> None:
+    """Write the manifest of `root`, or its index of rank files, anew, after `change` of the parsed one."""
+    file = root / name
     document = json.loads(file.read_text())
     del document["digest"]
     changed = change(document)

@@ -18,6 +18,7 @@ from tests.faults.corpus.case import Case
 from tests.faults.corpus.edits import DEEP, DIGITS, Damage
 
 _OURS = "shard-00001-of-00002.safetensors"
+_INDEX = "shards.index.json"
 _TORCH = "model_world_size_2_rank_1.pt"
 _HUGGINGFACE = "shard-00002-model-00001-of-00001.safetensors"
 _NAME = "model.layers.0.mlp.down_proj.weight"
@@ -55,8 +56,28 @@ def _noted(file: str, key: str, change: Callable[[Any], Any]) -> Damage:
 
 
 def _ours(change: Callable[[Any], Any]) -> Damage:
-    """What our rank file says about itself; without the manifest, which would find any change."""
-    return edits.both(edits.gone("manifest.json"), _noted(_OURS, "fsdp_shard", change))
+    """What our rank file says about itself; without manifest and index, which would find any change."""
+    return edits.both(edits.gone("manifest.json"), edits.gone(_INDEX), _noted(_OURS, "fsdp_shard", change))
+
+
+def _index(change: Callable[[Any], Any]) -> Damage:
+    """What the index of our rank files says, sealed again; without the manifest, which would find any change."""
+    return edits.both(edits.gone("manifest.json"), lambda root: edits.seal(root, change, _INDEX))
+
+
+def _all_held(value: Any) -> Damage:
+    return _index(lambda document: [division.update(held=value) for division in document["divisions"]] and None)
+
+
+def _first(key: str, value: Any) -> Damage:
+    """The first of a list in the index."""
+    return _index(lambda document: document[key].__setitem__(0, value))
+
+
+def _bomb(document: dict[str, Any]) -> None:
+    """Ragged ranges of a tensor of many dimensions, each of which would be many boxes."""
+    held = [[0, 0, 3]] * 100_000
+    document["divisions"][0] = {"shape": [3] * 64, "held": held}
 
 
 def _offsets(change: Callable[[Any], Any]) -> Damage:
@@ -77,16 +98,67 @@ def _local(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
     return _state(apply)
 
 
-_SHARDED: dict[str, Damage] = {
-    "a rank gone": edits.gone(_OURS),
+_FILES: dict[str, Damage] = {  # found by the headers, or with an index when the file is opened
     "a rank empty": edits.content(_OURS, b""),
     "a rank cut short": edits.cut(_OURS, -100),
     "a rank a directory": edits.directory(_OURS),
     "a rank a FIFO": edits.fifo(_OURS),
-    "a rank too many": _copy(_OURS, "shard-00002-of-00002.safetensors"),
-    "a rank of another world": _move(_OURS, "shard-00001-of-00003.safetensors"),
     "ranks swapped": _swap(_OURS, "shard-00000-of-00002.safetensors"),
     "two of one rank": _copy("shard-00000-of-00002.safetensors", _OURS),
+}
+_SHARDED: dict[str, Damage] = {
+    **{f"no index, {name}": edits.both(edits.gone(_INDEX), damage) for name, damage in _FILES.items()},
+    "a rank gone": edits.gone(_OURS),
+    "a rank too many": _copy(_OURS, "shard-00002-of-00002.safetensors"),
+    "a rank of another world": _move(_OURS, "shard-00001-of-00003.safetensors"),
+    "index cut short": edits.cut(_INDEX, 500),
+    "index empty": edits.content(_INDEX, b""),
+    "index a list": edits.content(_INDEX, b"[]"),
+    "index changed": edits.replaced(_INDEX, b'"F32"', b'"I32"'),
+    "index deep": edits.both(edits.gone("manifest.json"), edits.content(_INDEX, f'{{"kind": {DEEP}}}')),
+    "index with other digits": edits.both(edits.gone("manifest.json"), edits.replaced(_INDEX, b'"F32"', b'"I32"')),
+    "index of another kind": _index(lambda document: document.update(kind="other")),
+    "index of version 2": _index(lambda document: document.update(format_version=2)),
+    "index with a key more": _index(lambda document: document.update(more=1)),
+    "index without files": _index(lambda document: document.update(files=[])),
+    "index of 3 files": _index(lambda document: document["files"].append(document["files"][0])),
+    "index without tensors": _index(lambda document: document.update(tensors={})),
+    "index with a tensor more": _index(lambda document: document["tensors"].update(more=["F32", 0])),
+    "index with a tensor less": _index(lambda document: document["tensors"].pop(_NAME) and None),
+    "index with an unknown dtype": _index(lambda document: document["tensors"].update({_NAME: ["F31", 0]})),
+    "index with a wider dtype": _index(lambda document: document["tensors"][_NAME].__setitem__(0, "F64")),
+    "index with a division of -1": _index(lambda document: document["tensors"][_NAME].__setitem__(1, -1)),
+    "index with a division of 10^9": _index(lambda document: document["tensors"][_NAME].__setitem__(1, 10**9)),
+    "index with a division of true": _index(lambda document: document["tensors"][_NAME].__setitem__(1, True)),
+    "index with another division": _index(lambda document: document["tensors"][_NAME].__setitem__(1, 0)),
+    "index with a tensor null": _index(lambda document: document["tensors"].update({_NAME: None})),
+    "index with files null": _first("files", None),
+    "index with a file of 2^80 bytes": _first("files", [2**80, 1, "0", 0]),
+    "index with a file of other bytes": _index(lambda document: document["files"][0].__setitem__(0, 9)),
+    "index with a header of other bytes": _index(lambda document: document["files"][0].__setitem__(1, 9)),
+    "index with a file of another layout": _index(lambda document: document["files"][0].__setitem__(3, 1)),
+    "index with a file of no layout": _index(lambda document: document["files"][0].__setitem__(3, 99)),
+    "index with a layout null": _first("layouts", None),
+    "index with a layout empty": _first("layouts", []),
+    "index with a layout of texts": _first("layouts", [["0", "0"]]),
+    "index with offsets that overlap": _index(lambda document: document["layouts"][0][1].__setitem__(1, 0)),
+    "index with an offset of 2^70": _index(lambda document: document["layouts"][0][1].__setitem__(1, 2**70)),
+    "index with a tensor twice": _index(lambda document: document["layouts"][0].append(document["layouts"][0][0])),
+    "index with a division null": _first("divisions", None),
+    "index with nothing held": _all_held([]),
+    "index with a rank of 10^6": _all_held([[10**6, 0, 1]]),
+    "index with a range of 2^70": _all_held([[0, 0, 2**70]]),
+    "index with a range of texts": _all_held([["0", "0", "1"]]),
+    "index with a box of no dimensions": _all_held([[0, [], []]]),
+    "index with a box outside": _all_held([[0, [1 << 40], [1]]]),
+    "index with a box of 10^5 dimensions": _all_held([[0, [0] * 100_000, [1] * 100_000]]),
+    "index with boxes and ranges": _all_held([[0, [0, 0], [1, 1]], [1, 5, 1 << 50]]),
+    "index with a shape of 2^70": _first("divisions", {"shape": [2**70], "held": [[0, 0, 1]]}),
+    "index with a shape of no elements": _first("divisions", {"shape": [0, 5], "held": [[0, 0, 5]]}),
+    "index with many dimensions": _index(_bomb),
+    "index with aliases a list": _index(lambda document: document.update(aliases=[1])),
+    "index with an alias of nothing": _index(lambda document: document.update(aliases={"lm_head.weight": "gone"})),
+    "index with an alias of a number": _index(lambda document: document.update(aliases={"lm_head.weight": 5})),
     "no manifest, a step of 5,000 digits": _ours(
         lambda note: json.dumps(note).replace('"step": null', f'"step": {DIGITS}')
     ),
@@ -154,6 +226,7 @@ def _linked(root: Path) -> None:
 
 CASES = [
     *(Case(f"ours: {name}", damaged("sharded", damage)) for name, damage in _SHARDED.items()),
+    *(Case(f"ours: {name}", damaged("sharded", damage), damages="storages") for name, damage in _FILES.items()),
     *(Case(f"torch.save: {name}", damaged("torch-ranks", damage)) for name, damage in _TORCH_RANKS.items()),
     Case("torch.save: a rank a link to another", damaged("torch-ranks", _linked)),
     *(Case(f"safetensors: {name}", damaged("torch-huggingface", damage)) for name, damage in _TORCH_HF.items()),

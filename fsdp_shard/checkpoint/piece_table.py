@@ -1,0 +1,140 @@
+"""The pieces of a tensor that many ranks wrote, made when they are asked for.
+
+A thousand ranks hold a thousand pieces of each of a thousand tensors. They are alike: tensors of one shape are divided
+in one way, and files of one layout have them at the same offsets. So an index keeps those (`Division`, `RankFiles`),
+which all of its tensors share, and a tensor is a number in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, overload
+
+from fsdp_shard.checkpoint import tensor_slices
+from fsdp_shard.checkpoint.tensor_entry import Piece
+from fsdp_shard.checkpoint.tensor_slices import Box, FlatOrder
+
+
+class Held(NamedTuple):
+    """What the file of a rank holds of a tensor: `num_elements` elements from the flat element `start` on, or a box."""
+
+    rank: int
+    start: int
+    num_elements: int
+    box: Box | None = None
+
+
+class _Part(NamedTuple):
+    """A box, and the element of what the rank holds that it begins with."""
+
+    rank: int
+    inside: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the tensors of a shape are divided over the ranks; `held` has each rank at most once."""
+
+    shape: tuple[int, ...]
+    held: tuple[Held, ...]
+
+    @cached_property
+    def parts(self) -> list[_Part]:
+        """The boxes in flat order."""
+        found = []
+        for held in self.held:
+            inside = 0
+            for box in self._boxes(held):
+                found.append(_Part(held.rank, inside, box))
+                inside += math.prod(box[1])
+        return sorted(found, key=lambda part: tensor_slices.flat_start(self.shape, part.box[0]))
+
+    def _boxes(self, held: Held) -> list[Box]:
+        if held.box is not None:
+            return [held.box]
+        whole = [((0,) * len(self.shape), self.shape)]  # of a tensor without elements
+        return tensor_slices.flat_boxes(self.shape, held.start, held.num_elements) or whole
+
+    @cached_property
+    def order(self) -> FlatOrder:
+        """Where the boxes begin, to find those of a range."""
+        return tensor_slices.flat_order(self.shape, [part.box for part in self.parts])
+
+    def problem(self) -> str | None:
+        """What is wrong with it as a partition of the tensor; None if each element is held once."""
+        position, total = 0, math.prod(self.shape)
+        for held in self.held:
+            if held.box is None and (held.start + held.num_elements > total or bool(held.num_elements) != bool(total)):
+                return f"a rank holds {held.num_elements} of {total} elements from element {held.start} on"
+        if any(held.box is not None for held in self.held):
+            boxes = [box for held in self.held for box in self._boxes(held)]
+            return tensor_slices.coverage_problem(self.shape, boxes)
+        for held in sorted(self.held, key=lambda held: (held.start, held.num_elements)):
+            if held.start < position:
+                return f"the ranges that begin at element {held.start} and before it overlap"
+            if held.start > position:
+                return f"no rank holds the elements from {position} to {held.start}"
+            position += held.num_elements
+        if not self.held or position != total:
+            return f"its ranges hold {position} of {total} elements"
+        return None
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files of all ranks: their names, the bytes of their headers, and which of `layouts` each has.
+
+    A layout maps the number of a tensor to the offset of its first byte behind the header.
+    """
+
+    names: Sequence[str]
+    header_bytes: Sequence[int]
+    layout_of: Sequence[int]
+    layouts: Sequence[Mapping[int, int]]
+
+    def position(self, rank: int, tensor: int) -> int:
+        """The absolute byte offset of a tensor in the file of a rank."""
+        return self.header_bytes[rank] + self.layouts[self.layout_of[rank]][tensor]
+
+
+class PieceTable(Sequence[Piece]):
+    """The pieces of one tensor, in flat order.
+
+    Args:
+        division: How it is divided.
+        files: Where.
+        tensor: Its number in the layouts of the files.
+        item_bytes: Bytes of an element.
+    """
+
+    def __init__(self, division: Division, files: RankFiles, tensor: int, item_bytes: int) -> None:
+        self._division, self._files, self._tensor, self._item_bytes = division, files, tensor, item_bytes
+
+    @property
+    def order(self) -> FlatOrder:
+        """Where the pieces begin in the tensor."""
+        return self._division.order
+
+    def __len__(self) -> int:
+        return len(self._division.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
+
+    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
+        found = self._division.parts[index]
+        return [self._piece(part) for part in found] if isinstance(found, list) else self._piece(found)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(self._piece, self._division.parts)
+
+    def _piece(self, part: _Part) -> Piece:
+        start = self._files.position(part.rank, self._tensor) + part.inside * self._item_bytes
+        return Piece(self._files.names[part.rank], start, *part.box)
