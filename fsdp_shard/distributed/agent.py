@@ -66,7 +66,7 @@ class Agent(OverridableAgent):
     def __init__(self, spec: WorkerSpec, settings: LaunchConfig, start_method: str, reports: Path) -> None:
         # torch makes a directory for logs even when it writes none.
         logs = DefaultLogsSpecs(log_dir=str(reports))
-        super().__init__(spec, logs, start_method=start_method, shutdown_timeout=settings.grace_seconds)
+        super().__init__(spec, logs, start_method, settings.grace_seconds)
         self._settings, self._reports = settings, reports
         self._heartbeats = Heartbeats()
         self._attempt = AttemptDirectory(reports)

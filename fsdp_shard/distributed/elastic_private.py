@@ -1,7 +1,10 @@
 """torch's elastic agent and its rendezvous with public names for what ours override or ask, which is private there."""
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+import signal
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 
@@ -14,7 +17,18 @@ class CountingRendezvous(DynamicRendezvousHandler):
 
 
 class OverridableAgent(LocalElasticAgent):
-    """`LocalElasticAgent`; without these names, dead and frozen ranks would be noticed after torch's 30 s or never."""
+    """`LocalElasticAgent`; without these names, dead and frozen ranks would be noticed after torch's 30 s or never.
+
+    Args:
+        spec: What to run.
+        logs: Where torch writes logs.
+        start_method: fork or spawn.
+        grace_seconds: Time between a signal that ends ranks and SIGKILL; torch can set it from 2.13 on.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, start_method: str, grace_seconds: int) -> None:
+        super().__init__(spec, logs, start_method=start_method)
+        self._shutdown_timeout = grace_seconds
 
     def start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start all ranks of this machine; returns local rank -> process id."""
@@ -37,6 +51,11 @@ class OverridableAgent(LocalElasticAgent):
     def forbid_restarts(self) -> None:
         """Let the run fail when a rank fails."""
         self._remaining_restarts = 0
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
+        super()._shutdown(death_sig)  # the ranks have ended
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         return self.start_workers(worker_group)

@@ -38,7 +38,9 @@ from .quantized_linear import (
     weights_per_parameter as weights_per_parameter,
 )
 from .transformers_private import (
+    apply_tensor_plan as apply_tensor_plan,
     dtypes_to_keep as dtypes_to_keep,
+    follows_plans_by_fqn as follows_plans_by_fqn,
     ignored_missing_keys as ignored_missing_keys,
     ignored_unexpected_keys as ignored_unexpected_keys,
     is_plain_fast_tokenizer as is_plain_fast_tokenizer,

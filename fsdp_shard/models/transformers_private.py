@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig, PreTrainedModel
 
 
 def parallel_plan(model: Any, kind: str) -> dict[str, str]:
     """The style of each module and parameter that the plan of `model` names, by FQN; parameters before their module.
 
-    Without `_expand_parallel_plan`, the patterns of a plan would have to be matched to modules by hand.
-
     Args:
         model: A transformers model; others have no plan.
-        kind: `tp_plan` or `ep_plan`.
+        kind: `tp_plan` or `ep_plan`: styles by names with `*` for numbers.
 
     Returns:
         FQN -> style, empty when there is no plan.
     """
-    plan = getattr(model, kind, None)
-    if not plan or not hasattr(model, "_expand_parallel_plan"):
-        return {}
-    return dict(model._expand_parallel_plan(dict(plan)))
+    plan: dict[str, str] = getattr(model, kind, None) or {}
+    found: dict[str, str] = {}
+    for fqn, module in model.named_modules() if plan else ():
+        for name, _ in module.named_parameters(recurse=False):
+            param = f"{fqn}.{name}" if fqn else name
+            if (style := plan.get(_with_wildcards(param), plan.get(_with_wildcards(fqn)))) is not None:
+                found[param] = style
+        if (style := plan.get(_with_wildcards(fqn))) is not None:
+            found[fqn] = style
+    return found
+
+
+def _with_wildcards(fqn: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
+
+
+def apply_tensor_plan(model: Any, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+    """Shard the parameters that `plan`, from `parallel_plan(model, "tp_plan")`, names, and have modules communicate."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    if follows_plans_by_fqn():
+        apply_tensor_parallelism(model, mesh, plan)
+    else:  # until transformers 5.23 it took no FQNs, but expanded the model's own plan itself
+        apply_tensor_parallelism(model, mesh)
+
+
+def follows_plans_by_fqn() -> bool:
+    """Whether transformers takes expanded plans, and has expert parallelism with a batch of each rank: from 5.23 on."""
+    import transformers
+
+    return Version(transformers.__version__) >= Version("5.23")
 
 
 def no_split_modules(model: nn.Module) -> set[str]:

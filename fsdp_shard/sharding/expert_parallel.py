@@ -6,6 +6,7 @@ the ranks of the mesh dimension `expert`, and its part by experts again over `sh
 """
 
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import parallel_plan
+from fsdp_shard.models import follows_plans_by_fqn, parallel_plan
 
 _SETTING = "shard.expert_parallel"
 # Styles of a module that sends tokens to its experts, and of a parameter that is cut by experts.
@@ -24,6 +25,11 @@ def check_experts(model: nn.Module, num_ranks: int) -> None:
     """Raise ConfigError unless `model` has experts, and a plan for them that can be followed on `num_ranks` ranks."""
     where, name = f"{_SETTING}={num_ranks}", type(model).__name__
     plan, instead = parallel_plan(model, "ep_plan"), f"use {_SETTING}=1."
+    if not follows_plans_by_fqn():  # until 5.23 is the oldest version
+        raise ConfigError(
+            f"{where} needs transformers 5.23 or newer, and {version('transformers')} is installed; install that, or "
+            f"{instead}"
+        )
     if not plan:
         raise ConfigError(
             f"{where}: transformers has no expert-parallel plan for {name}, or it has no experts, so there is nothing "

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_shard.distributed import LocalShard, row_major_range
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import parallel_plan, tied_names
+from fsdp_shard.models import apply_tensor_plan, parallel_plan, tied_names
 from fsdp_shard.sharding.config import Shape
 from fsdp_shard.utils import local_shape_and_offset
 
@@ -77,11 +77,9 @@ def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the parameters of `model`, on meta, over the ranks of `mesh`, and have its layers communicate."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
     ties = tied_names(model)
     plan = {name: style for name, style in parallel_plan(model, "tp_plan").items() if name not in ties}
-    apply_tensor_parallelism(model, mesh, plan)
+    apply_tensor_plan(model, mesh, plan)
     for alias, kept in ties.items():  # each parameter was replaced, under its first name only
         owner, _, name = alias.rpartition(".")
         setattr(model.get_submodule(owner), name, model.get_parameter(kept))

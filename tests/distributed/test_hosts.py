@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_ranks_of_other_launchers_join_across_machines(launcher: str, tmp_path: 
     assert (made / "rank-1").read_text() == "1 of 2"
 
 
-_STEPS = 60
+_STEPS = 12
 
 
 def _world_sizes(run_dir: Path) -> list[int]:
@@ -78,6 +79,7 @@ def _wait_for(run_dir: Path, world_sizes: list[int]) -> None:
 def test_a_run_goes_on_without_a_machine_whose_link_is_down(
     count: int, tiny_model: Path, texts: Path, tmp_path: Path
 ) -> None:
+    """Long before a save times out, which is where it is cut off: steps are saved all the time."""
     settings = [
         f"model.path={tiny_model}",
         f"data.path={texts}/train.txt",
@@ -91,18 +93,21 @@ def test_a_run_goes_on_without_a_machine_whose_link_is_down(
         "checkpoint.asynchronous=false",
         f"launch.nodes=1:{count}",
         "launch.max_restarts=5",
-        "launch.timeout_seconds=20",
         f"launch.rendezvous=host0:{_PORT}",
         "launch.device=cpu",
         f"run_dir={(run_dir := tmp_path / 'run')}",
     ]
     with hosts(count, tmp_path, 5) as machines:
-        started = [machine.start([*FSDP_SHARD, "finetune", *settings], tmp_path) for machine in machines]
+        *others, cut_off = started = [
+            machine.start([*FSDP_SHARD, "finetune", *settings], tmp_path) for machine in machines
+        ]
         _wait_for(run_dir, [count])
         machines[-1].set_link("down")
         _wait_for(run_dir, [count, count - 1])
         machines[-1].set_link("up")
-        for process in started:
-            print("STATUS", process.communicate(timeout=250)[0], process.returncode)
-    print(_world_sizes(run_dir))
+        said = {process: process.communicate(timeout=250)[0] for process in started}
+    assert [process.returncode for process in others] == [0] * (count - 1), said
+    assert cut_off.returncode in (0, 1), said  # it has joined again, or was told that its round is over
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, _STEPS + 1))
     assert verify(run_dir).is_sound
