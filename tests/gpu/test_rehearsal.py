@@ -36,7 +36,7 @@ def _rehearse(out: Path, *arguments: str) -> dict[str, list[str]]:
 
 def test_some_checks_are_rehearsed(tmp_path: Path) -> None:
     names = "streamed or background or vocabulary"
-    outcomes = _rehearse(tmp_path, "tests/gpu", "-k", names)
+    outcomes = _rehearse(tmp_path, "-k", names)
     assert sorted(outcomes) == [
         "test_saves_in_the_background_are_those_of_their_step",
         "test_the_loss_of_a_large_vocabulary",

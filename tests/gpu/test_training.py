@@ -53,12 +53,13 @@ def test_tokens_per_second_beside_a_bare_loop(shape: str, bench: Bench) -> None:
     job = Job(config_of(shape), _length(4096))
     note = "float32 weights, AdamW"
     if shape == "8B":
-        # The states of AdamW fit in 141 GB, not in 80.
+        # With the states of AdamW it fits in 141 GB, not in 80.
         is_ample = apart(total_bytes) > _AMPLE_BYTES
+        job = replace(job, config=config_of(shape, None if is_ample else 24))
         optim: Any = AdamWConfig(lr=LR) if is_ample else SgdConfig(lr=LR, momentum=0.0)
         job = replace(job, dtype=torch.bfloat16, optim=optim)
-        note = f"bfloat16 weights, {'AdamW' if is_ample else 'SGD'}"
-    sides: dict[str, Measured] = {side: apart(measure, side, job, 8) for side in ("bare", "ours")}
+        note = f"bfloat16 weights, {job.config.num_hidden_layers} layers, {'AdamW' if is_ample else 'SGD'}"
+    sides: dict[str, Measured] = {side: apart(measure, side, job, 6) for side in ("bare", "ours")}
     ratio = sides["bare"].seconds / sides["ours"].seconds
     bench.record(f"{shape}: tokens/s of a bare fully_shard loop", ratio, "x", at_least=0.97, note=note)
     tokens = job.length / sides["ours"].seconds
@@ -135,7 +136,7 @@ def test_the_plan_beside_the_measured_peak(bench: Bench) -> None:
             )
 
 
-@check(seconds=75)
+@check(seconds=100)
 def test_offloading_costs_little(bench: Bench) -> None:
     job = Job(config_of("1.2B"), _length(4096))
     device = bench.device
