@@ -45,10 +45,9 @@ def apply_tensor_plan(model: Any, mesh: DeviceMesh, plan: dict[str, str]) -> Non
     """Shard the parameters that `plan`, from `parallel_plan(model, "tp_plan")`, names, and have modules communicate."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    if follows_plans_by_fqn():
-        apply_tensor_parallelism(model, mesh, plan)
-    else:  # until transformers 5.23 it took no FQNs, but expanded the model's own plan itself
-        apply_tensor_parallelism(model, mesh)
+    apply: Any = apply_tensor_parallelism
+    # Until transformers 5.23 it took no FQNs, but expanded the model's own plan itself.
+    apply(model, mesh, *([plan] if follows_plans_by_fqn() else []))
 
 
 def follows_plans_by_fqn() -> bool:
