@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.device import IS_REHEARSAL, Device, count_gpus, open_device
+from tests.gpu.device import IS_REHEARSAL, Device, gpu_names, open_device
 from tests.gpu.table import Row
 
 _SAID = 4000  # characters of a traceback
@@ -82,35 +82,36 @@ class Ended:
     problem: str
 
 
-def find_gpus() -> tuple[str, int]:
-    """How to start processes that use GPUs, and how many there are, counted by such a process.
+def find_gpus() -> tuple[str, list[str]]:
+    """How to start processes that use GPUs, and the names of the GPUs, from such a process.
 
     `fork`, unless this process has used a GPU, which then cannot be used in those that it forks; then `spawn`.
     """
-    count = _probe("fork")
-    return ("spawn", max(_probe("spawn"), 0)) if count < 0 else ("fork", count)
+    names = _probe("fork")
+    return ("fork", names) if names is not None else ("spawn", _probe("spawn") or [])
 
 
-def _probe(method: str) -> int:
+def _probe(method: str) -> list[str] | None:
+    """The names of the GPUs, from another process; None if it cannot use them, or does not answer."""
     context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_count, args=(sender,))
+    process = context.Process(target=_name_gpus, args=(sender,))
     process.start()
     sender.close()
     try:
-        return int(receiver.recv()) if receiver.poll(120) else -1
+        return receiver.recv() if receiver.poll(120) else None
     except EOFError:
-        return -1
+        return None
     finally:
         process.kill()
         process.join()
 
 
-def _count(out: Connection) -> None:
+def _name_gpus(out: Connection) -> None:
     try:
-        out.send(count_gpus())
+        out.send(gpu_names())
     except RuntimeError:
-        out.send(-1)
+        out.send(None)
 
 
 def run_check(function: Callable[..., Any], arguments: dict[str, Any], limit_seconds: float, method: str) -> Ended:

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from tests.gpu.child import Bench, find_gpus, run_check
-from tests.gpu.device import IS_REHEARSAL
+from tests.gpu.device import IS_REHEARSAL, open_device
 from tests.gpu.table import Row, Table
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -54,9 +54,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     checks = [item for item in session.items if item.get_closest_marker("check")]
     if not checks:
         return
-    found = ("fork", 2) if IS_REHEARSAL else find_gpus() if torch.version.cuda else ("fork", 0)
-    session.config.stash[_METHOD], count = found
-    session.config.stash[_TABLE].machine["GPUs"] = count
+    found: tuple[str, list[str]] = ("fork", [])
+    if IS_REHEARSAL:
+        found = "fork", [open_device().name] * 2
+    elif torch.version.cuda:
+        found = find_gpus()
+    session.config.stash[_METHOD], names = found
+    session.config.stash[_TABLE].machine["GPUs"] = ", ".join(names)
+    count = len(names)
     for item in checks:
         needed = int(item.get_closest_marker("check").kwargs.get("gpus", 1))  # type: ignore[union-attr]
         if count < needed:

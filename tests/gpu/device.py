@@ -147,12 +147,12 @@ def open_device() -> Device:
     return StandIn() if IS_REHEARSAL else Gpu()
 
 
-def count_gpus() -> int:
+def gpu_names() -> list[str]:
     """The GPUs that this process sees. Makes a context, so a process that forks others must not call it."""
     if not torch.cuda.is_available():
-        return 0
+        return []
     torch.zeros(1, device="cuda")
-    return torch.cuda.device_count()
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
 def resident_bytes() -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.child import Bench, run_check
+from tests.gpu.child import Bench, find_gpus, run_check
 from tests.gpu.table import Row, Table
 from tests.gpu.trace import summarize
 
@@ -125,3 +125,8 @@ def test_a_check_that_dies_is_said_to(tmp_path: Path) -> None:
     assert run_check(dies, {"bench": Bench(tmp_path)}, 60.0, "fork").problem == (
         "its process ended with status 7 and said nothing"
     )
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="speaks of a torch without CUDA")
+def test_gpus_are_counted_by_another_process() -> None:
+    assert find_gpus() == ("fork", [])
