@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState
 from fsdp_shard.distributed import LocalShard
-from fsdp_shard.utils import lock_pages
+from fsdp_shard.utils import empty_pages, lock_pages
 
 _ALIGNMENT = 64  # a multiple of every element's size, and a cache line
 
@@ -122,7 +122,7 @@ class Staging:
     def _get_memory(self, num_bytes: int, gpu: torch.device | None) -> torch.Tensor:
         if self._memory is None or len(self._memory) < num_bytes:
             self._memory = None  # frees it before the new memory is allocated
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self._memory = empty_pages(num_bytes)
             if gpu is not None:
                 lock_pages(self._memory, gpu)
         return self._memory
