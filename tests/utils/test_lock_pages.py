@@ -53,7 +53,7 @@ def test_a_refusal_is_reported_here_and_nowhere_else(calls: list[Any], monkeypat
         raise RuntimeError("CUDA error: out of memory")  # which is how torch clears it
 
     memory = torch.empty(1001, dtype=torch.uint8)
-    monkeypatch.setattr(torch, "zeros", launch)
+    monkeypatch.setattr(torch, "ones", launch)
     assert not lock_pages(memory, _GPU)
     assert launched == [_GPU]
     del memory
