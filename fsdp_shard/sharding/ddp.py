@@ -61,11 +61,13 @@ def shard(model: nn.Module, settings: DdpConfig, context: DistributedContext) ->
     """Wrap `model` in DistributedDataParallel, with its parameters on the device of this rank, unfilled."""
     prepare_model(model, settings, context)
     model.apply(empty_parameters(context.device)).to(context.device)
+    # Until torch 2.13, which deprecates it, `broadcast_buffers` was the only name.
+    buffers = "forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers"
     # Every rank reads the same weights, so nothing is sent at the start.
     wrapped = DistributedDataParallel(
         model,
         init_sync=False,
-        forward_sync_buffers=False,
+        **{buffers: False},
         gradient_as_bucket_view=True,
         find_unused_parameters=settings.find_unused_parameters,
     )
