@@ -6,6 +6,7 @@ It loads, trains and saves like the others, in the same formats, so that a run m
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,11 +62,13 @@ def shard(model: nn.Module, settings: DdpConfig, context: DistributedContext) ->
     """Wrap `model` in DistributedDataParallel, with its parameters on the device of this rank, unfilled."""
     prepare_model(model, settings, context)
     model.apply(empty_parameters(context.device)).to(context.device)
+    # Until torch 2.13, which deprecates it, `broadcast_buffers` was the only name.
+    no_buffers: dict[str, Any] = {"forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers": False}
     # Every rank reads the same weights, so nothing is sent at the start.
     wrapped = DistributedDataParallel(
         model,
         init_sync=False,
-        forward_sync_buffers=False,
+        **no_buffers,
         gradient_as_bucket_view=True,
         find_unused_parameters=settings.find_unused_parameters,
     )

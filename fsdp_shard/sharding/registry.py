@@ -6,7 +6,10 @@ A new wrapper is a settings class here, and a module of its name (see `config.py
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from packaging.version import Version
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding.config import DTYPES, ShardConfig, ShardedModel
@@ -24,6 +27,8 @@ class Fsdp2Config(ShardConfig):
     """`fully_shard` on each unit and on the root."""
 
     wrapper: ClassVar[str] = "fsdp2"
+    # Until torch 2.13, `fully_shard` had each parameter require gradients for a moment, which bytes cannot.
+    quantized_dtype: ClassVar[str] = "uint8" if Version(version("torch")) >= Version("2.13") else "float32"
 
     def check(self, prefix: str) -> None:
         super().check(prefix)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_shard.distributed import LocalShard, row_major_range
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import apply_tensor_plan, parallel_plan, tied_names
+from fsdp_shard.models import apply_tensor_plan, follows_plans_by_fqn, parallel_plan, tied_names
 from fsdp_shard.sharding.config import Shape
 from fsdp_shard.utils import local_shape_and_offset
 
@@ -49,6 +49,11 @@ def check_tensor_parallel(
             f"{where}: the plan of {name} asks for {', '.join(others)}, which fsdp-shard cannot load and save; it "
             f"knows {', '.join(sorted(styles))}. Use {setting}=1."
         )
+    if uneven := [] if follows_plans_by_fqn() else _uneven_outputs(model, plan, num_ranks):
+        raise ConfigError(
+            f"{where} does not divide the outputs of {uneven[0]} of {name}, which transformers before 5.23 needs; "
+            f"install that, or give a divisor."
+        )
     # A matter of gradients, so of no concern to who only runs the model.
     if not also and (alone := _between_cut_layers(model, plan)):
         raise ConfigError(
@@ -73,6 +78,12 @@ def _between_cut_layers(model: nn.Module, plan: Mapping[str, str]) -> str:
         if name.rpartition(".")[0] in cut and name not in plan and next(module.parameters(), None) is not None
     )
     return next(siblings, "")
+
+
+def _uneven_outputs(model: nn.Module, plan: Mapping[str, str], num_ranks: int) -> list[str]:
+    """Parameters whose outputs are gathered and not divided evenly: of no concern once 5.23 is the oldest version."""
+    gathered = {name for name, style in plan.items() if style in ("colwise_gather_output", "colwise_rep")}
+    return [name for name, param in model.named_parameters() if name in gathered and len(param) % num_ranks]
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -44,7 +44,8 @@ class StepProfiler:
 def _trace(base: Path, device: torch.device) -> Iterator[None]:
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities, profile_memory=True, record_shapes=True) as profiler:
+    # There is one cycle, so nothing is cleared; until torch 2.13, a warning says so unless `acc_events` is given.
+    with profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True) as profiler:
         yield
         if on_gpu:
             torch.cuda.synchronize(device)

@@ -94,5 +94,6 @@ def _check_shard(kind: str, shard: ShardConfig) -> None:
     if shard.compile and shard.quantized_dtype != "uint8":
         raise ConfigError(
             f"adapter.quantize={kind} does not go together with shard.compile={str(shard.compile).lower()} under "
-            f"shard=fsdp1, which gathers each quantized weight on its own inside a block; use shard=fsdp2."
+            f"shard={shard.wrapper}, which gathers each quantized weight on its own inside a block; use shard=fsdp2 "
+            f"with torch 2.13 or newer."
         )
