@@ -141,7 +141,9 @@ def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) 
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for unit in (unit for unit in inner if unit.fqn not in experts):
         module = model.get_submodule(unit.fqn)
-        fully_shard(module, mp_policy=_precision(unit.dtype, settings), **(kept if module is head else options))
+        # Quantized weights have units of their own until torch 2.13 (`Fsdp2Config.quantized_dtype`): nothing is cast.
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False) if unit.is_bytes else _precision(unit.dtype, settings)
+        fully_shard(module, mp_policy=policy, **(kept if module is head else options))
     fully_shard(model, mp_policy=_precision(root.dtype, settings), **kept)
     _prefetch(_fsdp_modules(model)[1:], settings)  # all but the root
 
