@@ -161,7 +161,7 @@ def test_a_missing_optimizer_state_is_named(tiny_model: Path, tmp_path: Path) ->
     with open_checkpoint(Store(tmp_path / "sharded").path(1) / "optimizer") as index:
         with pytest.raises(CheckpointError, match=r"has model\.norm\.weight\.step, which this optimizer does not keep"):
             check_slots(index, {}, ["model.norm.weight.step"])
+        data = torch.zeros(1)
+        shard = LocalShard(data, data, 0, (1,), writes=True)
         with pytest.raises(CheckpointError, match=r"lacks model\.norm\.weight\.momentum"):
-            data = torch.zeros(1)
-            shard = LocalShard(data, data, 0, (1,), writes=True)
             check_slots(index, {"model.norm.weight.momentum": shard}, [])
