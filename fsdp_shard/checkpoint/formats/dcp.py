@@ -50,9 +50,8 @@ def recognize(path: Path) -> bool:
 def read(path: Path) -> TensorIndex:
     """The index of the weights in a directory that `recognize` accepts."""
     table, where = _table(path), path / DCP_METADATA
-    num_pieces = sum(len(tensor.pieces) for tensor in table.tensors.values())
-    if num_pieces > 1000 + table.num_items:  # of a few that are missing, the first is named when it is asked for
-        raise CheckpointError(f"{where} has {num_pieces} pieces of tensors, but only {table.num_items} in files.")
+    if table.excess:
+        raise CheckpointError(f"{where} has {table.excess} pieces of tensors, but only {table.num_items} in files.")
     selection = torch_pickle.select_weights({key: _keys(where, table, key) for key in table.tensors}, where)
     with closing(_Items(path)) as reader:
         found = {fqn: _entry(path, fqn, table.tensors[key], reader) for key, fqn in selection.names.items()}
@@ -66,10 +65,10 @@ def _table(path: Path) -> MetadataTable:
     where = member(path, DCP_METADATA)
     data = read_bounded(where, "metadata_bytes")
     table = torch_pickle.read_large_metadata(data, str(where)) if len(data) >= torch_pickle.LARGE_BYTES else None
-    return table or _table_of(torch_pickle.load(data, str(where)), where)
+    return table or table_of(torch_pickle.load(data, str(where)), where)
 
 
-def _table_of(metadata: Any, where: Path) -> MetadataTable:
+def table_of(metadata: Any, where: Path) -> MetadataTable:
     """The table of metadata that the machine has read, with its errors."""
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{where} holds a {type(metadata).__name__}, not the Metadata of a DCP checkpoint.")
@@ -83,14 +82,16 @@ def _table_of(metadata: Any, where: Path) -> MetadataTable:
         isinstance(key, MetadataIndex) and isinstance(info, StorageInfo) for key, info in storage.items()
     ):
         raise CheckpointError(f"{where} does not say where its tensors are: it is not of torch's file system writer.")
+    items = {key: item for key, item in metadata.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
+    if excess := torch_pickle.excess_of(sum(len(item.chunks) for item in items.values()), len(storage)):
+        return MetadataTable({}, None, len(storage), excess)
     tensors = {
         key: TensorTable(
             str(item.properties.dtype),
             item.size,
             [(chunk.offsets, chunk.sizes, _item(where, key, chunk.offsets, storage)) for chunk in item.chunks],
         )
-        for key, item in metadata.state_dict_metadata.items()
-        if isinstance(item, TensorStorageMetadata)
+        for key, item in items.items()
     }
     planned = metadata.planner_data
     return MetadataTable(tensors, dict(planned) if isinstance(planned, Mapping) and planned else None, len(storage))

@@ -5,6 +5,7 @@ from .large_metadata import (
     Item as Item,
     MetadataTable as MetadataTable,
     TensorTable as TensorTable,
+    excess_of as excess_of,
     read_large_metadata as read_large_metadata,
 )
 from .metadata_classes import (

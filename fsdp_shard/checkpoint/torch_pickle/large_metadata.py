@@ -22,6 +22,7 @@ from fsdp_shard.utils import run_limited
 LARGE_BYTES = 1 << 20  # of a smaller one, a fork takes longer than the machine
 
 
+_MANY = 1000
 # Name, dtype and shape of a tensor; offsets and shape of each piece; file, first byte and bytes of each.
 _Row = tuple[str, str, tuple[int, ...], "array[int]", "array[int]"]
 Keys = dict[str, tuple[object, ...]]
@@ -47,11 +48,15 @@ class TensorTable(NamedTuple):
 
 
 class MetadataTable(NamedTuple):
-    """What a `.metadata` says: its tensors, the keys of each in the nested state dict, and the number of its items."""
+    """What a `.metadata` says: its tensors, the keys of each in the nested state dict, and the number of its items.
+
+    `excess` is the number of pieces, if there are so many more of them than items that the tensors are not listed.
+    """
 
     tensors: dict[str, TensorTable]
     keys: Keys | None
     num_items: int
+    excess: int = 0
 
 
 def read_large_metadata(data: bytes, where: str) -> MetadataTable | None:
@@ -64,8 +69,13 @@ def read_large_metadata(data: bytes, where: str) -> MetadataTable | None:
         return None
     if found is None:
         return None
-    tensors, keys, num_items, files = found
-    return MetadataTable({row[0]: _table(row, files) for row in tensors}, keys, num_items)
+    tensors, keys, num_items, files, excess = found
+    return MetadataTable({row[0]: _table(row, files) for row in tensors}, keys, num_items, excess)
+
+
+def excess_of(num_pieces: int, num_items: int) -> int:
+    """`num_pieces`, if it is far above `num_items`: of a few that are missing, the first is named when it is read."""
+    return num_pieces if num_pieces > _MANY + num_items else 0
 
 
 def _table(row: _Row, files: list[str]) -> TensorTable:
@@ -95,7 +105,7 @@ class _Properties(_Bare):
 
 
 class _Nothing(_Bare):
-    """The member of an enum, such as a memory format."""
+    """What is of no use: the member of an enum, such as a memory format, or the path that was saved to."""
 
     def __init__(self, *arguments: Any) -> None:
         """Drop them."""
@@ -106,6 +116,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _BARE |= {
     (_METADATA, "TensorProperties"): _Properties,
     (_METADATA, "_MEM_FORMAT_ENCODING"): _Nothing,
+    (_METADATA, "StorageMeta"): _Bare,
+    **{(module, "PosixPath"): _Nothing for module in ("pathlib", "pathlib._local")},
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _Nothing,
 }
@@ -123,7 +135,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("a storage")
 
 
-def _flatten(data: bytes) -> tuple[list[_Row], Keys | None, int, list[str]] | None:
+def _flatten(data: bytes) -> tuple[list[_Row], Keys | None, int, list[str], int] | None:
     """The columns of the table; None if the machine has to read it."""
     try:
         stream = io.BytesIO(data)
@@ -132,13 +144,15 @@ def _flatten(data: bytes) -> tuple[list[_Row], Keys | None, int, list[str]] | No
             return None
         files: dict[str, int] = {}
         stored = _stored(metadata["storage_data"], files)
-        rows = []
-        for key, item in metadata["state_dict_metadata"].items():
+        rows: list[_Row] = []
+        items = metadata["state_dict_metadata"].items()
+        excess = excess_of(sum(len(item.chunks) for _, item in items if type(item) is _TENSOR), len(stored))
+        for key, item in items if not excess else ():
             if type(item) is _TENSOR:
                 rows.append(_row(text(key), item.__dict__, stored))
             elif type(item) is not _BYTES or not isinstance(key, str):
                 return None
-        return rows, _keys(metadata.get("planner_data")), len(stored), list(files)
+        return rows, _keys(metadata.get("planner_data")), len(stored), list(files), excess
     except MemoryError:
         raise
     except Exception:  # of a pickle from anywhere: the machine says what is wrong with it
@@ -153,7 +167,7 @@ def _stored(storage: Any, files: dict[str, int]) -> dict[Any, tuple[int, int, in
         if place.get("transform_descriptors"):
             raise ValueError("compressed")
         number = files.setdefault(text(place["relative_path"]), len(files))
-        found[where["fqn"], where["offset"]] = (number, place["offset"], place["length"])
+        found[where["fqn"], where.get("offset")] = (number, place["offset"], place["length"])
     return found
 
 
