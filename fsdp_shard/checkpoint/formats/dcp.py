@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats.dcp_writer import plan_dcp as plan
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import Checksum, Handles, find_torch_name, has_file, itemsize, member
+from fsdp_shard.checkpoint.io import Checksum, find_torch_name, has_file, itemsize, member
 from fsdp_shard.checkpoint.steps import DCP_METADATA
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
 from fsdp_shard.checkpoint.torch_pickle import (
@@ -53,8 +52,7 @@ def read(path: Path) -> TensorIndex:
     if table.excess:
         raise CheckpointError(f"{where} has {table.excess} pieces of tensors, but only {table.num_items} in files.")
     selection = torch_pickle.select_weights({key: _keys(where, table, key) for key in table.tensors}, where)
-    with closing(_Items(path)) as reader:
-        found = {fqn: _entry(path, fqn, table.tensors[key], reader) for key, fqn in selection.names.items()}
+    found = _entries(path, {fqn: table.tensors[key] for key, fqn in selection.names.items()})
     kept, aliases = torch_pickle.without_copies(found, path)
     extras = {kind: _extra(path, keys, table.tensors) for kind, keys in selection.extras.items()}
     writers = {piece.file for entry in kept.values() for piece in entry.pieces}
@@ -170,6 +168,20 @@ def _crc_and_rest(entry: bytes) -> tuple[int, bytes]:
     return int.from_bytes(entry[CRC_IN_ENTRY:stop], "little"), entry[:CRC_IN_ENTRY] + entry[stop:]
 
 
+class _Job(NamedTuple):
+    """A piece to find: the name of its tensor, its number among the pieces of that, and what is known of it."""
+
+    name: str
+    number: int
+    dtype: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    item: Item
+
+
+_NO_PIECE = Piece("", 0, (), ())
+
+
 class _Items:
     """Finds the tensor in each item of the `.distcp` files.
 
@@ -179,50 +191,56 @@ class _Items:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._handles = Handles(lambda name: open_regular(member(root, name)))
-        self._sizes: dict[str, int] = {}
         self._known: dict[tuple[int, str, tuple[int, ...]], list[_Known]] = {}  # by length, dtype and shape
 
-    def piece(self, item: Item, key: str, dtype: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
-        """The piece in the item, which must be one plain tensor of this dtype and shape."""
-        with self._handles.use(item.file) as handle:
-            size, end = self._sizes.get(item.file), item.offset + item.num_bytes
-            if size is None:
-                size = self._sizes[item.file] = os.fstat(handle).st_size
-            if end > size:
+    def pieces(self, file: str, jobs: Iterable[_Job]) -> Iterator[tuple[_Job, Piece]]:
+        """The pieces in one file, each of which must be one plain tensor of the dtype and shape of its job."""
+        with os.fdopen(open_regular(member(self._root, file)), "rb", buffering=0) as opened:
+            handle, size = opened.fileno(), os.fstat(opened.fileno()).st_size
+            for job in jobs:
+                end = job.item.offset + job.item.num_bytes
+                if end > size:
+                    raise CheckpointError(
+                        f"{self._root / file} has {size} bytes, but tensor {job.name} ends at byte {end} of it: the "
+                        "file was cut short."
+                    )
+                yield job, self._piece(handle, job)
+
+    def _piece(self, handle: int, job: _Job) -> Piece:
+        name, _, dtype, offsets, shape, item = job
+        known = self._known.setdefault((item.num_bytes, dtype, shape), [])
+        for one in known:
+            if (same := one.piece_in(handle, item, offsets)) is not None:
+                return same
+        where = self._root / item.file
+        what = f"{where} (tensor {name}, from byte {item.offset} on)"
+        found = torch_pickle.read_torch_bytes(handle, item.offset, item.num_bytes, what)
+        found = torch_pickle.readable(found, name, where)
+        if (found.dtype, found.shape) != (dtype, shape):
+            raise CheckpointError(
+                f"{where} holds {found.dtype} {list(found.shape)} as the piece of tensor {name} at {list(offsets)}, "
+                f"but {DCP_METADATA} says {dtype} {list(shape)}."
+            )
+        known.append(_Known.of(handle, item, offsets, found))
+        return known[-1].piece
+
+
+def _entries(path: Path, tensors: Mapping[str, TensorTable]) -> dict[str, TensorEntry]:
+    """The entries of tensors by name: each file is opened once, however many of them it has a piece of."""
+    dtypes = {name: _dtype(path, name, tensor) for name, tensor in tensors.items()}
+    by_file: dict[str, list[_Job]] = {}
+    for name, tensor in tensors.items():
+        for number, (offsets, shape, item) in enumerate(tensor.pieces):
+            if item is None:
                 raise CheckpointError(
-                    f"{self._root / item.file} has {size} bytes, but tensor {key} ends at byte {end} of it: the file "
-                    "was cut short."
+                    f"{path / DCP_METADATA} has tensor {name} at {list(offsets)}, but does not say where."
                 )
-            known = self._known.setdefault((item.num_bytes, dtype, shape), [])
-            for one in known:
-                if (same := one.piece_in(handle, item, offsets)) is not None:
-                    return same
-            where = self._root / item.file
-            name = f"{where} (tensor {key}, from byte {item.offset} on)"
-            found = torch_pickle.read_torch_bytes(handle, item.offset, item.num_bytes, name)
-            found = torch_pickle.readable(found, key, where)
-            if (found.dtype, found.shape) != (dtype, shape):
-                raise CheckpointError(
-                    f"{where} holds {found.dtype} {list(found.shape)} as the piece of tensor {key} at {list(offsets)}, "
-                    f"but {DCP_METADATA} says {dtype} {list(shape)}."
-                )
-            known.append(_Known.of(handle, item, offsets, found))
-            return known[-1].piece
-
-    def close(self) -> None:
-        """Close the files."""
-        self._handles.close()
-
-
-def _entry(path: Path, fqn: str, tensor: TensorTable, items: _Items) -> TensorEntry:
-    dtype = _dtype(path, fqn, tensor)
-    pieces: list[Piece] = []
-    for offsets, shape, item in tensor.pieces:
-        if item is None:
-            raise CheckpointError(f"{path / DCP_METADATA} has tensor {fqn} at {list(offsets)}, but does not say where.")
-        pieces.append(items.piece(item, fqn, dtype, offsets, shape))
-    return checked(path, fqn, dtype, tensor.shape, pieces)
+            by_file.setdefault(item.file, []).append(_Job(name, number, dtypes[name], offsets, shape, item))
+    items, pieces = _Items(path), {name: [_NO_PIECE] * len(tensor.pieces) for name, tensor in tensors.items()}
+    for file, jobs in by_file.items():
+        for job, piece in items.pieces(file, jobs):
+            pieces[job.name][job.number] = piece
+    return {name: checked(path, name, dtypes[name], tensor.shape, pieces[name]) for name, tensor in tensors.items()}
 
 
 def _dtype(path: Path, name: str, tensor: TensorTable) -> str:

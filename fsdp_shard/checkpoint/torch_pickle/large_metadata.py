@@ -8,6 +8,7 @@ reads, which also says what is wrong.
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 from array import array
@@ -137,6 +138,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _flatten(data: bytes) -> tuple[list[_Row], Keys | None, int, list[str], int] | None:
     """The columns of the table; None if the machine has to read it."""
+    gc.disable()  # this process ends with the work, and no object in it is to be freed before
     try:
         stream = io.BytesIO(data)
         metadata = _Unpickler(stream).load().__dict__
