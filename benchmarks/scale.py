@@ -1,6 +1,7 @@
-"""What saving, opening, resuming, verifying and converting cost at 64 to 4,096 ranks, without that many machines.
+"""What saving, opening, resuming, verifying and converting cost at 64 ranks and more, without that many machines.
 
     python benchmarks/scale.py --work /big/disk/scale --models 70B --ranks 64 256 1024 --json scale.json
+    python benchmarks/scale.py --plot before.json after.json docs/scale.svg
 
 All of it is the code of the package. Steps that are opened and resumed from have every header, the manifest and every
 index in full, of the shapes of real models; their data are holes, so that they take a few GB of disk instead of TB. A
@@ -338,17 +339,48 @@ def measure_convert(work: Path, model: str, ranks: int) -> dict[str, Any]:
         shutil.rmtree(target, ignore_errors=True)
 
 
+CURVES = (
+    ("open", "cpu_seconds", "opening the weights:\nseconds of processor"),
+    ("resume", "opened", "resuming:\nrank files opened by a rank"),
+    ("save", "median_received", "saving:\nbytes that a rank receives"),
+)
+
+
+def plot(before: Path, after: Path, target: Path) -> None:
+    """Draw the curves over the number of ranks as an SVG, from the figures of two commits."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(CURVES), figsize=(10, 3), layout="constrained")
+    for axis, (measure, key, title) in zip(axes, CURVES, strict=True):
+        for label, file in (("before", before), ("now", after)):
+            rows = [row for row in json.loads(file.read_text()) if row["measure"] == measure]
+            points = sorted((row["ranks"], row[key]) for row in rows)
+            axis.plot(*zip(*points, strict=True), marker="o", label=label)
+        axis.set(xscale="log", yscale="log", xlabel="ranks", title=title)
+        axis.set_xticks([64, 256, 1024], ["64", "256", "1,024"])
+        axis.minorticks_off()
+    axes[0].legend()
+    figure.savefig(target, metadata={"Date": None})
+
+
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="a directory on a file system with holes")
+    parser.add_argument("--work", type=Path, default=Path("build/scale"), help="on a file system with holes")
     parser.add_argument("--models", nargs="+", choices=CONFIGS, default=["70B"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 256, 1024])
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--keep", action="store_true", help="keep the steps that were made")
     parser.add_argument("--json", type=Path, help="add the figures to this file")
+    parser.add_argument("--plot", nargs=3, type=Path, metavar=("BEFORE", "AFTER", "SVG"), help="draw figures instead")
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.plot:
+        plot(*arguments.plot)
+        return
     if arguments.measure:
         function = globals()[f"measure_{arguments.measure.replace('-', '_')}"]
         print(json.dumps(function(arguments.work, arguments.models[0], arguments.ranks[0])))

@@ -73,3 +73,21 @@ def test_architectures_are_counted(tmp_path: Path) -> None:
     text = report.read_text()
     assert "| all | 2 | 2 | 2 | 2 |" in text, "built, resolved, sharded"
     assert "| all | 1 | 1 | 1 | 1 | 1 |" in text, "trained alone, trained, equal, dispatched"
+
+
+def test_many_ranks_are_simulated(tmp_path: Path) -> None:
+    work, table = tmp_path / "work", tmp_path / "table.json"
+    work.mkdir()
+    shapes = {"embed.weight": [64, 8], "layer.o_proj.weight": [8, 16], "norm.weight": [8]}
+    (work / "70B.json").write_text(json.dumps(shapes))  # instead of the shapes of that model
+    command = [sys.executable, "benchmarks/scale.py", "--work", str(work), "--ranks", "8", "--json", str(table)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    found = {row["measure"]: row for row in json.loads(table.read_text())}
+    assert len(found) == 7
+    assert found["open"]["opened"] == 0
+    assert found["resume"]["opened"] == 3, "its own files, of weights and optimizer, and that with the step counts"
+    assert found["save"]["median_received"] < 10_000
+    command = [sys.executable, "benchmarks/scale.py", "--plot", str(table), str(table), str(tmp_path / "figure.svg")]
+    assert subprocess.run(command, cwd=ROOT, timeout=280).returncode == 0
+    assert (tmp_path / "figure.svg").stat().st_size > 1000

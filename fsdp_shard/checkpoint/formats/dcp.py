@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_shard.checkpoint import torch_pickle
 from fsdp_shard.checkpoint.formats.dcp_writer import plan_dcp as plan
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import Handles, find_torch_name, has_file, itemsize, member
+from fsdp_shard.checkpoint.io import Checksum, find_torch_name, has_file, itemsize, member
 from fsdp_shard.checkpoint.steps import DCP_METADATA
 from fsdp_shard.checkpoint.tensor_entry import Extra, Piece, TensorEntry, checked
 from fsdp_shard.checkpoint.torch_pickle import (
     CRC_IN_ENTRY,
     ENTRY_BYTES,
     BytesStorageMetadata,
+    Item,
     Metadata,
     MetadataIndex,
+    MetadataTable,
     StorageInfo,
     StoredTensor,
     TensorStorageMetadata,
+    TensorTable,
 )
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import open_regular, read_bounded
@@ -46,31 +48,26 @@ def recognize(path: Path) -> bool:
 
 def read(path: Path) -> TensorIndex:
     """The index of the weights in a directory that `recognize` accepts."""
-    metadata = _metadata(path)
-    items = metadata.state_dict_metadata.items()
-    tensors = {key: item for key, item in items if isinstance(item, TensorStorageMetadata)}
-    num_pieces, num_stored = sum(len(item.chunks) for item in tensors.values()), len(metadata.storage_data)
-    if num_pieces > 1000 + num_stored:  # of a few that are missing, the first is named when it is asked for
-        raise CheckpointError(
-            f"{path / DCP_METADATA} has {num_pieces} pieces of tensors, but only {num_stored} in files."
-        )
-    selection = torch_pickle.select_weights(
-        {key: _keys(path / DCP_METADATA, metadata, key) for key in tensors}, path / DCP_METADATA
-    )
-    with closing(_Items(path)) as reader:
-        found = {
-            fqn: _entry(path, fqn, key, tensors[key], metadata.storage_data, reader)
-            for key, fqn in selection.names.items()
-        }
+    table, where = _table(path), path / DCP_METADATA
+    if table.excess:
+        raise CheckpointError(f"{where} has {table.excess} pieces of tensors, but only {table.num_items} in files.")
+    selection = torch_pickle.select_weights({key: _keys(where, table, key) for key in table.tensors}, where)
+    found = _entries(path, {fqn: table.tensors[key] for key, fqn in selection.names.items()})
     kept, aliases = torch_pickle.without_copies(found, path)
-    extras = {kind: _extra(path, keys, tensors) for kind, keys in selection.extras.items()}
+    extras = {kind: _extra(path, keys, table.tensors) for kind, keys in selection.extras.items()}
     writers = {piece.file for entry in kept.values() for piece in entry.pieces}
     return TensorIndex(path, NAME, kept, aliases, world_size=len(writers), extras=extras)
 
 
-def _metadata(path: Path) -> Metadata:
+def _table(path: Path) -> MetadataTable:
     where = member(path, DCP_METADATA)
-    metadata = torch_pickle.load(read_bounded(where, "metadata_bytes"), str(where))
+    data = read_bounded(where, "metadata_bytes")
+    table = torch_pickle.read_large_metadata(data, str(where)) if len(data) >= torch_pickle.LARGE_BYTES else None
+    return table or table_of(torch_pickle.load(data, str(where)), where)
+
+
+def table_of(metadata: Any, where: Path) -> MetadataTable:
+    """The table of metadata that the machine has read, with its errors."""
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{where} holds a {type(metadata).__name__}, not the Metadata of a DCP checkpoint.")
     for key, item in metadata.state_dict_metadata.items():
@@ -83,17 +80,41 @@ def _metadata(path: Path) -> Metadata:
         isinstance(key, MetadataIndex) and isinstance(info, StorageInfo) for key, info in storage.items()
     ):
         raise CheckpointError(f"{where} does not say where its tensors are: it is not of torch's file system writer.")
-    return metadata
+    items = {key: item for key, item in metadata.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
+    if excess := torch_pickle.excess_of(sum(len(item.chunks) for item in items.values()), len(storage)):
+        return MetadataTable({}, None, len(storage), excess)
+    tensors = {
+        key: TensorTable(
+            str(item.properties.dtype),
+            item.size,
+            [(chunk.offsets, chunk.sizes, _item(where, key, chunk.offsets, storage)) for chunk in item.chunks],
+        )
+        for key, item in items.items()
+    }
+    planned = metadata.planner_data
+    return MetadataTable(tensors, dict(planned) if isinstance(planned, Mapping) and planned else None, len(storage))
 
 
-def _keys(where: Path, metadata: Metadata, key: str) -> Sequence[object]:
+def _item(where: Path, key: str, offsets: tuple[int, ...], storage: Mapping[Any, StorageInfo]) -> Item | None:
+    info = storage.get(MetadataIndex(key, offsets))
+    if info is None:
+        return None
+    if info.transform_descriptors:
+        raise CheckpointError(
+            f"{where}: tensor {key} was written through {info.transform_descriptors!r}; only plain files are read. "
+            f"Load it with torch and save it without compression."
+        )
+    return Item(info.relative_path, info.offset, info.length)
+
+
+def _keys(where: Path, table: MetadataTable, key: str) -> Sequence[object]:
     """The keys of a tensor in the nested state dict; only its flat name where DCP did not record any.
 
     DCP's name of a tensor is its keys with dots between them: other keys would make a weight of an optimizer's state.
     """
-    if not isinstance(metadata.planner_data, Mapping) or not metadata.planner_data:
+    if table.keys is None:
         return (key,)
-    recorded = metadata.planner_data.get(key)
+    recorded = table.keys.get(key)
     if not isinstance(recorded, tuple) or ".".join(map(str, recorded)) != key:
         raise CheckpointError(
             f"{where} has tensor {key}, but its planner data has it under the keys {str(recorded)[:200]}: the metadata "
@@ -102,57 +123,63 @@ def _keys(where: Path, metadata: Metadata, key: str) -> Sequence[object]:
     return recorded
 
 
-_Storage = Mapping[Any, StorageInfo]
-
-
-def _storage_of(path: Path, key: str, offsets: tuple[int, ...], storage: _Storage) -> StorageInfo:
-    info = storage.get(MetadataIndex(key, offsets))
-    if info is None:
-        raise CheckpointError(f"{path / DCP_METADATA} has tensor {key} at {list(offsets)}, but does not say where.")
-    if info.transform_descriptors:
-        raise CheckpointError(
-            f"{path / DCP_METADATA}: tensor {key} was written through {info.transform_descriptors!r}; only plain "
-            "files are read. Load it with torch and save it without compression."
-        )
-    return info
-
-
 @dataclass(frozen=True)
-class _Item:
-    """A known item: the bytes before its tensor, and the rest of the directory entry that has the tensor's CRC.
-
-    Another item with the same bytes has its tensor at the same position.
+class _Known:
+    """An item whose archive was parsed: the bytes before its tensor, and the rest of the directory entry that has the
+    tensor's CRC. Another item with the same bytes has its tensor at the same position.
     """
 
-    offset: int
     head: bytes
     rest: bytes
-    tensor: StoredTensor
+    piece: Piece
+    num_bytes: int  # of the storage
+    to_storage: int  # bytes from the beginning of the item
+    to_crc: int
 
     @classmethod
-    def of(cls, handle: int, offset: int, tensor: StoredTensor) -> _Item:
-        """The item at byte `offset` of an open file, which was found to hold `tensor`."""
-        head, member = os.pread(handle, tensor.start - offset, offset), tensor.member
-        return cls(offset, head, b"" if member is None else _crc_and_rest(handle, member.crc_at)[1], tensor)
+    def of(cls, handle: int, item: Item, offsets: tuple[int, ...], tensor: StoredTensor) -> _Known:
+        """An item of an open file, which was found to hold `tensor`."""
+        head, member = os.pread(handle, tensor.start - item.offset, item.offset), tensor.member
+        piece = torch_pickle.piece_of(item.file, tensor, offsets)
+        if member is None:
+            return cls(head, b"", piece, 0, 0, 0)
+        rest = _crc_and_rest(os.pread(handle, ENTRY_BYTES, member.crc_at - CRC_IN_ENTRY))[1]
+        at = member.crc_at - CRC_IN_ENTRY
+        return cls(head, rest, piece, member.num_bytes, member.start - item.offset, at - item.offset)
 
-    def at(self, handle: int, offset: int) -> StoredTensor | None:
-        """The tensor of the item at another `offset`, if that item is alike."""
-        if os.pread(handle, len(self.head), offset) != self.head:
+    def piece_in(self, handle: int, item: Item, offsets: tuple[int, ...]) -> Piece | None:
+        """The piece in another item, if that one is alike."""
+        start, head = item.offset, self.head
+        if os.pread(handle, len(head), start) != head:
             return None
-        moved, member = offset - self.offset, self.tensor.member
-        if member is not None:
-            crc, rest = _crc_and_rest(handle, member.crc_at + moved)
+        checksum = None
+        if self.to_crc:
+            crc, rest = _crc_and_rest(os.pread(handle, ENTRY_BYTES, start + self.to_crc))
             if rest != self.rest:
                 return None
-            member = replace(member, start=member.start + moved, crc=crc, crc_at=member.crc_at + moved)
-        return replace(self.tensor, start=offset + len(self.head), member=member)
+            if crc:
+                checksum = Checksum(start + self.to_storage, self.num_bytes, crc)
+        return Piece(item.file, start + len(head), offsets, self.piece.shape, self.piece.codec, checksum)
 
 
-def _crc_and_rest(handle: int, crc_at: int) -> tuple[int, bytes]:
+def _crc_and_rest(entry: bytes) -> tuple[int, bytes]:
     """The CRC in the directory entry of a member, and the entry without it."""
-    entry = os.pread(handle, ENTRY_BYTES, crc_at - CRC_IN_ENTRY)
     stop = CRC_IN_ENTRY + 4
     return int.from_bytes(entry[CRC_IN_ENTRY:stop], "little"), entry[:CRC_IN_ENTRY] + entry[stop:]
+
+
+class _Job(NamedTuple):
+    """A piece to find: the name of its tensor, its number among the pieces of that, and what is known of it."""
+
+    name: str
+    number: int
+    dtype: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    item: Item
+
+
+_NO_PIECE = Piece("", 0, (), ())
 
 
 class _Items:
@@ -164,60 +191,65 @@ class _Items:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._handles = Handles(lambda name: open_regular(member(root, name)))
-        self._known: dict[int, list[_Item]] = {}  # by length of the item
+        self._known: dict[tuple[int, str, tuple[int, ...]], list[_Known]] = {}  # by length, dtype and shape
 
-    def tensor(self, info: StorageInfo, key: str) -> StoredTensor:
-        """The tensor in the item, which must be one plain tensor."""
-        with self._handles.use(info.relative_path) as handle:
-            size, end = os.fstat(handle).st_size, info.offset + info.length
-            if end > size:
-                raise CheckpointError(
-                    f"{self._root / info.relative_path} has {size} bytes, but tensor {key} ends at byte {end} of it: "
-                    "the file was cut short."
-                )
-            known = self._known.setdefault(info.length, [])
-            for item in known:
-                if (same := item.at(handle, info.offset)) is not None:
-                    return same
-            where = self._root / info.relative_path
-            name = f"{where} (tensor {key}, from byte {info.offset} on)"
-            found = torch_pickle.read_torch_bytes(handle, info.offset, info.length, name)
-            found = torch_pickle.readable(found, key, where)
-            known.append(_Item.of(handle, info.offset, found))
-            return found
+    def pieces(self, file: str, jobs: Iterable[_Job]) -> Iterator[tuple[_Job, Piece]]:
+        """The pieces in one file, each of which must be one plain tensor of the dtype and shape of its job."""
+        with os.fdopen(open_regular(member(self._root, file)), "rb", buffering=0) as opened:
+            handle, size = opened.fileno(), os.fstat(opened.fileno()).st_size
+            for job in jobs:
+                end = job.item.offset + job.item.num_bytes
+                if end > size:
+                    raise CheckpointError(
+                        f"{self._root / file} has {size} bytes, but tensor {job.name} ends at byte {end} of it: the "
+                        "file was cut short."
+                    )
+                yield job, self._piece(handle, job)
 
-    def close(self) -> None:
-        """Close the files."""
-        self._handles.close()
-
-
-def _entry(
-    path: Path, fqn: str, key: str, item: TensorStorageMetadata, storage: _Storage, items: _Items
-) -> TensorEntry:
-    dtype = _dtype(path, fqn, item)
-    pieces: list[Piece] = []
-    for chunk in item.chunks:
-        info = _storage_of(path, key, chunk.offsets, storage)
-        found = items.tensor(info, fqn)
-        if (found.dtype, found.shape) != (dtype, chunk.sizes):
+    def _piece(self, handle: int, job: _Job) -> Piece:
+        name, _, dtype, offsets, shape, item = job
+        known = self._known.setdefault((item.num_bytes, dtype, shape), [])
+        for one in known:
+            if (same := one.piece_in(handle, item, offsets)) is not None:
+                return same
+        where = self._root / item.file
+        what = f"{where} (tensor {name}, from byte {item.offset} on)"
+        found = torch_pickle.read_torch_bytes(handle, item.offset, item.num_bytes, what)
+        found = torch_pickle.readable(found, name, where)
+        if (found.dtype, found.shape) != (dtype, shape):
             raise CheckpointError(
-                f"{path / info.relative_path} holds {found.dtype} {list(found.shape)} as the piece of tensor {fqn} at "
-                f"{list(chunk.offsets)}, but {DCP_METADATA} says {dtype} {list(chunk.sizes)}."
+                f"{where} holds {found.dtype} {list(found.shape)} as the piece of tensor {name} at {list(offsets)}, "
+                f"but {DCP_METADATA} says {dtype} {list(shape)}."
             )
-        pieces.append(torch_pickle.piece_of(info.relative_path, found, chunk.offsets))
-    return checked(path, fqn, dtype, item.size, pieces)
+        known.append(_Known.of(handle, item, offsets, found))
+        return known[-1].piece
 
 
-def _dtype(path: Path, name: str, item: TensorStorageMetadata) -> str:
-    found = find_torch_name(str(item.properties.dtype))
+def _entries(path: Path, tensors: Mapping[str, TensorTable]) -> dict[str, TensorEntry]:
+    """The entries of tensors by name: each file is opened once, however many of them it has a piece of."""
+    dtypes = {name: _dtype(path, name, tensor) for name, tensor in tensors.items()}
+    by_file: dict[str, list[_Job]] = {}
+    for name, tensor in tensors.items():
+        for number, (offsets, shape, item) in enumerate(tensor.pieces):
+            if item is None:
+                raise CheckpointError(
+                    f"{path / DCP_METADATA} has tensor {name} at {list(offsets)}, but does not say where."
+                )
+            by_file.setdefault(item.file, []).append(_Job(name, number, dtypes[name], offsets, shape, item))
+    items, pieces = _Items(path), {name: [_NO_PIECE] * len(tensor.pieces) for name, tensor in tensors.items()}
+    for file, jobs in by_file.items():
+        for job, piece in items.pieces(file, jobs):
+            pieces[job.name][job.number] = piece
+    return {name: checked(path, name, dtypes[name], tensor.shape, pieces[name]) for name, tensor in tensors.items()}
+
+
+def _dtype(path: Path, name: str, tensor: TensorTable) -> str:
+    found = find_torch_name(tensor.dtype)
     if found is None:
-        raise CheckpointError(
-            f"{path / DCP_METADATA}: tensor {name} is of {item.properties.dtype}, which is not supported."
-        )
+        raise CheckpointError(f"{path / DCP_METADATA}: tensor {name} is of {tensor.dtype}, which is not supported.")
     return found
 
 
-def _extra(path: Path, keys: Iterable[str], tensors: Mapping[str, TensorStorageMetadata]) -> Extra:
-    sizes = [math.prod(tensors[key].size) * itemsize(_dtype(path, key, tensors[key])) for key in keys]
+def _extra(path: Path, keys: Iterable[str], tensors: Mapping[str, TensorTable]) -> Extra:
+    sizes = [math.prod(tensors[key].shape) * itemsize(_dtype(path, key, tensors[key])) for key in keys]
     return Extra(len(sizes), sum(sizes))
