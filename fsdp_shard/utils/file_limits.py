@@ -33,8 +33,6 @@ class Limits:
         buffer_bytes: What a model computes when it is loaded, such as masks.
         build_seconds, build_bytes: Reading a model's config and building it without its weights; matching the patterns
             in an adapter's config.
-        unpickle_seconds, unpickle_bytes: Reading the `.metadata` of a large DCP checkpoint, for each 32 KiB of it;
-            beyond them it is read in another way, which takes longer.
         render_seconds, render_bytes: Rendering a chat template and tokenizing, each time, and again for 32 KiB of text.
     """
 
@@ -52,8 +50,6 @@ class Limits:
     buffer_bytes: int = 256 << 20
     build_seconds: float = 1.2
     build_bytes: int = 128 << 20
-    unpickle_seconds: float = 0.1
-    unpickle_bytes: int = 2 << 20
     render_seconds: float = 1.0
     render_bytes: int = 128 << 20
 

@@ -32,7 +32,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # whoever started it 
 _WALL_SECONDS, _WALL_FACTOR = 60.0, 20.0  # for a process that waits for ever, and uses no processor time
 _WATCH_SECONDS = 0.02  # between looks at the memory that is in use
 # The system limits what is allocated; models that are built allocate more than they use (XLNet's parameters).
-_UNTOUCHED = {"build": 6, "render": 1, "unpickle": 1}
+_UNTOUCHED = {"build": 6, "render": 1}
 _MEMORY = "memory"
 
 
@@ -44,7 +44,7 @@ class LimitedProcess(Generic[A, R]):
     Args:
         work: The function. Its argument and its result are sent as pickles. What it changes is lost.
         what: What it does and with which file, for errors: `rendering the chat template of DIR`.
-        kind: Whose limits apply: `build`, `render` or `unpickle`.
+        kind: Whose limits apply: `build` or `render`.
         error: The class of errors: that a limit is exceeded, and whatever `work` raises that is none of ours.
     """
 

@@ -23,14 +23,11 @@ from fsdp_shard.checkpoint.torch_pickle import (
     CRC_IN_ENTRY,
     ENTRY_BYTES,
     BytesStorageMetadata,
-    Item,
     Metadata,
     MetadataIndex,
-    MetadataTable,
     StorageInfo,
     StoredTensor,
     TensorStorageMetadata,
-    TensorTable,
 )
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import open_regular, read_bounded
@@ -49,8 +46,6 @@ def recognize(path: Path) -> bool:
 def read(path: Path) -> TensorIndex:
     """The index of the weights in a directory that `recognize` accepts."""
     table, where = _table(path), path / DCP_METADATA
-    if table.excess:
-        raise CheckpointError(f"{where} has {table.excess} pieces of tensors, but only {table.num_items} in files.")
     selection = torch_pickle.select_weights({key: _keys(where, table, key) for key in table.tensors}, where)
     found = _entries(path, {fqn: table.tensors[key] for key, fqn in selection.names.items()})
     kept, aliases = torch_pickle.without_copies(found, path)
@@ -59,15 +54,35 @@ def read(path: Path) -> TensorIndex:
     return TensorIndex(path, NAME, kept, aliases, world_size=len(writers), extras=extras)
 
 
-def _table(path: Path) -> MetadataTable:
+class _Item(NamedTuple):
+    """The bytes of a piece: its file, the first one, and their number."""
+
+    file: str
+    offset: int
+    num_bytes: int
+
+
+class _TensorTable(NamedTuple):
+    """A tensor: torch's name of its dtype, its shape, and the offsets, the shape and the item of each piece.
+
+    A piece of which the metadata does not say where it is has no item.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[tuple[tuple[int, ...], tuple[int, ...], _Item | None]]
+
+
+class _MetadataTable(NamedTuple):
+    """What a `.metadata` says: its tensors, and the keys of each in the nested state dict."""
+
+    tensors: dict[str, _TensorTable]
+    keys: dict[str, Any] | None
+
+
+def _table(path: Path) -> _MetadataTable:
     where = member(path, DCP_METADATA)
-    data = read_bounded(where, "metadata_bytes")
-    table = torch_pickle.read_large_metadata(data, str(where)) if len(data) >= torch_pickle.LARGE_BYTES else None
-    return table or table_of(torch_pickle.load(data, str(where)), where)
-
-
-def table_of(metadata: Any, where: Path) -> MetadataTable:
-    """The table of metadata that the machine has read, with its errors."""
+    metadata = torch_pickle.load(read_bounded(where, "metadata_bytes"), str(where))
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{where} holds a {type(metadata).__name__}, not the Metadata of a DCP checkpoint.")
     for key, item in metadata.state_dict_metadata.items():
@@ -81,10 +96,11 @@ def table_of(metadata: Any, where: Path) -> MetadataTable:
     ):
         raise CheckpointError(f"{where} does not say where its tensors are: it is not of torch's file system writer.")
     items = {key: item for key, item in metadata.state_dict_metadata.items() if isinstance(item, TensorStorageMetadata)}
-    if excess := torch_pickle.excess_of(sum(len(item.chunks) for item in items.values()), len(storage)):
-        return MetadataTable({}, None, len(storage), excess)
+    num_pieces = sum(len(item.chunks) for item in items.values())
+    if num_pieces > 1000 + len(storage):  # of a few that are missing, the first is named when it is read
+        raise CheckpointError(f"{where} has {num_pieces} pieces of tensors, but only {len(storage)} in files.")
     tensors = {
-        key: TensorTable(
+        key: _TensorTable(
             str(item.properties.dtype),
             item.size,
             [(chunk.offsets, chunk.sizes, _item(where, key, chunk.offsets, storage)) for chunk in item.chunks],
@@ -92,10 +108,10 @@ def table_of(metadata: Any, where: Path) -> MetadataTable:
         for key, item in items.items()
     }
     planned = metadata.planner_data
-    return MetadataTable(tensors, dict(planned) if isinstance(planned, Mapping) and planned else None, len(storage))
+    return _MetadataTable(tensors, dict(planned) if isinstance(planned, Mapping) and planned else None)
 
 
-def _item(where: Path, key: str, offsets: tuple[int, ...], storage: Mapping[Any, StorageInfo]) -> Item | None:
+def _item(where: Path, key: str, offsets: tuple[int, ...], storage: Mapping[Any, StorageInfo]) -> _Item | None:
     info = storage.get(MetadataIndex(key, offsets))
     if info is None:
         return None
@@ -104,10 +120,10 @@ def _item(where: Path, key: str, offsets: tuple[int, ...], storage: Mapping[Any,
             f"{where}: tensor {key} was written through {info.transform_descriptors!r}; only plain files are read. "
             f"Load it with torch and save it without compression."
         )
-    return Item(info.relative_path, info.offset, info.length)
+    return _Item(info.relative_path, info.offset, info.length)
 
 
-def _keys(where: Path, table: MetadataTable, key: str) -> Sequence[object]:
+def _keys(where: Path, table: _MetadataTable, key: str) -> Sequence[object]:
     """The keys of a tensor in the nested state dict; only its flat name where DCP did not record any.
 
     DCP's name of a tensor is its keys with dots between them: other keys would make a weight of an optimizer's state.
@@ -137,7 +153,7 @@ class _Known:
     to_crc: int
 
     @classmethod
-    def of(cls, handle: int, item: Item, offsets: tuple[int, ...], tensor: StoredTensor) -> _Known:
+    def of(cls, handle: int, item: _Item, offsets: tuple[int, ...], tensor: StoredTensor) -> _Known:
         """An item of an open file, which was found to hold `tensor`."""
         head, member = os.pread(handle, tensor.start - item.offset, item.offset), tensor.member
         piece = torch_pickle.piece_of(item.file, tensor, offsets)
@@ -147,7 +163,7 @@ class _Known:
         at = member.crc_at - CRC_IN_ENTRY
         return cls(head, rest, piece, member.num_bytes, member.start - item.offset, at - item.offset)
 
-    def piece_in(self, handle: int, item: Item, offsets: tuple[int, ...]) -> Piece | None:
+    def piece_in(self, handle: int, item: _Item, offsets: tuple[int, ...]) -> Piece | None:
         """The piece in another item, if that one is alike."""
         start, head = item.offset, self.head
         if os.pread(handle, len(head), start) != head:
@@ -176,7 +192,7 @@ class _Job(NamedTuple):
     dtype: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    item: Item
+    item: _Item
 
 
 _NO_PIECE = Piece("", 0, (), ())
@@ -225,7 +241,7 @@ class _Items:
         return known[-1].piece
 
 
-def _entries(path: Path, tensors: Mapping[str, TensorTable]) -> dict[str, TensorEntry]:
+def _entries(path: Path, tensors: Mapping[str, _TensorTable]) -> dict[str, TensorEntry]:
     """The entries of tensors by name: each file is opened once, however many of them it has a piece of."""
     dtypes = {name: _dtype(path, name, tensor) for name, tensor in tensors.items()}
     by_file: dict[str, list[_Job]] = {}
@@ -243,13 +259,13 @@ def _entries(path: Path, tensors: Mapping[str, TensorTable]) -> dict[str, Tensor
     return {name: checked(path, name, dtypes[name], tensor.shape, pieces[name]) for name, tensor in tensors.items()}
 
 
-def _dtype(path: Path, name: str, tensor: TensorTable) -> str:
+def _dtype(path: Path, name: str, tensor: _TensorTable) -> str:
     found = find_torch_name(tensor.dtype)
     if found is None:
         raise CheckpointError(f"{path / DCP_METADATA}: tensor {name} is of {tensor.dtype}, which is not supported.")
     return found
 
 
-def _extra(path: Path, keys: Iterable[str], tensors: Mapping[str, TensorTable]) -> Extra:
+def _extra(path: Path, keys: Iterable[str], tensors: Mapping[str, _TensorTable]) -> Extra:
     sizes = [math.prod(tensors[key].shape) * itemsize(_dtype(path, key, tensors[key])) for key in keys]
     return Extra(len(sizes), sum(sizes))

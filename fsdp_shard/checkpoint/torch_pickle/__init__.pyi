@@ -1,13 +1,5 @@
 from .allow_list import load as load
 from .dtensor import AnyTensor as AnyTensor, StoredDTensor as StoredDTensor, StoredShards as StoredShards
-from .large_metadata import (
-    LARGE_BYTES as LARGE_BYTES,
-    Item as Item,
-    MetadataTable as MetadataTable,
-    TensorTable as TensorTable,
-    excess_of as excess_of,
-    read_large_metadata as read_large_metadata,
-)
 from .metadata_classes import (
     BytesStorageMetadata as BytesStorageMetadata,
     Metadata as Metadata,

@@ -4,7 +4,6 @@ Nothing in a pickle runs: whatever is not on the list is a CheckpointError that 
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from fsdp_shard.checkpoint.torch_pickle import dtensor, tensor
@@ -179,9 +178,3 @@ _NAMES |= {("torch", name): Constant(f"torch.{name}") for name in (*_TORCH.split
 _NAMES |= {("torch.storage", name): Constant(f"torch.{name}") for name in ("UntypedStorage", *tensor.STORAGE_NAMES)}
 _NAMES |= {(module, name): record(f"{module}.{name}") for module, some in _RECORDS.items() for name in some.split()}
 _NAMES |= {key: _blank(cls) for key, cls in DCP_CLASSES.items()}
-
-
-@cache
-def torch_constants() -> dict[tuple[str, str], Constant]:
-    """The names on the list that stand for constants of torch, such as dtypes."""
-    return {key: value for key, value in _NAMES.items() if isinstance(value, Constant)}

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,10 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.formats.dcp import table_of
 from fsdp_shard.checkpoint.integrity.verify import verify
 from fsdp_shard.checkpoint.location import open_checkpoint
-from fsdp_shard.checkpoint.torch_pickle import LARGE_BYTES, load, read_large_metadata
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError
 from tests.checkpoint.files import assert_refused, assert_same, write_huggingface
@@ -313,54 +311,3 @@ def test_an_optimizer_alone_is_no_model(tmp_path: Path) -> None:
     quietly(lambda: dcp.save(state, checkpoint_id=tmp_path))
     with pytest.raises(CheckpointError, match="1 optimizer tensor, and no weights"):
         open_checkpoint(tmp_path)
-
-
-def _large_metadata(root: Path, num_tensors: int = 40) -> Metadata:
-    """More metadata than a megabyte: many columns of small tensors, of which one row of files holds the data."""
-    tensors = {f"model.layers.{n}.weight": torch.arange(64.0).view(64, 1) + n for n in range(num_tensors)}
-    quietly(lambda: dcp.save({**tensors, "step": 7}, checkpoint_id=root, no_dist=True))
-    metadata: Metadata = pickle.loads((root / ".metadata").read_bytes())
-    filler = {f"optimizer.{n}": BytesStorageMetadata() for n in range(40_000)}
-    metadata.state_dict_metadata.update(filler)
-    metadata.planner_data.update({name: ("optimizer", int(name.partition(".")[2])) for name in filler})
-    (root / ".metadata").write_bytes(pickle.dumps(metadata))
-    return metadata
-
-
-def test_a_large_metadata_is_read_in_a_fork_as_the_machine_reads_it(tmp_path: Path) -> None:
-    _large_metadata(tmp_path)
-    data = (tmp_path / ".metadata").read_bytes()
-    assert len(data) > LARGE_BYTES
-    table = read_large_metadata(data, "x")
-    assert table is not None, "the fork has read it"
-    assert table == table_of(load(data, "x"), tmp_path / ".metadata")
-    with open_checkpoint(tmp_path) as index:
-        assert torch.equal(index.read("model.layers.3.weight"), torch.arange(64.0).view(64, 1) + 3)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda metadata: metadata.state_dict_metadata.update(x=os.system),
-        lambda metadata: metadata.state_dict_metadata.update(x=5),
-        lambda metadata: metadata.planner_data.update(x=5),
-        lambda metadata: metadata.storage_data.update(x=5),
-        lambda metadata: setattr(metadata, "storage_data", [1]),
-    ],
-)
-def test_what_the_fork_does_not_know_is_left_to_the_machine(change: Callable[[Any], object], tmp_path: Path) -> None:
-    metadata = _large_metadata(tmp_path, 1)
-    change(metadata)
-    data = pickle.dumps(metadata)
-    assert read_large_metadata(data, "x") is None
-    assert read_large_metadata(data + b".", "x") is None
-    assert read_large_metadata(data[:-10], "x") is None
-
-
-def test_a_metadata_that_takes_all_memory_or_ends_the_process_harms_nothing() -> None:
-    memo = pickle.PROTO + b"\x02N" + pickle.LONG_BINPUT + b"\xff\xff\xff\x7f" + b"."
-    nested = b"\x80\x02}" + b"(" + b")" + b"\x85" * 1_000_000 + b"Nu."  # a key whose hash recurses
-    for data in (memo, nested):
-        assert read_large_metadata(data, "x") is None
-    with pytest.raises(CheckpointError, match="has a tuple as a key"):
-        load(nested, "x")
