@@ -30,6 +30,7 @@ from fsdp_shard.checkpoint.steps import (
     DCP_METADATA,
     INDEX_FILE,
     MANIFEST,
+    SHARD_INDEX,
     Manifest,
     TargetPlan,
     WriteRequest,
@@ -351,5 +352,5 @@ def _other_files(target: Path, replaced: Collection[str]) -> list[str]:
     except CheckpointError:  # a damaged checkpoint may be replaced too: its weights are recognized by their names
         files = (entry.name for entry in target.iterdir() if entry.suffix in _WEIGHTS and not entry.is_dir())
         known = {name for name in files if not name.startswith(_STATES)}
-    known |= {MANIFEST, INDEX_FILE, DCP_METADATA, "pytorch_model.bin.index.json", *replaced}
+    known |= {MANIFEST, INDEX_FILE, SHARD_INDEX, DCP_METADATA, "pytorch_model.bin.index.json", *replaced}
     return extras + [name for name in list_files(target) if name not in known]

@@ -162,9 +162,10 @@ class _Checkpoint:
             if self.manifest is not None:
                 self.problems += _contradictions(location.weights, self.manifest)
                 self.problems += _file_problems(location.weights, self.manifest)
+            said_otherwise = list(_index_problems(location.weights))
             self.index = self._stack.enter_context(location.index)
             self.checked.append("structure")
-            self.problems += _index_problems(location.weights)
+            self.problems += said_otherwise
             if self.manifest is not None:
                 known = {problem.file for problem in self.problems}
                 self.problems += _frame_problems(self.index, self.manifest, known)
@@ -285,16 +286,15 @@ def _file_problems(root: Path, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _index_problems(root: Path) -> Iterator[Problem]:
-    """What indexes of rank files, of weights and optimizer state, say otherwise than the headers of those files."""
+    """What indexes of rank files, of weights and optimizer state, say otherwise than the headers of those files.
+
+    Raises CheckpointError if either cannot be read.
+    """
     for folder in (root, root / OPTIMIZER):
         if not has_file(folder, SHARD_INDEX):
             continue
         where, held = ByteRange(str((folder / SHARD_INDEX).relative_to(root))), f"{folder / SHARD_INDEX}"
-        try:
-            said, found = native_sharded.read(folder), native_sharded.read_headers(folder)
-        except (CheckpointError, OSError) as error:
-            yield Problem(str(error), (where,))
-            continue
+        said, found = native_sharded.read(folder), native_sharded.read_headers(folder)
         if (said.step, said.metadata, said.aliases) != (found.step, found.metadata, found.aliases):
             yield Problem(f"{held} is of another save than the rank files.", (where,))
         for name in sorted(said.tensors.keys() | found.tensors.keys()):
