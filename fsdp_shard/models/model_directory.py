@@ -4,16 +4,19 @@ Imports no transformers.
 """
 
 import fnmatch
+import json
 import os
+import re
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fsdp_shard.errors import CheckpointError, ModelError
 from fsdp_shard.models.named_files import refuse_named_files
-from fsdp_shard.utils import exceeded, first_line, limits, read_json, refuse_excess
+from fsdp_shard.utils import exceeded, first_line, limits, read_bounded, read_json, refuse_excess
 
 # The files of a hub repository to download: no weights of other frameworks, and pickles only without safetensors.
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.spm", "*.codes", "*.tiktoken", "*.tokenizer")
@@ -24,7 +27,9 @@ _READ_WHOLE = {
     "config_bytes": (*_SETTINGS, "chat_template*"),
     "tokenizer_bytes": ("*.json", "*.model", "*.spm", "*.tiktoken", "*.tokenizer", "vocab*", "merges*", "*.codes"),
 }
-_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TOKENIZER_CONFIG, _TOKENIZER = "tokenizer_config.json", "tokenizer.json"
+# Control characters and changes of direction in JSON: as escapes, or in UTF-8.
+_UNPRINTABLE = re.compile(rb"\\u00[0189]|\\u007f|\\u20[26]|\xc2[\x80-\x9f]|\xe2\x80[\xaa-\xae]|\xe2\x81|\x7f", re.I)
 
 
 def download_model(
@@ -82,8 +87,8 @@ def check_model_files(directory: Path) -> None:
         directory: The directory of config or tokenizer.
 
     Raises:
-        ModelError: One is no regular file, larger than its limit, or JSON that is nested too deeply, has numbers that
-            no tokenizer has, or names other files.
+        ModelError: One is no regular file, larger than its limit, or JSON that is nested too deeply, has numbers or
+            names of settings that no tokenizer has, or names other files.
     """
     try:
         with os.scandir(directory) as entries:
@@ -110,12 +115,32 @@ def _check_file(path: Path, limit: str) -> None:
     if _fits(path.name, _SETTINGS):
         document = read_json(path)
         refuse_named_files(path, document)
-        if path.name == _TOKENIZER_CONFIG and (large := next(_large_numbers(document), None)) is not None:
-            raise ModelError(f"{path} has the number {large}: {exceeded('tokens')}.")
+        if path.name == _TOKENIZER_CONFIG:
+            if (large := next(_large_numbers(document), None)) is not None:
+                raise ModelError(f"{path} has the number {large}: {exceeded('tokens')}.")
+            _check_names(path, document)
+    elif path.name == _TOKENIZER and _UNPRINTABLE.search(content := read_bounded(path, limit)):
+        document = None
+        with suppress(ValueError, RecursionError):  # whoever loads it says so
+            document = json.loads(content)
+        _check_names(path, document.get("added_tokens") if isinstance(document, dict) else None)
 
 
 def _fits(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_names(path: Path, settings: Any) -> None:
+    """Refuse names of settings with characters that a terminal acts on: tokenizers prints those that it does not know."""
+    if (name := next(_unprintable_names(settings), None)) is not None:
+        raise ModelError(f"{path} has a setting named {name[:100]}, which no tokenizer has.")
+
+
+def _unprintable_names(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (name for name in value if not name.isprintable())
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _unprintable_names(item)
 
 
 def _large_numbers(value: Any, key: str = "") -> Iterator[int]:

@@ -67,6 +67,13 @@ def _field(file: str, key: str) -> Callable[[str], Damage]:
     return lambda name: edits.fields(file, **{key: name})
 
 
+def _in_added_token(name: str) -> Damage:
+    token = {"content": "<s>", name: True}
+    return edits.edit(
+        "tokenizer_config.json", lambda document: document.update(added_tokens_decoder={"0": token}, unk_token="<s>")
+    )
+
+
 def _template(name: str) -> Damage:
     return edits.content(
         "chat_template.jinja", "{{ raise_exception(" + json.dumps(name.encode("utf-8", "replace").decode()) + ") }}"
@@ -82,6 +89,7 @@ _PLACES: dict[str, tuple[str, Callable[[str], Damage], str]] = {
     "model_type": ("model", _field("config.json", "model_type"), "config"),
     "an activation": ("model", _field("config.json", "hidden_act"), "config"),
     "a tokenizer's class": ("model", _field("tokenizer_config.json", "tokenizer_class"), "tokenizer"),
+    "a setting of an added token": ("model", _in_added_token, "tokenizer"),
     "what a template raises": ("model", _template, "chat"),
     "the base of an adapter": ("adapter", _field("adapter_config.json", "base_model_name_or_path"), "adapter"),
     "the type of an adapter": ("adapter", _field("adapter_config.json", "peft_type"), "adapter"),
