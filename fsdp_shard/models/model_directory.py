@@ -131,7 +131,7 @@ def _fits(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _check_names(path: Path, settings: Any) -> None:
-    """Refuse names of settings with characters that a terminal acts on: tokenizers prints those that it does not know."""
+    """Refuse names with characters that a terminal acts on: tokenizers prints settings that it does not know."""
     if (name := next(_unprintable_names(settings), None)) is not None:
         raise ModelError(f"{path} has a setting named {name[:100]}, which no tokenizer has.")
 
