@@ -17,6 +17,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from fsdp_shard.checkpoint import Store, convert, location, summarize_checkpoint, verify
+from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.io import safetensors_format
 from fsdp_shard.checkpoint.location import locate, open_checkpoint
 from fsdp_shard.cli import run_command
@@ -166,9 +167,14 @@ def test_every_command_takes_the_name_of_a_step(
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often paths are resolved, and the header of each file is parsed."""
+    """How often paths are resolved, and the header of each file, or the index of rank files, is parsed."""
     found: Counter[str] = Counter()
     find, parse = location.find_checkpoint, safetensors_format._header_length
+    read_index = native_sharded.read_shard_index
+
+    def counted_index(root: Path) -> Any:
+        found["index of rank files"] += 1
+        return read_index(root)
 
     def counted_find(path: Path, *arguments: Any) -> Any:
         found[f"resolved {path.name}"] += 1
@@ -180,6 +186,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(location, "find_checkpoint", counted_find)
     monkeypatch.setattr(safetensors_format, "_header_length", counted_parse)
+    monkeypatch.setattr(native_sharded, "read_shard_index", counted_index)
     monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)  # not in the tests' process
     return found
 
@@ -190,10 +197,10 @@ def ranks(tiny_model: Path, tmp_path: Path) -> Path:
     return tmp_path / "ranks"
 
 
-ONCE = {"resolved ranks": 1, "shard-00000-of-00002.safetensors": 1, "shard-00001-of-00002.safetensors": 1}
+ONCE = {"resolved ranks": 1, "index of rank files": 1}
 
 
-def test_generate_resolves_its_path_and_parses_each_header_once(
+def test_generate_resolves_its_path_and_parses_the_index_once(
     ranks: Path, tmp_path: Path, counts: Counter[str]
 ) -> None:
     settings = [f"checkpoint={ranks}", "prompt=abc", "generation.max_new_tokens=2", f"run_dir={tmp_path / 'run'}"]
@@ -205,7 +212,9 @@ def test_generate_resolves_its_path_and_parses_each_header_once(
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_other_commands_do_so_too(command: str, ranks: Path, counts: Counter[str]) -> None:
     run_command([command, str(ranks)])
-    assert counts == ONCE
+    # `verify` compares what the index says with the headers.
+    headers = {f"shard-0000{rank}-of-00002.safetensors": 1 for rank in range(2)}
+    assert counts == (ONCE if command == "inspect" else ONCE | headers | {"index of rank files": 2})
 
 
 def test_a_logit_comparison_opens_each_checkpoint_once(ranks: Path, tiny_model: Path, counts: Counter[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 from tests.faults.corpus.case import Case
 from tests.faults.harness.commands import READERS
 
-# What a small file may cost, and what is a hang.
-CPU_SECONDS, GROWTH_BYTES, WALL_SECONDS = 2.0, 200 << 20, 30.0
+# What a small file may cost, and what is a hang. Processors differ by a tenth and more from day to day, and a few cases
+# take nearly the two seconds that they may: in `make test` a slow day is no failure, in `make faults` it is seen.
+CPU_SECONDS = 2.0 if os.environ.get("FAULTS") == "long" else 2.5
+GROWTH_BYTES, WALL_SECONDS = 200 << 20, 30.0
 GOOD = ("clear error", "rightly accepted")
 BAD = ("refused", "unclear", "exception", "hang", "memory", "silent", "harm")
 _LONGEST = 2000  # characters of an error
