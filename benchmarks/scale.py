@@ -285,7 +285,7 @@ def measure_save(work: Path, model: str, ranks: int) -> dict[str, Any]:
             for name, full in shapes.items()
             for slot, shape in (("exp_avg", full), ("step", ()))
         }
-        save_step(context, store, 1, RunState(weights, {}, states), layout="sharded")  # type: ignore[arg-type]
+        save_step(context, store, 1, RunState(weights, {}, states), layout="sharded")  # type: ignore[arg-type]  # a stand-in
 
     results: list[Any] = []
 
@@ -309,7 +309,7 @@ def measure_save(work: Path, model: str, ranks: int) -> dict[str, Any]:
 
 def measure_verify(work: Path, model: str, ranks: int) -> dict[str, Any]:
     """Verify the step that was saved."""
-    import torch  # noqa: F401
+    import torch  # noqa: F401 - as in a command
 
     from fsdp_shard.checkpoint import verify
 
@@ -323,7 +323,7 @@ def measure_verify(work: Path, model: str, ranks: int) -> dict[str, Any]:
 
 def measure_convert(work: Path, model: str, ranks: int) -> dict[str, Any]:
     """Convert the step that was saved to a Hugging Face directory."""
-    import torch  # noqa: F401
+    import torch  # noqa: F401 - as in a command
 
     from fsdp_shard.checkpoint import convert
 

@@ -6,27 +6,26 @@ at each use. Triton comes with torch's builds for CUDA.
 
 import warnings
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-_ROWS = 64  # decoded by each program
+_ROWS = tl.constexpr(64)  # decoded by each program
+_PAIRS = tl.constexpr(32)  # bytes of codes in a row, each of two weights
+_ROW_BYTES = tl.constexpr(36)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _decode_rows(  # type: ignore[no-untyped-def]  # types here are those of Triton
-    codes, scales, levels, out, num_rows, num_weights, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, PAIRS: tl.constexpr
-):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
-    pair = tl.arange(0, PAIRS)[None, :]  # [1, PAIRS]
+@triton.jit
+def _decode_rows(codes, scales, levels, out, num_rows, num_weights):  # type: ignore[no-untyped-def]  # Triton's types
+    row = (tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)).to(tl.int64)[:, None]  # [rows, 1]
+    pair = tl.arange(0, _PAIRS)[None, :]  # [1, pairs]
     is_row = row < num_rows
-    byte = tl.load(codes + row * ROW_BYTES + pair, mask=is_row, other=0).to(tl.int32)  # two weights, upper half first
-    scale = tl.load(scales + row * (ROW_BYTES // 4) + PAIRS // 4, mask=is_row, other=0.0)
+    byte = tl.load(codes + row * _ROW_BYTES + pair, mask=is_row, other=0).to(tl.int32)  # two weights, upper half first
+    scale = tl.load(scales + row * (_ROW_BYTES // 4) + _PAIRS // 4, mask=is_row, other=0.0)
     first = tl.load(levels + (byte >> 4)) * scale
     second = tl.load(levels + (byte & 15)) * scale
-    place = row * (2 * PAIRS) + 2 * pair
+    place = row * (2 * _PAIRS) + 2 * pair
     tl.store(out + place, first.to(out.dtype.element_ty), mask=is_row & (place < num_weights))
     tl.store(out + place + 1, second.to(out.dtype.element_ty), mask=is_row & (place + 1 < num_weights))
 
@@ -41,11 +40,10 @@ def decode_nf4(rows: torch.Tensor, levels: torch.Tensor, num_weights: int, dtype
         dtype: That of the result.
     """
     rows = rows.contiguous()
-    num_rows, row_bytes = rows.shape
+    num_rows = len(rows)
     out = torch.empty(num_weights, dtype=dtype, device=rows.device)
-    grid = (triton.cdiv(num_rows, _ROWS),)
-    sizes: dict[str, Any] = {"ROWS": _ROWS, "ROW_BYTES": row_bytes, "PAIRS": row_bytes - 4}
-    _decode_rows[grid](rows, rows.view(torch.float32), levels, out, num_rows, num_weights, **sizes)
+    grid = (triton.cdiv(num_rows, _ROWS.value),)
+    _decode_rows[grid](rows, rows.view(torch.float32), levels, out, num_rows, num_weights)
     return out
 
 

@@ -80,13 +80,11 @@ def save_step(
     )
     has_optimizer = context.all_reduce([float(bool(state.optimizer))], "max")[0] > 0  # a rank may have nothing of it
     plans = _plan(state, target, layout, has_optimizer=has_optimizer)
-    planned = context.gather_object(
-        (sum(plan.num_bytes for plan in plans), plans.weights.report, plans.optimizer.report)
-    )
-    if context.is_main:
-        indexes = _indexes(target, [weights for _, weights, _ in planned], [states for _, _, states in planned])
-        plans = plans._replace(weights=plans.weights.with_files(indexes))
-    num_bytes = sum(size for size, _, _ in planned) + sum(map(len, indexes.values())) if context.is_main else 0
+    own_bytes = sum(plan.num_bytes for plan in plans)
+    planned = context.gather_object((own_bytes, plans.weights.report, plans.optimizer.report))
+    indexes = run_on_all(context, lambda: _indexes(target, planned))  # none but on rank 0
+    plans = plans._replace(weights=plans.weights.with_files(indexes))
+    num_bytes = sum(size for size, *_ in planned) + sum(map(len, indexes.values()))
     directory = Path(run_on_main(context, lambda: _begin(store, step, num_bytes)))
     parts = (state.weights, state.optimizer, state.reading)
     try:
@@ -94,12 +92,11 @@ def save_step(
         written = run_on_all(context, lambda: write_shards.write_ranges(directory, plans, *parts))
         run_on_all(context, lambda: write_shards.hash_shared_chunks(directory, plans.weights, state.weights, written))
         everyone = context.gather_object(written.without_empty())
-        dims = context.mesh.mesh_dim_names or ()
         manifest = Manifest(
             layout=layout,
             step=step,
             world_size=context.world_size if layout == "sharded" else 1,
-            mesh={str(name): context.mesh.size(dim) for dim, name in enumerate(dims)},
+            mesh={str(name): context.mesh.size(dim) for dim, name in enumerate(context.mesh.mesh_dim_names or ())},
             files={name: record for one in everyone for name, record in sorted(one.records.items())},
             tensors=_tensor_records(state.weights, everyone) if context.is_main else {},
             aliases=dict(state.aliases),
@@ -135,13 +132,13 @@ def _commit(store: Store, directory: Path, step: int, manifest: Manifest) -> Non
 
 
 def _indexes(
-    target: write_plan.Target, weights: Sequence[RankReport | None], optimizer: Sequence[RankReport | None]
+    target: write_plan.Target, planned: Sequence[tuple[int, RankReport | None, RankReport | None]]
 ) -> dict[str, bytes]:
-    """The indexes of the rank files that the ranks report, by file name."""
+    """The indexes of the rank files that the ranks report, of weights and optimizer state, by file name."""
     found = {}
     for name, reports, aliases in (
-        (SHARD_INDEX, weights, target.aliases),
-        (f"{OPTIMIZER}/{SHARD_INDEX}", optimizer, dict[str, str]()),
+        (SHARD_INDEX, [weights for _, weights, _ in planned], target.aliases),
+        (f"{OPTIMIZER}/{SHARD_INDEX}", [optimizer for *_, optimizer in planned], dict[str, str]()),
     ):
         known = [report for report in reports if report is not None]
         if known:
