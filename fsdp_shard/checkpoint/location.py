@@ -61,6 +61,16 @@ class Location:
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # no open index
 
+    def to_json(self) -> dict[str, Any]:
+        """This location for another process of the same machine; `from_json` is the opposite."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in self.__getstate__().items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Location:
+        """The location that `to_json` has described."""
+        paths = {name: Path(values[name]) for name in ("weights", "side") if values[name] is not None}
+        return cls(**{**values, **paths})
+
     @property
     def is_adapter(self) -> bool:
         """Whether the weights are those of a peft adapter, to be merged into a base model."""

@@ -11,12 +11,13 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fsdp_shard import checkpoint, config as configs
 from fsdp_shard.cli.exit import print_error, run_as_program, start_garbage_collection, wants_debug
+from fsdp_shard.cli.machine_check import MachineCheck
 from fsdp_shard.cli.sweep_table import changed_settings_of, sweep_table
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
@@ -123,13 +124,16 @@ def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
         if joined_rank() == 0:
             for line in dict.fromkeys(line for job in jobs for line in warnings_of(job.config)):
                 print(line, file=sys.stderr, flush=True)
-        for job in jobs:
+        is_checked_later = schema.ranks_are == "started" and is_joined_rank()  # by one rank of each machine
+        for job in [] if is_checked_later else jobs:
             _check(find(), job.config)
     start_garbage_collection()
     if len(jobs) > 1:
         _run_sweep(find, jobs)
-    elif jobs:
-        _run(find(), jobs[0].config)
+        return
+    for job in jobs:
+        with _first_rank_reports() if is_checked_later else nullcontext():
+            _run(find(), job.config)
 
 
 def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) -> None:
@@ -169,15 +173,19 @@ def _check_sweep(schema: type[C], jobs: Sequence[configs.Job[C]]) -> None:
 
 @contextmanager
 def _first_rank_reports() -> Iterator[None]:
-    """Let the first of several ranks report wrong input, which all of them find.
+    """Let the first of several ranks report wrong input, which others find or hear of.
 
-    The others report it only if they still run after a while: torchrun ends them as soon as the first has exited.
+    The others report it only if they still run after a while: torchrun ends them as soon as the first has exited. One
+    that has only heard of a failure lives longer, so that it ends nobody who has still to report.
     """
     try:
         yield
     except InputError:
         if joined_rank() > 0:
             time.sleep(_SECONDS_TO_REPORT)
+        raise
+    except SystemExit:
+        time.sleep(2 * _SECONDS_TO_REPORT)
         raise
 
 
@@ -215,7 +223,8 @@ def _refuse_unused(config: configs.RunConfig) -> None:
 
 def _run(recipe: Recipe[C], config: C) -> None:
     if config.ranks_are == "started":
-        launch(recipe.perform, config, begin=_make_run_dir if recipe.writes_config else configs.write_config)
+        begin = _make_run_dir if recipe.writes_config else configs.write_config
+        launch(recipe.perform, config, check=MachineCheck(lambda config: _check(recipe, config)), begin=begin)
     else:
         if not recipe.writes_config:
             configs.write_config(config)

@@ -2,6 +2,7 @@ from .agreement import run_on_all as run_on_all, run_on_main as run_on_main
 from .config import LaunchConfig as LaunchConfig
 from .hardware import count_gpus as count_gpus, gpu_number as gpu_number, num_cores as num_cores
 from .launcher import (
+    Check as Check,
     check_machine as check_machine,
     is_joined_rank as is_joined_rank,
     joined_rank as joined_rank,

@@ -5,16 +5,23 @@ torch is imported only when ranks are really started or joined.
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.hardware import count_gpus, num_cores
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import format_count, set_environment
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_CHECKED = "fsdp-shard/checked"
+_TIME_TO_CHECK = timedelta(days=1)  # a check may download a model; launchers notice the death of a rank
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
 # For torch, unless the user has set them. Segments that can grow lose less memory to fragmentation. The flight recorder
 # keeps what each rank did last, and NCCL writes it when a collective takes longer than launch.timeout_seconds.
@@ -35,9 +42,26 @@ class Launchable(Protocol):
 
 
 C = TypeVar("C", bound=Launchable)
+D = TypeVar("D", contravariant=True)
 
 
-def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] = lambda config: None) -> None:
+class Check(Protocol[D]):
+    """A check of a config, which one rank of each machine does for all."""
+
+    def check(self, config: D) -> str:
+        """Check `config` and settle what it leaves open; return what was settled."""
+
+    def accept(self, config: D, settled: str) -> None:
+        """Settle the same in `config` on another rank of the machine."""
+
+
+def launch(
+    work: Callable[[C], None],
+    config: C,
+    *,
+    check: Check[C] | None = None,
+    begin: Callable[[C], None] = lambda config: None,
+) -> None:
     """Call `work(config)` on every rank of the run that `config.launch` and the environment describe.
 
     Ranks that others started (torchrun, srun, or this launcher on several machines) have each composed the same config,
@@ -46,6 +70,8 @@ def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] =
     Args:
         work: What each rank does; must be picklable if ranks are spawned.
         config: Argument of `work`.
+        check: What checks `config` first, if others started the ranks: on the first rank of each machine, while all
+            others wait. Where the ranks start here, the caller has checked it.
         begin: Called with `config` once in the whole run, before any rank works: in this process if it starts all
             ranks itself, else on rank 0. Must be picklable for several machines.
 
@@ -57,7 +83,7 @@ def launch(work: Callable[[C], None], config: C, *, begin: Callable[[C], None] =
     with set_environment(_gpu_variables() if settings.device != "cpu" else {}):
         if joins(settings, os.environ):
             with set_environment(slurm_variables(os.environ)):
-                _join_ranks(work, begin, config)
+                _join_ranks(work, begin, config, check)
         elif settings.max_nodes > 1:
             _start_ranks(partial(_join_ranks, work, begin), config)
         elif settings.ranks > 1 or settings.max_restarts:
@@ -102,14 +128,18 @@ def _num_threads(settings: LaunchConfig) -> int:
     return int(given[0]) if given else max(1, num_cores() // settings.ranks)
 
 
-def _join_ranks(work: Callable[[C], None], begin: Callable[[C], None], config: C) -> None:
-    """As one of several ranks described by the environment: take the run_dir of rank 0, begin once, and work."""
+def _join_ranks(
+    work: Callable[[C], None], begin: Callable[[C], None], config: C, check: Check[C] | None = None
+) -> None:
+    """As one of several ranks described by the environment: check, take the run_dir of rank 0, begin once, and work."""
     from fsdp_shard.distributed.process_group import join_store, leave_store
 
     # The store is kept until the work is done on all ranks: rank 0 may be serving it.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = join_store(timeout_seconds=config.launch.timeout_seconds)
     try:
+        if check is not None:
+            _check_once_a_machine(check, config, store, world_size)
         if rank == 0:
             try:
                 begin(config)
@@ -124,6 +154,33 @@ def _join_ranks(work: Callable[[C], None], begin: Callable[[C], None], config: C
         work(config)
     finally:
         leave_store(store, world_size, serves=rank == 0, seconds=_SECONDS_TO_LEAVE)
+
+
+def _check_once_a_machine(check: Check[C], config: C, store: "Store", world_size: int) -> None:
+    """Check on the first rank of each machine, and go on when all machines have: one may have to download the model.
+
+    A rank that does not know its number on its machine checks for itself.
+    """
+    here = f"{_CHECKED}/{socket.gethostname()}"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            settled = check.check(config)
+        except BaseException:
+            for key in (here, _CHECKED):
+                store.set(key, "")
+            raise
+        store.set(here, settled)
+    elif settled := _wait_for(store, here):
+        check.accept(config, settled)
+    if settled and store.add(f"{_CHECKED}/ranks", 1) == world_size:
+        store.set(_CHECKED, "all")
+    if not _wait_for(store, _CHECKED):
+        sys.exit(1)  # the rank that failed says why
+
+
+def _wait_for(store: "Store", key: str) -> str:
+    store.wait([key], _TIME_TO_CHECK)
+    return str(store.get(key).decode())
 
 
 def joins(settings: LaunchConfig, environment: Mapping[str, str]) -> bool:

@@ -22,6 +22,8 @@ from fsdp_shard.distributed.hardware import count_gpus, gpu_number
 from fsdp_shard.errors import ConfigError
 
 ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
+# gloo connects two ranks when they first talk, instead of all with all: few do, whatever the number of ranks.
+_LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 ATTEMPT_KEY = "fsdp-shard/attempt"  # the same, in the store through which the launchers meet
 
 
@@ -146,6 +148,8 @@ def init_distributed(
     rank. A rank among others that leaves by an error keeps its group, and its process should end: to destroy it may
     wait, under NCCL, for peers that wait for this rank in a collective, and the error is to be reported first.
 
+    gloo is told to connect ranks lazily, by the environment variable TORCH_GLOO_LAZY_INIT, unless that is set.
+
     Args:
         device: auto, cpu or cuda; auto takes a GPU if there is one.
         replicas: Number of copies of the model (HSDP).
@@ -165,6 +169,7 @@ def init_distributed(
     assert 1 in (tensor_parallel, expert_parallel), "these two are not combined"
     divided = replicas * tensor_parallel * expert_parallel
     assert world_size % divided == 0, (world_size, replicas, tensor_parallel, expert_parallel)
+    os.environ.setdefault(_LAZY_GLOO, "1")
     torch_device = init_device(device, local_rank)
     is_gpu = torch_device.type == "cuda"
     # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -37,6 +38,23 @@ def test_every_group_of_a_mesh_has_the_timeout_of_the_settings() -> None:
         *[("replicate", [2]), ("shard", [0, 2]), ("expert", [2, 3]), ("tensor", [2])],
     ]
     assert {seconds for _, _, seconds in experts[2]} == {timeout}
+
+
+def _num_sockets(context: DistributedContext) -> int:
+    """Sockets of this rank after the collectives of a step and of a save."""
+    others = context.with_new_group(_SECONDS)
+    for group in (context, others):
+        group.all_reduce([1.0])
+        group.broadcast_object("x")
+    others.barrier()
+    opened = os.listdir("/proc/self/fd")
+    links = [os.readlink(f"/proc/self/fd/{number}") for number in opened if os.path.exists(f"/proc/self/fd/{number}")]
+    return sum(link.startswith("socket:") for link in links)
+
+
+def test_ranks_connect_with_few_others() -> None:
+    few, many = (max(on_ranks(ranks, _num_sockets)) for ranks in (4, 16))
+    assert many <= few + 2 * 6, "two more levels of a tree in each of two groups; with all others, 24 more"
 
 
 @pytest.mark.parametrize(("num_visible", "local_rank", "index"), [(8, 3, 3), (1, 3, 0), (1, 0, 0), (2, 2, None)])

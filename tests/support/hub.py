@@ -14,10 +14,14 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Serves `repository` at `url`; `served` are the names of the files of which the content was sent."""
+    """Serves `repository` at `url`.
+
+    `served` are the names of the files of which the content was sent, `asked` the paths of all requests.
+    """
 
     def __init__(self, repository: Path) -> None:
         self.served: list[str] = []
+        self.asked: list[str] = []
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -32,6 +36,7 @@ class Hub:
 
             def _answer(self, with_content: bool) -> None:
                 path = self.path.split("?")[0]
+                hub.asked.append(path)
                 name = path.removeprefix(f"/org/name/resolve/{_COMMIT}/")
                 if path.startswith("/api/models/org/name"):
                     content = json.dumps(_tree(repository) if "/tree/" in path else _info(repository)).encode()

@@ -1,0 +1,47 @@
+"""What the check of a run has settled on one rank of a machine, for its other ranks: they neither check nor look it up.
+
+A check sets the settings that follow from others, and locates the model: of a thousand ranks, few ask the hub for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from fsdp_shard import config as configs
+from fsdp_shard.checkpoint import Location
+from fsdp_shard.utils import walk
+
+C = TypeVar("C", bound=configs.RunConfig)
+
+
+class MachineCheck(Generic[C]):
+    """A check of a config whose result can be sent to other processes of this machine.
+
+    Args:
+        check: Checks a config; it may set settings, and locates `config.source`.
+    """
+
+    def __init__(self, check: Callable[[C], None]) -> None:
+        self._check = check
+
+    def check(self, config: C) -> str:
+        """Check `config`; returns the settings that this has changed, and where the model is, as JSON."""
+        before = {name: value for name, _, value in walk(config)}
+        self._check(config)
+        changed = {name: value for name, _, value in walk(config) if value != before[name]}
+        source: Location | None = vars(config).get("source")  # cached there, if the check has looked for it
+        return json.dumps({"settings": changed, "source": source and source.to_json()})
+
+    def accept(self, config: C, settled: str) -> None:
+        """Take over in `config` what `check` has returned in another process of this machine."""
+        found: dict[str, Any] = json.loads(settled)
+        for name, value in found["settings"].items():
+            *sections, last = name.split(".")
+            owner: Any = config
+            for section in sections:
+                owner = getattr(owner, section)
+            setattr(owner, last, value)
+        if found["source"] is not None:
+            config.source = Location.from_json(found["source"])  # type: ignore[attr-defined]  # cached, of two commands
