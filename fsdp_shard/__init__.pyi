@@ -3,5 +3,6 @@ from .distributed import init_distributed as init_distributed
 from .inference import load_dispatched as load_dispatched
 from .models import no_split_blocks as no_split_blocks
 from .sharding import shard as shard
+from .training import Checkpointer as Checkpointer, Restored as Restored
 
 __version__: str

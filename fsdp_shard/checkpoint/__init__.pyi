@@ -62,6 +62,7 @@ from .sharded_state.optimizer_state import (
     check_slots as check_slots,
     create_state as create_state,
     optimizer_shards as optimizer_shards,
+    optimizer_values as optimizer_values,
     used_parameters as used_parameters,
 )
 from .sharded_state.save_step import RunState as RunState, save_step as save_step

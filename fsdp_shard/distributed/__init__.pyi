@@ -11,10 +11,17 @@ from .launcher import (
     uses_gpus as uses_gpus,
     world_sizes as world_sizes,
 )
-from .local_shard import LocalShard as LocalShard, row_major_range as row_major_range
+from .local_shard import (
+    LocalShard as LocalShard,
+    is_first_copy as is_first_copy,
+    local_shard as local_shard,
+    row_major_range as row_major_range,
+)
 from .process_group import (
     Communicator as Communicator,
     DistributedContext as DistributedContext,
+    OnlyRank as OnlyRank,
+    current_ranks as current_ranks,
     init_distributed as init_distributed,
     is_restarted as is_restarted,
 )

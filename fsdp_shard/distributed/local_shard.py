@@ -7,12 +7,15 @@ range of the row-major elements of each logical tensor. Tensor parallelism also 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import DTensor
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +51,39 @@ def row_major_range(shape: Sequence[int], rows: range) -> tuple[int, int]:
     """Return (start, length), in elements, of `rows` of a row-major tensor of `shape`."""
     row = math.prod(shape[1:])
     return rows.start * row, len(rows) * row
+
+
+def local_shard(
+    tensor: torch.Tensor, *, writes: bool, box: Callable[[Shape, Any, Any], tuple[Shape, Shape]] | None = None
+) -> LocalShard:
+    """Return what this rank holds of a tensor: all of it, some rows, or where columns were cut, a box.
+
+    Args:
+        tensor: A DTensor, or a tensor that each rank has whole.
+        writes: See `LocalShard`.
+        box: A cached `utils.local_shape_and_offset`, for many tensors.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from fsdp_shard.utils import local_shape_and_offset
+
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return LocalShard(tensor, tensor.detach().view(-1), 0, shape, writes)
+    local, offset = (box or local_shape_and_offset)(shape, tensor.device_mesh, tensor.placements)
+    with torch.no_grad():  # a tenth of the time
+        data = tensor.to_local().detach().view(-1)
+    if tuple(local[1:]) == shape[1:]:
+        start, _ = row_major_range(shape, range(offset[0], offset[0] + local[0])) if shape else (0, 1)
+        return LocalShard(tensor, data, start, shape, writes)
+    start = sum(at * math.prod(shape[axis + 1 :]) for axis, at in enumerate(offset)) if data.numel() else 0
+    return LocalShard(tensor, data, start, shape, writes, box=(tuple(offset), tuple(local)))
+
+
+def is_first_copy(tensor: DTensor) -> bool:
+    """Whether this rank is the first of those that hold its part of `tensor`, on whatever mesh that is."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    replicated = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    is_first = coordinate is not None and all(coordinate[dim] == 0 for dim in replicated)
+    return is_first and bool((tensor.device_mesh.mesh == 0).any())  # meshes without rank 0 are those of replicas

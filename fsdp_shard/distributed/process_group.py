@@ -46,6 +46,11 @@ class Communicator:
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """The sizes of the dimensions that the ranks are arranged in, by name; empty if that is not known."""
+        return {}
+
     def with_new_group(self, timeout_seconds: float) -> Self:
         """Return the same ranks with a gloo group and timeout of their own, for use by another thread. A collective."""
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -84,6 +89,48 @@ class Communicator:
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation.upper()), group=self.group)
 
 
+class OnlyRank(Communicator):
+    """A process that is the only rank, and needs no process group."""
+
+    def with_new_group(self, timeout_seconds: float) -> Self:
+        return self
+
+    def barrier(self) -> None:
+        return
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return value
+
+    def all_reduce_(self, tensor: torch.Tensor, operation: str = "sum") -> None:
+        return
+
+
+def current_ranks(timeout_seconds: float) -> Communicator:
+    """The ranks of the process group that this process is in, with a gloo group of their own; a collective.
+
+    Args:
+        timeout_seconds: Timeout of the new group.
+
+    Raises:
+        ConfigError: This process is one of several ranks, according to WORLD_SIZE, but has no process group yet.
+    """
+    if dist.is_initialized():
+        ranks = Communicator(rank=dist.get_rank(), world_size=dist.get_world_size())
+        return ranks.with_new_group(timeout_seconds)
+    if (world_size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ConfigError(
+            f"This process is one of {world_size} ranks (WORLD_SIZE={world_size}), but has no process group yet; call "
+            f"torch.distributed.init_process_group() or fsdp_shard.init_distributed() first."
+        )
+    return OnlyRank(rank=0, world_size=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistributedContext(Communicator):
     """The device of this rank and the meshes that divide a model over the ranks.
@@ -100,6 +147,11 @@ class DistributedContext(Communicator):
     device: torch.device
     mesh: DeviceMesh
     expert_mesh: DeviceMesh | None = None
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """The sizes of the dimensions of `mesh`, by name."""
+        return {str(name): int(self.mesh.size(dim)) for dim, name in enumerate(self.mesh.mesh_dim_names or ())}
 
     @property
     def num_replicas(self) -> int:

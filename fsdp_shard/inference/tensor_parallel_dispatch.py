@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import TensorIndex, load_shards
-from fsdp_shard.distributed import DistributedContext, LocalShard
+from fsdp_shard.distributed import DistributedContext, LocalShard, local_shard
 from fsdp_shard.models import rebuild_buffers
-from fsdp_shard.sharding import INFERENCE_STYLES, apply_tensor_parallel, check_tensor_parallel, local_shard
+from fsdp_shard.sharding import INFERENCE_STYLES, apply_tensor_parallel, check_tensor_parallel
 from fsdp_shard.utils import format_size, persistent_buffers, replace_tensors
 
 

@@ -18,6 +18,11 @@ from .mesh import (
     num_data_ranks as num_data_ranks,
     num_shards as num_shards,
 )
+from .module_shards import (
+    ModuleShards as ModuleShards,
+    module_shards as module_shards,
+    transformers_model as transformers_model,
+)
 from .prepare_model import check_dtypes as check_dtypes, check_shardable as check_shardable
 from .registry import (
     WRAPPERS as WRAPPERS,
@@ -30,7 +35,6 @@ from .tensor_parallel import (
     INFERENCE_STYLES as INFERENCE_STYLES,
     apply_tensor_parallel as apply_tensor_parallel,
     check_tensor_parallel as check_tensor_parallel,
-    local_shard as local_shard,
     split_groups_by_mesh as split_groups_by_mesh,
 )
 from .wrap_policy import plan_units as plan_units

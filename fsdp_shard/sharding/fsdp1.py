@@ -43,7 +43,7 @@ class Fsdp1Model:
         names = {id(param): clean_fqn(name) for name, param in self.module.named_parameters()}
         params = {
             names[id(param)]: LocalShard(param, data, start, shape, writes)
-            for param, data, start, shape in utils.flat_parameter_shards(self.module)
+            for param, data, start, shape, _ in utils.flat_parameter_shards(self.module)
             if id(param) in names
         }
         return {name: params[name] for name in names.values()} | buffer_shards(self.module, self.context)

@@ -5,21 +5,17 @@ applies such a plan to a model on meta. A parameter is then cut by columns or ro
 by rows over the sharding ranks: one box of the whole.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
-from fsdp_shard.distributed import LocalShard, row_major_range
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import apply_tensor_plan, follows_plans_by_fqn, parallel_plan, tied_names
-from fsdp_shard.sharding.config import Shape
-from fsdp_shard.utils import local_shape_and_offset
 
 # Styles that cut a parameter along one dimension, or leave it whole on each rank with the same gradient.
 _STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"})
@@ -94,26 +90,6 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for alias, kept in ties.items():  # each parameter was replaced, under its first name only
         owner, _, name = alias.rpartition(".")
         setattr(model.get_submodule(owner), name, model.get_parameter(kept))
-
-
-def local_shard(
-    param: nn.Parameter,
-    *,
-    writes: bool,
-    box: Callable[[Shape, DeviceMesh, tuple[Placement, ...]], tuple[Shape, Shape]] = local_shape_and_offset,
-) -> LocalShard:
-    """What this rank holds of a parameter: all of it, some rows, or where columns were cut, a box."""
-    shape = tuple(param.shape)
-    if not isinstance(param, DTensor):
-        return LocalShard(param, param.detach().view(-1), 0, shape, writes)
-    local, offset = box(shape, param.device_mesh, param.placements)
-    with torch.no_grad():  # a tenth of the time
-        data = param.to_local().detach().view(-1)
-    if tuple(local[1:]) == shape[1:]:
-        start, _ = row_major_range(shape, range(offset[0], offset[0] + local[0]))
-        return LocalShard(param, data, start, shape, writes)
-    start = sum(at * prod(shape[axis + 1 :]) for axis, at in enumerate(offset)) if data.numel() else 0
-    return LocalShard(param, data, start, shape, writes, box=(tuple(offset), tuple(local)))
 
 
 def is_divided(param: DTensor) -> bool:

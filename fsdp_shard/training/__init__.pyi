@@ -1,4 +1,5 @@
 from .batch_loader import micro_batches as micro_batches
+from .checkpoints.checkpointer import Checkpointer as Checkpointer, Restored as Restored
 from .checkpoints.resume import (
     check_optimizer as check_optimizer,
     find_step as find_step,
@@ -7,7 +8,8 @@ from .checkpoints.resume import (
 )
 from .checkpoints.resume_report import describe_finished as describe_finished
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder
-from .checkpoints.saver import BackgroundSave as BackgroundSave, Saver as Saver, open_saver as open_saver
+from .checkpoints.saver import Saver as Saver, open_saver as open_saver
+from .checkpoints.step_saver import BackgroundSave as BackgroundSave
 from .config import TrainConfig as TrainConfig
 from .figures import data_figures as data_figures
 from .finetune_checks import check_finetune as check_finetune

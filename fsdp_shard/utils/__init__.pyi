@@ -78,6 +78,7 @@ from .torch_private import (
     FakeTensorMode as FakeTensorMode,
     TorchDispatchMode as TorchDispatchMode,
     flat_parameter_shards as flat_parameter_shards,
+    hides_originals as hides_originals,
     hybrid_shard_grad_op as hybrid_shard_grad_op,
     int8_matmul as int8_matmul,
     is_costly_operator as is_costly_operator,

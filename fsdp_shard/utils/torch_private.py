@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 # Without them operators cannot be seen and models not be run without memory: `plan` needs both.
@@ -121,26 +122,34 @@ def keep_batch_norms_wrapped(precision: MixedPrecision) -> None:
 
 
 def flat_parameter_shards(
-    module: FullyShardedDataParallel,
-) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, tuple[int, ...]]]:
-    """(original parameter, this rank's elements of it, the first one's offset, full shape) under FSDP1.
+    module: nn.Module,
+) -> Iterator[tuple[nn.Parameter, torch.Tensor, int, tuple[int, ...], list[int]]]:
+    """(original parameter, this rank's elements of it, the first one's offset, full shape, ranks that divide it).
 
-    torch gives no public way to a rank's part of a parameter short of a sharded state dict, which gathers every unit
-    first. The flat parameter records the offset of each original one. The names are the same since torch 2.0.
+    Of all parameters of `module` under FSDP1. torch gives no public way to a rank's part of a parameter short of a
+    sharded state dict, which gathers every unit first. The flat parameter records the offset of each original one. The
+    names are the same since torch 2.0.
     """
     for handle in _flat_handles(module):
         flat, divided = handle.flat_param, handle.uses_sharded_strategy
+        ranks = dist.get_process_group_ranks(handle.process_group)
         for param, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
             if not divided:
-                yield param, param.detach().view(-1), 0, tuple(shape)
+                whole = param.detach().view(-1)
+                yield param, whole, 0, tuple(shape), [dist.get_rank()]
             elif info.in_shard:
                 data = flat.detach()[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
-                yield param, data, info.intra_param_start_idx, tuple(shape)
+                yield param, data, info.intra_param_start_idx, tuple(shape), ranks
             else:
-                yield param, flat.detach()[:0], prod(shape), tuple(shape)
+                yield param, flat.detach()[:0], prod(shape), tuple(shape), ranks
 
 
-def restore_frozen_parameters(module: FullyShardedDataParallel) -> None:
+def hides_originals(module: nn.Module) -> bool:
+    """Whether a part of `module` is under FSDP1 with `use_orig_params=False`, and so has flat parameters only."""
+    return any(handle.flat_param._params is None for handle in _flat_handles(module))
+
+
+def restore_frozen_parameters(module: nn.Module) -> None:
     """Register frozen parameters again, which FSDP1 leaves out after a backward pass on one rank.
 
     It assumes that what is not divided is registered already. If any of them are tied, the next forward pass would
@@ -154,5 +163,5 @@ def restore_frozen_parameters(module: FullyShardedDataParallel) -> None:
             handle._use_unsharded_views(as_params=True)
 
 
-def _flat_handles(module: FullyShardedDataParallel) -> Iterator[Any]:
+def _flat_handles(module: nn.Module) -> Iterator[Any]:
     return (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module) if unit._handle is not None)

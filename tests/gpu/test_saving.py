@@ -101,6 +101,9 @@ class _Quiet:
     def note(self, lines: str) -> None:
         del lines
 
+    def warn(self, lines: str) -> None:
+        del lines
+
     def saved(self, checkpoint: Path) -> None:
         del checkpoint
 

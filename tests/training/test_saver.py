@@ -28,8 +28,8 @@ from fsdp_shard.checkpoint import (
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError, StorageError
 from fsdp_shard.models import tied_names
+from fsdp_shard.training import Saver, open_saver
 from fsdp_shard.training.checkpoints.resume import check_optimizer, find_step
-from fsdp_shard.training.checkpoints.saver import Saver, open_saver
 from fsdp_shard.training.load_model import LoadedModel, LoadFigures
 from fsdp_shard.training.trainer_state import TrainerState
 from tests.sharding.test_wrappers import WRAPPERS, sharded
@@ -51,6 +51,9 @@ class Training:
         self.saver: Saver = open_saver(str(run_dir), config, context, loaded, self.optimizer, beside, self)
 
     def note(self, lines: str) -> None:
+        self.told.append(lines)
+
+    def warn(self, lines: str) -> None:
         self.told.append(lines)
 
     def saved(self, checkpoint: Path) -> None:

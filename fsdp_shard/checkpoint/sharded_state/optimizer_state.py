@@ -4,14 +4,17 @@ A state with the shape of its parameter is sharded as the parameter is; a scalar
 that holds the parameter's first element, since under FSDP1 a rank may hold nothing of it, and then has no state of it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import to_torch
-from fsdp_shard.distributed import LocalShard
+from fsdp_shard.distributed import LocalShard, is_first_copy, local_shard
 from fsdp_shard.errors import CheckpointError
 
 
@@ -30,7 +33,7 @@ def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
         return own()
     with torch.no_grad():
         return {
-            f"{name}.{slot}": _state_shard(shard, value)
+            f"{name}.{slot}": _state_shard(f"{name}.{slot}", shard, value)
             for name, shard in shards.items()
             for slot, value in sorted(optimizer.state.get(shard.tensor, {}).items())
             if isinstance(value, torch.Tensor)
@@ -94,8 +97,34 @@ def check_slots(index: TensorIndex, expected: Mapping[str, LocalShard], extra: S
             )
 
 
-def _state_shard(shard: LocalShard, value: torch.Tensor) -> LocalShard:
+def optimizer_values(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> dict[str, Any]:
+    """The entries of the optimizer state that are no tensors, such as counts of steps, by `PARAMETER.SLOT`."""
+    return {
+        f"{name}.{slot}": value
+        for name, shard in shards.items()
+        for slot, value in sorted(optimizer.state.get(shard.tensor, {}).items())
+        if not isinstance(value, torch.Tensor)
+    }
+
+
+def _state_shard(name: str, shard: LocalShard, value: torch.Tensor) -> LocalShard:
+    """This rank's part of the state `name` of the parameter of `shard`.
+
+    It is divided as the parameter is, or a DTensor that is divided in its own way, or of its own shape for a parameter
+    that is not divided.
+    """
+    if isinstance(value, DTensor) and value.shape != shard.tensor.shape:
+        return local_shard(value, writes=is_first_copy(value))
     if value.ndim == 0 and shard.shape:
         holds_first = shard.writes and shard.start == 0 and shard.data.numel() > 0
         return LocalShard(value, value.view(-1), 0, (), writes=holds_first)
-    return LocalShard(value, shard.view_of(value), shard.start, shard.shape, shard.writes, shard.box)
+    num_local = (value.to_local() if isinstance(value, DTensor) else value).numel()
+    if num_local == shard.data.numel():
+        return LocalShard(value, shard.view_of(value), shard.start, shard.shape, shard.writes, shard.box)
+    if shard.data.numel() != math.prod(shard.shape):
+        raise CheckpointError(
+            f"The optimizer keeps {name} of shape {list(value.shape)} for a parameter of shape {list(shard.shape)} of "
+            f"which this rank has {shard.data.numel()} elements: how the ranks divide it is not known, so that it "
+            f"cannot be saved. Use an optimizer whose states have the shape of the parameters, or are DTensors."
+        )
+    return LocalShard(value, value.view(-1), 0, tuple(value.shape), shard.writes)

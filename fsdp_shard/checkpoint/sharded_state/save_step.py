@@ -27,13 +27,13 @@ from fsdp_shard.checkpoint.steps import (
     TensorRecord,
     build_shard_index,
 )
-from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_all, run_on_main
+from fsdp_shard.distributed import Communicator, LocalShard, run_on_all, run_on_main
 from fsdp_shard.errors import FsdpShardError
 
 
 @dataclass(frozen=True)
 class RunState:
-    """All that a step directory holds. `model_files` (config, tokenizer) are needed on rank 0 only.
+    """All that a step directory holds. `trainer` and `model_files` (config, tokenizer) are needed on rank 0 only.
 
     `single_file` is the name of the weights' file if the layout has only one. Shards are read through `reading`.
     """
@@ -48,7 +48,7 @@ class RunState:
 
 
 def save_step(
-    context: DistributedContext,
+    context: Communicator,
     store: Store,
     step: int,
     state: RunState,
@@ -96,7 +96,7 @@ def save_step(
             layout=layout,
             step=step,
             world_size=context.world_size if layout == "sharded" else 1,
-            mesh={str(name): context.mesh.size(dim) for dim, name in enumerate(context.mesh.mesh_dim_names or ())},
+            mesh=context.mesh_shape,
             files={name: record for one in everyone for name, record in sorted(one.records.items())},
             tensors=_tensor_records(state.weights, everyone) if context.is_main else {},
             aliases=dict(state.aliases),
@@ -115,7 +115,7 @@ def _plan(state: RunState, target: write_plan.Target, layout: str, *, has_optimi
         optimizer = write_plan.plan_optimizer_writes(state.optimizer, target)
     if target.rank == 0:
         trainer = (json.dumps(dict(state.trainer), indent=2) + "\n").encode()
-        weights = weights.with_files({**state.model_files, TRAINER: trainer})
+        weights = weights.with_files({**state.model_files, **({TRAINER: trainer} if state.trainer else {})})
     return write_shards.RankPlans(weights, optimizer)
 
 

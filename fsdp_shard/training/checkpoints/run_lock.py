@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fsdp_shard.distributed import DistributedContext, run_on_all
+from fsdp_shard.distributed import Communicator, run_on_all
 from fsdp_shard.errors import ConfigError
 
 LOCK = ".lock"
@@ -24,7 +24,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def run_lock(run_dir: str, context: DistributedContext) -> Iterator[None]:
+def run_lock(run_dir: str, context: Communicator) -> Iterator[None]:
     """Lock `run_dir` against other runs while the block runs; raises ConfigError on all ranks if another run has it."""
     handle = run_on_all(context, lambda: _acquire(Path(run_dir)) if context.is_main else None)
     try:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import CheckpointConfig, RemoteStore, RunState, Store
-from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
+from fsdp_shard.distributed import Communicator, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
 
 
@@ -29,9 +29,7 @@ class StepCommitter:
         is_adapter: The weights are an adapter, which peft reads from one file only.
     """
 
-    def __init__(
-        self, context: DistributedContext, store: Store, config: CheckpointConfig, *, is_adapter: bool
-    ) -> None:
+    def __init__(self, context: Communicator, store: Store, config: CheckpointConfig, *, is_adapter: bool) -> None:
         self._context = context.with_new_group(config.timeout_seconds)
         self._store, self._config = store, config
         self.remote = None if config.remote is None else RemoteStore(config.remote)

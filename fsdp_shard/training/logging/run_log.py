@@ -116,6 +116,10 @@ class RunLog:
         for line in [lines] if isinstance(lines, str) else lines:
             self._progress.note(line)
 
+    def warn(self, lines: str) -> None:
+        """Show what failed, and does not end the run."""
+        self.note(lines)
+
     def step(self, report: StepReport) -> None:
         """Log a finished step."""
         self._seconds += report.step_seconds

@@ -1,0 +1,124 @@
+"""This rank's shards of any module, whoever wrapped it: plain, DDP, FSDP1, FSDP2, tensor-parallel, on any mesh."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, local_shard
+from fsdp_shard.errors import ModelError
+from fsdp_shard.sharding.activation_checkpointing import clean_fqn
+from fsdp_shard.utils import (
+    flat_parameter_shards,
+    hides_originals,
+    local_shape_and_offset,
+    persistent_buffers,
+    restore_frozen_parameters,
+)
+
+
+class ModuleShards(NamedTuple):
+    """What a rank holds of a module.
+
+    Attributes:
+        shards: Its parameters and persistent buffers by the FQN that they have in the module without wrappers.
+        aliases: {tied name: name in `shards`}.
+    """
+
+    shards: dict[str, LocalShard]
+    aliases: dict[str, str]
+
+
+def module_shards(module: nn.Module, ranks: Communicator) -> ModuleShards:
+    """Return this rank's shards of a module. A parameter that several ranks hold is written by one of them.
+
+    What was gathered for a forward pass is released first.
+
+    Args:
+        module: The module as it is trained: inside DistributedDataParallel, FullyShardedDataParallel or torch.compile,
+            or with parameters that are DTensors.
+        ranks: All ranks that hold parts of it, each of them the same parameters.
+
+    Returns:
+        Views of the parameters and buffers; writing into them changes the module.
+
+    Raises:
+        ModelError: A parameter is on meta, or is kept in a way that does not say which part a rank has.
+    """
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    flat = _flat_shards(module)
+    box = cache(local_shape_and_offset)  # slow, and layers have the same parameters
+    names: dict[int, str] = {}
+    shards: dict[str, LocalShard] = {}
+    aliases: dict[str, str] = {}
+    for number, (raw, param) in enumerate(module.named_parameters(remove_duplicate=False)):
+        name = clean_fqn(raw)
+        if (kept := names.setdefault(id(param), name)) != name:
+            aliases[name] = kept
+            continue
+        if param.is_meta:
+            raise ModelError(
+                f"{name} of {type(module).__name__} is on the meta device and has no values; give it memory "
+                f"(`to_empty`) and fill it before it is saved or restored."
+            )
+        if (found := flat.get(id(param))) is not None:
+            shards[name] = found
+        elif isinstance(param, DTensor):
+            _refuse_partial(name, param)
+            shards[name] = local_shard(param, writes=is_first_copy(param), box=box)
+        else:
+            shards[name] = local_shard(param, writes=number % ranks.world_size == ranks.rank)  # they divide the work
+    for _, _, raw, buffer in persistent_buffers(module):
+        if isinstance(buffer, DTensor):
+            shards[clean_fqn(raw)] = local_shard(buffer, writes=is_first_copy(buffer))
+        else:
+            whole = (0, tuple(buffer.shape))
+            shards[clean_fqn(raw)] = LocalShard(buffer, buffer.detach().reshape(-1), *whole, writes=ranks.is_main)
+    return ModuleShards(shards, aliases)
+
+
+def transformers_model(module: nn.Module) -> PreTrainedModel | None:
+    """Return the model of transformers that `module` is or wraps, if it is one."""
+    module = _inside(module)
+    return module if isinstance(module, PreTrainedModel) else None
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """The module without what wraps the whole of it."""
+    while True:
+        if isinstance(module, DistributedDataParallel | fsdp.FullyShardedDataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # of torch.compile
+            module = inner
+        else:
+            return module
+
+
+def _flat_shards(module: nn.Module) -> dict[int, LocalShard]:
+    """The shards of parameters under FSDP1, by the id of the parameter."""
+    if hides_originals(module):
+        raise ModelError(
+            f"{type(_inside(module)).__name__} is in FullyShardedDataParallel(use_orig_params=False), which hides its "
+            f"parameters; wrap it with use_orig_params=True."
+        )
+    restore_frozen_parameters(module)
+    return {
+        id(param): LocalShard(param, data, start, shape, writes=0 in ranks)
+        for param, data, start, shape, ranks in flat_parameter_shards(module)
+    }
+
+
+def _refuse_partial(name: str, param: DTensor) -> None:
+    if any(placement.is_partial() for placement in param.placements):
+        raise ModelError(f"{name} is a DTensor with partial sums ({param.placements}), which have no single value.")

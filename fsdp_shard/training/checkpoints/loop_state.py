@@ -1,0 +1,201 @@
+"""What a `Checkpointer` saves besides weights and optimizer tensors: the document of a step, and the tensors that it
+names.
+
+`checkpointer.json` holds data only. Tensors are in the files of the optimizer state, under names that begin with `$`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from fsdp_shard.checkpoint import TensorIndex, load_shards, member, tensor_bytes, to_torch
+from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, local_shard
+from fsdp_shard.errors import CheckpointError, SaveError
+from fsdp_shard.training.checkpoints.state_tree import flatten_state, restore_state
+from fsdp_shard.utils import parse_json, read_bounded
+
+DOCUMENT = "checkpointer.json"
+_FORMAT_VERSION = 1
+
+
+@dataclass
+class LoopState:
+    """The document of a step.
+
+    Attributes:
+        step: The step.
+        metrics: Figures of the step, by name.
+        extra: What rank 0 gave as `extra`.
+        states: What `state_dict()` of each object returned, by the name that it was given under.
+        groups: The options of each parameter group of each optimizer, and the names of its parameters.
+        ranks: Of each rank, its random state and what it gave as `extra_per_rank`; and the entries of the optimizer
+            state that are no tensors, by `PARAMETER.SLOT`.
+    """
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra: Any = None
+    states: dict[str, Any] = field(default_factory=dict)
+    groups: Any = None
+    ranks: list[Any] = field(default_factory=list)
+
+    def to_json(self, ranks: list[Any]) -> bytes:
+        """The content of `checkpointer.json`, with `ranks`."""
+        return (json.dumps({"format_version": _FORMAT_VERSION, **asdict(self), "ranks": ranks}) + "\n").encode()
+
+
+def read_loop_state(step_directory: Path) -> LoopState:
+    """Read the document of a step; CheckpointError if it has none or it is damaged."""
+    path = member(step_directory, DOCUMENT)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{step_directory} has no {DOCUMENT}: it was not saved by a Checkpointer. Resume it with `fsdp-shard "
+            f"finetune`, or read its weights with fsdp_shard.load_weights."
+        )
+    values = parse_json(read_bounded(path, "metadata_bytes"), str(path))
+    if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
+        raise CheckpointError(f"{path} is not of format version {_FORMAT_VERSION}.")
+    kinds = {"step": int, "metrics": dict, "states": dict, "ranks": list}
+    names = {one.name for one in fields(LoopState)}
+    if values.keys() != names or any(type(values[name]) is not kind for name, kind in kinds.items()):
+        raise CheckpointError(f"{path} does not have the entries of a step that a Checkpointer saved.")
+    return LoopState(**values)
+
+
+class StateTensors:
+    """The tensors of states, as shards for the files of the optimizer state.
+
+    Attributes:
+        shards: This rank's shards by name.
+        digests: A digest of what must be the same on all ranks, by name.
+    """
+
+    def __init__(self, ranks: Communicator) -> None:
+        self._ranks = ranks
+        self.shards: dict[str, LocalShard] = {}
+        self.digests: dict[str, int] = {}
+
+    def add_own(self, state: Any, name: str) -> Any:
+        """Add the tensors of a state that only this rank has; returns its document."""
+        document, tensors = flatten_state(state, f"${name}")
+        for key, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                raise SaveError(f"{key} is a DTensor, which all ranks hold together; give it in a state, not as extra.")
+            self.shards[key] = _copied(tensor.detach(), writes=True)
+        return document
+
+    def add_shared(self, state: Any, name: str) -> Any:
+        """Add the tensors of a state that all ranks have: DTensors divided, anything else the same on each rank."""
+        document, tensors = flatten_state(state, f"${name}")
+        digest = xxhash.xxh3_64(json.dumps(document).encode())
+        for key, tensor in tensors.items():
+            writes = is_first_copy(tensor) if isinstance(tensor, DTensor) else self._ranks.is_main
+            self.shards[key] = shard = _copied(tensor.detach(), writes=writes)
+            if not isinstance(tensor, DTensor):
+                digest.update(tensor_bytes(shard.data))
+        self.digests[name] = digest.intdigest()
+        return document
+
+
+def text_digest(names: list[str]) -> int:
+    """A 64-bit digest of `names`."""
+    return xxhash.xxh3_64(json.dumps(names).encode()).intdigest()
+
+
+def first_difference(ranks: Communicator, digests: Mapping[str, int]) -> str | None:
+    """The first name whose 64-bit digest is not the same on all ranks; a collective.
+
+    `the names of the states` if the names themselves differ.
+    """
+    if not all(_agree(ranks, [text_digest(list(digests))])):
+        return "the names of the states"
+    are_same = _agree(ranks, list(digests.values()))
+    return next((name for name, is_same in zip(digests, are_same, strict=True) if not is_same), None)
+
+
+def _agree(ranks: Communicator, numbers: list[int]) -> list[bool]:
+    """Whether all ranks have the same, for each of as many 64-bit numbers."""
+    halves = [float(half) for number in numbers for half in (number >> 32, number & 0xFFFFFFFF)]
+    highest, lowest = ranks.all_reduce(halves, "max"), ranks.all_reduce(halves, "min")
+    return [highest[at : at + 2] == lowest[at : at + 2] for at in range(0, len(halves), 2)]
+
+
+def read_state(document: Any, index: TensorIndex | None, where: str, name: str = "", like: Any = None) -> Any:
+    """Put a state together again, its tensors read from `index`.
+
+    Args:
+        document: What `StateTensors` has returned.
+        name: The name that the state was added under, if `like` is given.
+        index: The files of the optimizer state; None if the step has none.
+        where: The file of the document, for errors.
+        like: The state as the object has it now; where it has a DTensor, only this rank's part is read, into one that
+            is divided alike.
+    """
+    current = {} if like is None else flatten_state(like, f"${name}")[1]
+    tensors = {}
+    for key in _names_in(document):
+        if index is None or key not in index.tensors:
+            raise CheckpointError(f"{where} names the tensor {key}, which the step does not hold.")
+        entry, now = index.entry(key), current.get(key)
+        if isinstance(now, DTensor) and tuple(now.shape) == entry.shape:
+            tensors[key] = torch.empty_like(now, dtype=to_torch(entry.dtype))
+        else:
+            tensors[key] = torch.empty(entry.shape, dtype=to_torch(entry.dtype))
+        load_shards(index, {key: local_shard(tensors[key], writes=False)})
+    return restore_state(document, tensors, where)
+
+
+def _names_in(document: Any) -> list[str]:
+    """The names of the tensors of a document."""
+    if isinstance(document, dict):
+        if len(document) == 1 and isinstance(name := document.get("$tensor"), str):
+            return [name]
+        return [name for item in document.values() for name in _names_in(item)]
+    return [name for item in document for name in _names_in(item)] if isinstance(document, list) else []
+
+
+def _copied(tensor: torch.Tensor, *, writes: bool) -> LocalShard:
+    """The shard of a copy in host memory: the object may change its state while it is saved."""
+    shard = local_shard(tensor.contiguous(), writes=writes)
+    data = shard.data.to("cpu", copy=True)
+    return LocalShard(data, data, shard.start, shard.shape, writes, shard.box)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of the generators of Python, numpy and torch, and of the GPU of this rank if it uses one."""
+    name, keys, *rest = tuple(numpy.random.get_state(legacy=True))
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return {
+        "python": random.getstate(),
+        "numpy": (
+            str(name),
+            numpy.asarray(keys).tobytes(),
+            *(value.item() if hasattr(value, "item") else value for value in rest),
+        ),
+        "torch": bytes(torch.get_rng_state().numpy()),
+        "cuda": None if cuda is None else bytes(cuda.numpy()),
+    }
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Set the generators to what `random_state` has returned."""
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(_byte_tensor(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+
+
+def _byte_tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

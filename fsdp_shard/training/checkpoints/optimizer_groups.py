@@ -1,0 +1,136 @@
+"""The optimizers of people's own loops: states, options and parameter groups, by the names of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fsdp_shard import checkpoint
+from fsdp_shard.distributed import LocalShard
+from fsdp_shard.errors import CheckpointError, ConfigError
+
+Optimizers = Optimizer | Mapping[str, Optimizer] | None
+
+
+def by_name(given: Any) -> dict[str, Any]:
+    """Objects by name; a single one has the empty name."""
+    if given is None:
+        return {}
+    return dict(sorted(given.items())) if isinstance(given, Mapping) else {"": given}
+
+
+def bare_optimizers(given: Optimizers) -> dict[str, Optimizer]:
+    """Optimizers by name, without what other libraries wrap around them."""
+    found = {}
+    for name, one in by_name(given).items():
+        while isinstance(inner := getattr(one, "optimizer", None), Optimizer):  # of accelerate
+            one = inner
+        if not isinstance(one, Optimizer):
+            raise ConfigError(
+                f"{type(one).__name__} is no torch.optim.Optimizer; give other objects by a name of their own."
+            )
+        found[name] = one
+    return found
+
+
+def optimizer_parts(
+    optimizers: Mapping[str, Optimizer], shards: Mapping[str, LocalShard]
+) -> tuple[dict[str, LocalShard], dict[str, Any], dict[str, Any]]:
+    """Tensors of the states, options of the groups, and other entries of the states."""
+    slots: dict[str, LocalShard] = {}
+    options: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for name, optimizer in optimizers.items():
+        options[name] = _options(optimizer, shards)
+        prefix = slot_prefix(name)
+        slots |= {prefix + key: shard for key, shard in checkpoint.optimizer_shards(optimizer, shards).items()}
+        values |= {prefix + key: value for key, value in checkpoint.optimizer_values(optimizer, shards).items()}
+    return slots, options, values
+
+
+def slot_prefix(name: str) -> str:
+    """What names of the states of an optimizer begin with."""
+    return f"{name}/" if name else ""
+
+
+def _options(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> list[dict[str, Any]]:
+    """The options of each parameter group, with the names of its parameters."""
+    names = {id(shard.tensor): name for name, shard in shards.items()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has a parameter of shape {list(param.shape)} that the model does not "
+                    f"have; make the optimizer of model.parameters() after the model is wrapped."
+                )
+    return [{**group, "params": [names[id(param)] for param in group["params"]]} for group in optimizer.param_groups]
+
+
+def check_groups(
+    saved: Any, optimizers: Mapping[str, Optimizer], shards: Mapping[str, LocalShard], directory: Path
+) -> None:
+    """The parameter groups of the step are those of the optimizers."""
+    if saved.keys() != optimizers.keys():
+        raise CheckpointError(
+            f"{directory} was saved with {_optimizers_in(saved)}, and restore() was given {_optimizers_in(optimizers)}."
+        )
+    for name, optimizer in optimizers.items():
+        groups = _options(optimizer, shards)
+        if [group["params"] for group in saved[name]] != [group["params"] for group in groups]:
+            raise CheckpointError(
+                f"{directory} was saved with another optimizer: its {len(saved[name])} parameter groups do not have "
+                f"the parameters of the {len(groups)} of {type(optimizer).__name__}."
+            )
+        for before, now in zip(saved[name], groups, strict=True):
+            if before.keys() != now.keys():
+                raise CheckpointError(
+                    f"{directory} was saved with another optimizer: its parameter groups have the options "
+                    f"{listed(before)}, those of {type(optimizer).__name__} {listed(now)}."
+                )
+
+
+def _optimizers_in(given: Mapping[str, Any]) -> str:
+    if not given:
+        return "no optimizer"
+    return "one optimizer" if "" in given else f"the optimizers {listed(given)}"
+
+
+def create_states(optimizers: Mapping[str, Optimizer], shards: Mapping[str, LocalShard], slots: Iterable[str]) -> None:
+    """Give each optimizer the states that a step has of its parameters, with any values."""
+    for name, optimizer in optimizers.items():
+        optimizer.state.clear()
+        prefix = slot_prefix(name)
+        own = {slot.removeprefix(prefix) for slot in slots if slot.startswith(prefix)}
+        known = {slot.rsplit(".", parts)[0] for slot in own for parts in range(1, slot.count(".") + 1)}
+        members = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        used = [
+            shard.tensor
+            for key, shard in shards.items()
+            if key in known and id(shard.tensor) in members and shard.tensor.numel()  # FSDP1 may leave a rank nothing
+        ]
+        if used:
+            checkpoint.create_state(optimizer, used)
+
+
+def set_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
+    for group, options in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in options.items():
+            if key != "params":
+                group[key] = value.to(group[key].device) if isinstance(group[key], torch.Tensor) else value
+
+
+def set_values(optimizer: Optimizer, prefix: str, shards: Mapping[str, LocalShard], values: Mapping[str, Any]) -> None:
+    for name, shard in shards.items():
+        for slot in [
+            slot for slot, now in optimizer.state.get(shard.tensor, {}).items() if not isinstance(now, torch.Tensor)
+        ]:
+            if (key := f"{prefix}{name}.{slot}") in values:
+                optimizer.state[shard.tensor][slot] = values[key]
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

@@ -1,0 +1,122 @@
+"""State of people's own objects as JSON and named tensors: what `state_dict()` of a scheduler or a GradScaler returns.
+
+Data only: nothing is pickled, so nothing runs when it is read.
+
+JSON has no tuples, bytes, NaN, or keys other than strings: an object with one key that begins with `$` stands for them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fsdp_shard.errors import CheckpointError, SaveError
+
+_DICTS = (dict, OrderedDict, defaultdict)
+_MAX_DEPTH = 100
+
+
+def flatten_state(state: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Divide a state into a document for JSON and its tensors.
+
+    Args:
+        state: None, bool, int, float, str, bytes, tensors, and lists, tuples, dicts and Counters of them.
+        name: What it is called in errors and in the names of its tensors.
+
+    Returns:
+        The document, in which each tensor is its name, and the tensors by name.
+
+    Raises:
+        SaveError: Something in it is of another type; it names the key.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _encode(state, name, tensors, 0), tensors
+
+
+def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise SaveError(f"{name} is nested more than {_MAX_DEPTH} levels deep, or contains itself.")
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value
+        return {"$tensor": name}
+    if kind in (list, tuple):
+        items = [_encode(item, f"{name}.{number}", tensors, depth + 1) for number, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind is Counter:
+        return {"$counter": _pairs(value, name, tensors, depth)}
+    if kind in _DICTS:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: _encode(item, f"{name}.{key}", tensors, depth + 1) for key, item in value.items()}
+        return {"$dict": _pairs(value, name, tensors, depth)}
+    raise SaveError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, which is no data: give tensors, None, bool, "
+        f"int, float, str, bytes, and lists, tuples and dicts of them."
+    )
+
+
+def _pairs(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor], depth: int) -> list[list[Any]]:
+    for key in value:
+        if not (key is None or type(key) in (bool, int, float, str)):
+            raise SaveError(
+                f"{name} has the key {key!r} of type {type(key).__name__}; keys may be strings, numbers and None."
+            )
+    return [
+        [_encode(key, name, tensors, depth + 1), _encode(item, f"{name}.{key}", tensors, depth + 1)]
+        for key, item in value.items()
+    ]
+
+
+def restore_state(document: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
+    """Put together what `flatten_state` has divided.
+
+    Args:
+        document: The document.
+        tensors: The tensors by name.
+        where: The file, for errors.
+
+    Raises:
+        CheckpointError: The document is not one that `flatten_state` makes.
+    """
+    try:
+        return _decode(document, tensors, 0)
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise CheckpointError(f"{where} is damaged: it holds state that cannot be read ({error!r}).") from error
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    if depth > 2 * _MAX_DEPTH:
+        raise ValueError("nested too deep")
+    if isinstance(value, list):
+        return [_decode(item, tensors, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or not (mark := next(iter(value))).startswith("$"):
+        return {key: _decode(item, tensors, depth + 1) for key, item in value.items()}
+    content = value[mark]
+    match mark:
+        case "$float":
+            return float(content)
+        case "$bytes":
+            return base64.b64decode(content, validate=True)
+        case "$tensor":
+            return tensors[content]
+        case "$tuple":
+            return tuple(_decode(content, tensors, depth + 1))
+        case "$dict" | "$counter":
+            decoded = {_decode(key, tensors, depth + 1): _decode(item, tensors, depth + 1) for key, item in content}
+            return Counter(decoded) if mark == "$counter" else decoded
+        case _:
+            raise ValueError(f"unknown mark {mark!r}")

@@ -1,0 +1,190 @@
+"""Saving one step at a time, in the background or not, and what happens when a save fails.
+
+A save in the background is settled before the optimizer changes what it has still to read. All ranks agree on its
+outcome, in the main thread, before any acts on it: `poll` after a step, `finish` before the run ends.
+"""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
+
+from torch.optim import Optimizer
+
+from fsdp_shard import checkpoint
+from fsdp_shard.checkpoint import CheckpointConfig, RunState
+from fsdp_shard.distributed import Communicator, run_on_all
+from fsdp_shard.errors import FsdpShardError, Interrupted, RemoteError, SaveError, StorageError
+from fsdp_shard.training.checkpoints.step_committer import SavedStep, StepCommitter
+
+_GRACE_SECONDS = 10.0  # for a save to end when another rank may be lost
+T = TypeVar("T")
+
+
+class SaveLog(Protocol):
+    """What reports saves; called on all ranks alike."""
+
+    def note(self, lines: str) -> None:
+        """Report something in words."""
+
+    def warn(self, lines: str) -> None:
+        """Report what failed, and does not end the run."""
+
+    def saved(self, checkpoint: Path) -> None:
+        """Report a committed step."""
+
+
+class BackgroundSave(Generic[T]):
+    """Calls `work`, which reads the state of step `step` through `copy`, in a daemon thread: its hashing and writing
+    release the interpreter.
+    """
+
+    def __init__(self, step: int, copy: checkpoint.StagedCopy, work: Callable[[], T]) -> None:
+        self.step, self.copy = step, copy
+        self.outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        threading.Thread(target=self._run, args=(work,), name=f"save-step-{step}", daemon=True).start()
+
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            try:
+                self.copy.wait()
+                checkpoint.fault_point("staged")
+                saved = work()
+            finally:
+                self.copy.end()
+        except BaseException as error:  # raised in the main thread by `outcome.result`, whatever it is
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(saved)
+
+
+class StepSaver:
+    """Saves steps of one run; every method is a collective.
+
+    A context manager: leaving it by an error waits for a save in the background, unless a second signal asks to end at
+    once.
+
+    Args:
+        context: The ranks.
+        config: The settings `checkpoint.*`.
+        committer: What commits a step.
+        log: What reports saves.
+        prefix: What the settings are called in messages.
+    """
+
+    def __init__(
+        self,
+        context: Communicator,
+        config: CheckpointConfig,
+        committer: StepCommitter,
+        log: SaveLog,
+        prefix: str = "checkpoint.",
+    ) -> None:
+        self._context, self._config, self._committer, self._log = context, config, committer, log
+        self._prefix = prefix
+        self._staging = checkpoint.Staging()
+        self._running: BackgroundSave[SavedStep] | None = None
+        self._failed: StorageError | None = None
+        self._num_failures = 0
+        self._hooked: dict[Optimizer, Callable[[], None]] = {}
+
+    def settle_before(self, optimizers: Iterable[Optimizer]) -> None:
+        """Settle a save in the background before one of `optimizers` steps, which changes what the save reads."""
+        for optimizer in optimizers:
+            if optimizer not in self._hooked:
+                self._hooked[optimizer] = optimizer.register_step_pre_hook(lambda *_: self._settle()).remove
+
+    def save_step(self, step: int, state: RunState, *, is_best: bool, in_background: bool) -> None:
+        """Save a step, after waiting for the previous save.
+
+        Args:
+            step: The step.
+            state: This rank's part of it.
+            is_best: Make `best` point to the step.
+            in_background: Return before it is written; `settle_before` has been told what changes the state.
+
+        Raises:
+            SaveError: The save failed, or the previous one did, and the run has to stop for it.
+        """
+        self.wait()
+        if not in_background:
+            self._conclude(step, lambda: self._committer.commit(step, state, is_best=is_best))
+            return
+        staged, copy = self._staging.stage(state)
+        self._log.note(f"saving step {step} in the background")
+        self._running = BackgroundSave(step, copy, lambda: self._committer.commit(step, staged, is_best=is_best))
+
+    def poll(self) -> None:
+        """Conclude the save in the background, if it has ended on all ranks; to be called after each step.
+
+        Raises:
+            SaveError: The save failed, and the run has to stop for it.
+        """
+        if self._running is not None and self._context.all_reduce([float(self._running.outcome.done())], "min")[0]:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in the background, and log its outcome or raise its error if the run has to stop for it."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._conclude(running.step, running.outcome.result)
+
+    def finish(self) -> None:
+        """Wait for the save in the background, and raise the error of the last save of the run if it failed."""
+        self.wait()
+        if self._failed is not None:
+            raise self._failed
+
+    def _conclude(self, step: int, result: Callable[[], SavedStep]) -> None:
+        """Act on the outcome of a save, as all ranks agree on it."""
+        try:
+            saved = run_on_all(self._context, lambda: self._checked(step, result))
+        except StorageError as error:
+            self._num_failures += 1
+            what = "uploaded, and is in the run directory only" if isinstance(error, RemoteError) else "saved"
+            self._failed = type(error)(f"Step {step} could not be {what}. {error} Earlier checkpoints are kept.")
+            if self._num_failures >= self._config.max_failures:
+                raise self._failed from error
+            limit = f"{self._prefix}max_failures={self._config.max_failures}"
+            self._log.warn(f"{self._failed} Training goes on (failure {self._num_failures} of {limit} in a row).")
+        else:
+            self._num_failures, self._failed = 0, None
+            self._log.saved(saved.directory)
+            if (remote := self._committer.remote) is not None:
+                self._log.note(f"uploaded {remote.address(step)}")
+            if saved.retention_error is not None:
+                self._log.warn(f"Step {step} is saved, but older ones could not be deleted. {saved.retention_error}")
+
+    def _checked(self, step: int, result: Callable[[], SavedStep]) -> SavedStep:
+        """The result of a save; an error of torch, for a rank that is lost or late, becomes a SaveError."""
+        try:
+            return result()
+        except RuntimeError as error:
+            raise SaveError(
+                f"Step {step} could not be saved: not all ranks took part ({self._prefix}timeout_seconds="
+                f"{self._config.timeout_seconds:g}): {error}"
+            ) from error
+
+    def _settle(self) -> None:
+        """Copy what the save in the background has not read yet, before the weights change."""
+        if self._running is not None:
+            self._running.copy.settle()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for remove in self._hooked.values():
+            remove()
+        if self._running is None or isinstance(error, Interrupted) or not isinstance(error, Exception | None):
+            return
+        # An FsdpShardError is raised on all ranks, so all of them wait here; with any other, one may be lost.
+        is_shared = error is None or isinstance(error, FsdpShardError)
+        outcome = self._running.outcome
+        concurrent.futures.wait([outcome], None if is_shared else _GRACE_SECONDS)
+        if outcome.done() and outcome.exception() is None:
+            self._log.saved(outcome.result().directory)

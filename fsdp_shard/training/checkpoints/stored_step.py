@@ -1,0 +1,117 @@
+"""A step that a `Checkpointer` saved: compared with what is to be filled from it, and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torch.optim import Optimizer
+
+from fsdp_shard import checkpoint
+from fsdp_shard.checkpoint import OPTIMIZER, TensorIndex, to_torch
+from fsdp_shard.distributed import Communicator, LocalShard
+from fsdp_shard.errors import CheckpointError
+from fsdp_shard.sharding import ModuleShards
+from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, read_loop_state, read_state
+from fsdp_shard.training.checkpoints.optimizer_groups import check_groups, listed
+
+
+class Stateful(Protocol):
+    """An object whose state is data: a scheduler, a GradScaler, a sampler, a copy of the weights."""
+
+    def state_dict(self) -> Any:
+        """The state: tensors, None, bool, numbers, strings, bytes, and lists, tuples and dicts of them."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take over such a state."""
+
+
+class Found(NamedTuple):
+    """What a step holds besides tensors of models and optimizers."""
+
+    options: dict[str, Any]
+    values: dict[str, Any]
+    states: dict[str, Any]
+    extra: Any
+    own: Any
+
+
+class StoredStep(NamedTuple):
+    """An open step; `states` is None if it has neither optimizer nor other tensors."""
+
+    directory: Path
+    document: LoopState
+    weights: TensorIndex
+    states: TensorIndex | None
+
+    @classmethod
+    def open(cls, directory: Path, opened: ExitStack) -> StoredStep:
+        """Read the headers of a step; its files are closed with `opened`."""
+        document = read_loop_state(directory)
+        weights = opened.enter_context(checkpoint.open_checkpoint(directory))
+        has_states = (directory / OPTIMIZER).is_dir()
+        states = opened.enter_context(checkpoint.open_checkpoint(directory / OPTIMIZER)) if has_states else None
+        return cls(directory, document, weights, states)
+
+    @property
+    def slots(self) -> list[str]:
+        """The tensors of optimizers."""
+        return [] if self.states is None else [name for name in self.states.names if not name.startswith("$")]
+
+    def read(
+        self,
+        shards: ModuleShards,
+        optimizers: Mapping[str, Optimizer],
+        states: Mapping[str, Stateful],
+        ranks: Communicator,
+    ) -> Found:
+        """Compare the step with what is to be filled, and read what is not loaded in place."""
+        where, document = str(self.directory / DOCUMENT), self.document
+        if states.keys() != document.states.keys():
+            raise CheckpointError(
+                f"{self.directory} was saved with the states {listed(document.states)}, and restore() was given "
+                f"{listed(states)}; give the same."
+            )
+        _check_names(self.weights, shards, self.directory)
+        options = read_state(document.groups, self.states, where)
+        check_groups(options, optimizers, shards.shards, self.directory)
+        is_same_number = len(document.ranks) == ranks.world_size
+        values = [read_state(one, self.states, where) for _, one in document.ranks]
+        return Found(
+            options=options,
+            values={name: value for one in reversed(values) for name, value in one.items()},
+            states={
+                name: read_state(document.states[name], self.states, where, name, one.state_dict())
+                for name, one in states.items()
+            },
+            extra=read_state(document.extra, self.states, where),
+            own=read_state(document.ranks[ranks.rank][0], self.states, where) if is_same_number else None,
+        )
+
+    def load(self, shards: Mapping[str, LocalShard], slots: Mapping[str, LocalShard], extra: Sequence[str]) -> None:
+        """Fill weights and optimizer states; `extra` are the stored ones that no rank has."""
+        if self.states is not None:
+            checkpoint.check_slots(self.states, slots, extra)
+            checkpoint.load_shards(self.states, slots)
+        checkpoint.load_shards(self.weights, shards)
+
+
+def _check_names(index: TensorIndex, shards: ModuleShards, directory: Path) -> None:
+    """The tensors of the step are those of the model, in shape and dtype."""
+    missing = sorted(name for name in shards.shards if name not in index.tensors)
+    unknown = sorted(index.tensors.keys() - shards.shards.keys())
+    if missing or unknown:
+        what = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which the model does not have"
+        raise CheckpointError(
+            f"{directory} {what} ({len(missing)} tensors missing, {len(unknown)} not expected of {len(index.names)}): "
+            f"it is of another model."
+        )
+    for name, shard in shards.shards.items():
+        entry, dtype = index.entry(name), str(shard.data.dtype).removeprefix("torch.")
+        if entry.shape != shard.shape or to_torch(entry.dtype) != shard.data.dtype:
+            raise CheckpointError(
+                f"{directory} has {name} as {entry.dtype} {list(entry.shape)}, where the model has {dtype} "
+                f"{list(shard.shape)}. A step is restored into the same model; other weights are read by load_weights."
+            )
