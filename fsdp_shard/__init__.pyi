@@ -3,6 +3,11 @@ from .distributed import init_distributed as init_distributed
 from .inference import load_dispatched as load_dispatched
 from .models import no_split_blocks as no_split_blocks
 from .sharding import shard as shard
-from .training import Checkpointer as Checkpointer, Restored as Restored
+from .training import (
+    Checkpointer as Checkpointer,
+    Restored as Restored,
+    load_weights as load_weights,
+    save_pretrained as save_pretrained,
+)
 
 __version__: str

@@ -196,9 +196,11 @@ def init_distributed(
 ) -> Iterator[DistributedContext]:
     """Initialize the process group of the ranks that the environment describes, and destroy it at the end.
 
-    The environment is that of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*); without it, this process is the only
-    rank. A rank among others that leaves by an error keeps its group, and its process should end: to destroy it may
-    wait, under NCCL, for peers that wait for this rank in a collective, and the error is to be reported first.
+    A process group that exists already is joined, and left as it is at the end; `timeout_seconds` then holds for the
+    groups of meshes only. Else the environment is that of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*); without
+    it, this process is the only rank. A rank among others that leaves by an error keeps its group, and its process
+    should end: to destroy it may wait, under NCCL, for peers that wait for this rank in a collective, and the error is
+    to be reported first.
 
     gloo is told to connect ranks lazily, by the environment variable TORCH_GLOO_LAZY_INIT, unless that is set.
 
@@ -218,6 +220,8 @@ def init_distributed(
         ...     print(context.rank, context.world_size, context.device)
     """
     rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _SINGLE_RANK.items())
+    if is_joined := dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
     assert 1 in (tensor_parallel, expert_parallel), "these two are not combined"
     divided = replicas * tensor_parallel * expert_parallel
     assert world_size % divided == 0, (world_size, replicas, tensor_parallel, expert_parallel)
@@ -226,10 +230,11 @@ def init_distributed(
     is_gpu = torch_device.type == "cuda"
     # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.
     backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
-    store = join_store(rendezvous, timeout_seconds) if "RANK" in os.environ else HashStore()
     timeout = timedelta(seconds=timeout_seconds)
-    bound = torch_device if is_gpu else None  # or NCCL would guess the device from the rank
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
+    if is_joined:
+        _check_backend(backend)
+    else:
+        _init_process_group(backend, rendezvous, rank, world_size, timeout, torch_device)
     is_done = False
     try:
         shape = {"replicate": replicas, "shard": world_size // (replicas * tensor_parallel)}
@@ -245,8 +250,27 @@ def init_distributed(
         )
         is_done = True
     finally:
-        if is_done or world_size == 1:
+        if not is_joined and (is_done or world_size == 1):
             dist.destroy_process_group()
+
+
+def _init_process_group(
+    backend: str, rendezvous: str, rank: int, world_size: int, timeout: timedelta, device: torch.device
+) -> None:
+    seconds = timeout.total_seconds()
+    store = join_store(rendezvous, seconds) if "RANK" in os.environ else HashStore()
+    bound = device if device.type == "cuda" else None  # or NCCL would guess the device from the rank
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
+
+
+def _check_backend(backend: str) -> None:
+    """Raise ConfigError unless the process group that exists has the backends of `backend`."""
+    existing = dist.get_backend_config() if dist.is_initialized() else ""
+    if missing := [name for name in ("gloo", "nccl") if name in backend and name not in str(existing)]:
+        raise ConfigError(
+            f"The process group of torch.distributed has the backend {existing}, but {' and '.join(missing)} is needed "
+            f"too; call init_process_group({backend!r}), or leave it to fsdp_shard.init_distributed()."
+        )
 
 
 def _make_mesh(device_type: str, shape: dict[str, int], timeout: timedelta) -> DeviceMesh:

@@ -36,6 +36,7 @@ from .model_origin import (
     data_task as data_task,
     model_source as model_source,
 )
+from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
 from .optim.adamw8bit import AdamW8bitConfig as AdamW8bitConfig
 from .optim.build import build_optimizer as build_optimizer
 from .optim.config import OptimConfig as OptimConfig

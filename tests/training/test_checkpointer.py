@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +17,17 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR
+from transformers import AutoTokenizer
 
 import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import CheckpointError, ConfigError, ModelError, SaveError
 from tests.support.ranks import on_ranks
-from tests.support.tiny import token_batch
+from tests.support.tiny import byte_tokenizer, llama, token_batch
 
 _STEPS = 6  # three before the save, three after it
 
@@ -138,3 +144,253 @@ def test_losses_after_a_restore_are_those_of_one_run(wrapper: str, optimizer: st
     few = on_ranks(1, run, tmp_path / "parts", wrapper, optimizer, 4)[0]
     many = on_ranks(3, run, tmp_path / "parts", wrapper, optimizer, _STEPS)[0]
     assert few + many == pytest.approx(whole[3:], abs=1e-6)
+
+
+# What is saved besides a model and its optimizer
+
+
+def test_everything_that_is_given_comes_back(tmp_path: Path) -> None:
+    def save(context: DistributedContext) -> tuple[list[float], Any]:
+        models, optimizers, states = _several(context)
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            extra = {"epoch": 3, "order": torch.arange(4), "name": ("a", b"b"), 7: float("nan")}
+            own = {"rank": context.rank, "buffer": torch.full((context.rank + 1,), 2.0)}
+            checkpointer.save(5, models, optimizers, extra=extra, extra_per_rank=own, **states)
+            drawn = torch.rand(3).tolist()  # what comes after the save
+            checkpointer.wait()
+        return drawn, [param.sum().item() for param in models["ema"].parameters()]
+
+    def restore(context: DistributedContext) -> tuple[list[float], Any, Any]:
+        models, optimizers, states = _several(context, steps=1)
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            restored = checkpointer.restore(models, optimizers, **states)
+        assert restored is not None
+        assert (restored.step, restored.has_random_state) == (5, context.world_size == 2)
+        extra = restored.extra
+        assert (extra["epoch"], extra["order"].tolist(), extra["name"]) == (3, [0, 1, 2, 3], ("a", b"b"))
+        assert extra[7] != extra[7], "NaN"
+        assert states["scaler"].get_scale() == 512.0
+        assert states["scheduler"].milestones == Counter({1: 1, 4: 1})
+        return torch.rand(3).tolist(), [param.sum().item() for param in models["ema"].parameters()], restored
+
+    saved, again, alone = on_ranks(2, save), on_ranks(2, restore), on_ranks(1, restore)
+    for rank in range(2):
+        drawn, averages, restored = again[rank]
+        assert drawn == saved[rank][0], "each rank goes on with its own random numbers"
+        assert averages == saved[rank][1]
+        assert restored.extra_per_rank["rank"] == rank
+        assert restored.extra_per_rank["buffer"].tolist() == [2.0] * (rank + 1)
+    assert alone[0][2].extra_per_rank is None, "another number of ranks has none of its own"
+
+
+def _several(context: DistributedContext, steps: int = 3) -> tuple[dict[str, nn.Module], dict[str, Any], Any]:
+    """Two models with an optimizer each, an average of one of them, a scheduler and a scaler; trained for `steps`."""
+    torch.manual_seed(context.rank)
+    models: dict[str, nn.Module] = {name: by_nobody(Net(), context) for name in ("one", "two", "ema")}
+    optimizers = {name: torch.optim.AdamW(models[name].parameters(), lr=0.01) for name in ("one", "two")}
+    scheduler = MultiStepLR(optimizers["one"], [1, 4])
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0 if steps > 1 else 2.0)
+    for step in range(steps):
+        for name, optimizer in optimizers.items():
+            models[name](token_batch(step, 2, 3, 13)).sum().backward()
+            optimizer.step()
+        scheduler.step()
+        with torch.no_grad():
+            for average, param in zip(models["ema"].parameters(), models["one"].parameters(), strict=True):
+                average.lerp_(param, 0.5)
+    return models, optimizers, {"scheduler": scheduler, "scaler": scaler}
+
+
+def test_a_save_in_the_background_has_the_state_of_its_step(tmp_path: Path) -> None:
+    def train(context: DistributedContext) -> list[dict[str, torch.Tensor]]:
+        model = by_fully_shard(Net(), context)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        held = []
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            for step in range(1, 5):
+                model(token_batch(step, 2, 3, 13)).sum().backward()
+                optimizer.step()
+                checkpointer.save(step, model, optimizer)
+                held.append({name: whole(param).clone() for name, param in model.named_parameters()})
+        return held
+
+    held = on_ranks(2, train)[0]
+    for step, values in enumerate(held, start=1):
+        with fs.open_checkpoint(tmp_path / "checkpoints" / f"step-{step:08d}") as index:
+            assert all(torch.equal(index.read(name), value) for name, value in values.items())
+
+
+def whole(param: torch.Tensor) -> torch.Tensor:
+    return param.full_tensor() if isinstance(param, DTensor) else param.detach()
+
+
+def test_retention_and_the_best_step(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    with fs.Checkpointer(tmp_path, keep_last=2, monitor="accuracy", mode="max") as checkpointer:
+        for step, accuracy in enumerate([0.1, 0.7, 0.3, 0.6, 0.2], start=1):
+            checkpointer.save(step, model, optimizer, metrics={"accuracy": accuracy})
+        checkpointer.wait()
+        assert (checkpointer.steps, checkpointer.latest, checkpointer.best) == ([2, 4, 5], 5, 2)
+    with fs.Checkpointer(tmp_path, keep_last=2, monitor="accuracy", mode="max") as checkpointer:
+        assert checkpointer.restore(model, optimizer, step="best") is not None
+        checkpointer.save(6, model, optimizer, metrics={"accuracy": 0.65})
+        checkpointer.wait()
+        assert checkpointer.best == 2, "it knows what the best one had"
+
+
+@pytest.mark.parametrize("layout", ["sharded", "gathered"])
+def test_commands_read_its_steps(layout: str, tmp_path: Path) -> None:
+    def save(context: DistributedContext) -> None:
+        model = llama(1)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with fs.Checkpointer(tmp_path / "run", layout=layout, processor=byte_tokenizer()) as checkpointer:
+            checkpointer.save(7, model, optimizer)
+
+    on_ranks(2, save)
+    step = tmp_path / "run" / "checkpoints" / "step-00000007"
+    assert fs.verify(tmp_path / "run").is_sound
+    assert json.loads((step / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    fs.convert(tmp_path / "run", tmp_path / "model")
+    ids = token_batch(0, 2, 5)
+    expected = llama(1).eval()(ids).logits
+    for source in (step, tmp_path / "model"):
+        model = fs.load_dispatched(source, device_map="cpu")
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=0)
+    tokenizer = AutoTokenizer.from_pretrained(step)
+    assert tokenizer.decode(tokenizer("abc").input_ids) == "abc"
+
+
+def test_a_signal_to_one_rank_saves_on_all(tmp_path: Path) -> None:
+    def train(context: DistributedContext) -> int:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters())
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            for step in range(1, 9):
+                if step == 3 and context.rank == 1:  # from the first call on, the signal is caught
+                    signal.raise_signal(signal.SIGTERM)
+                if checkpointer.save_on_signal(step, model, optimizer, extra=step):
+                    assert checkpointer.latest == step, "it is on the disk"
+                    return step
+        return 0
+
+    assert on_ranks(2, train) == [3, 3]
+
+
+# What is wrong is one clear error, and nothing is lost
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+class _Odd:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path], None]:
+    """A rank that saves step 1, then a wrong step 2, and restores step 1."""
+
+    def work(context: DistributedContext, path: Path) -> None:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        given = {"step": 2, "model": model, "optimizer": optimizer} | {
+            name: value(context) if callable(value) else value for name, value in arguments.items()
+        }
+        with fs.Checkpointer(path) as checkpointer:
+            checkpointer.save(1, model, optimizer)
+            with pytest.raises((SaveError, ConfigError, ModelError), match=words):
+                checkpointer.save(**given)
+            checkpointer.wait()
+            assert checkpointer.steps == [1]
+            assert checkpointer.restore(model, optimizer) is not None
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("step-00000001 exists already", {"step": 1}),
+        ("differ in the number of the step", {"step": lambda context: 2 + context.rank}),
+        ("extra.path is a pathlib.*which is no data", {"extra": {"path": Path("x")}}),
+        ("odd.fn is a builtins.function", {"odd": _Odd({"fn": lambda: 0})}),
+        ("differ in odd", {"odd": lambda context: _Odd({"n": context.rank})}),
+        (
+            "a parameter of shape .* that the model does not have",
+            {"optimizer": lambda context: torch.optim.SGD(Net().parameters())},
+        ),
+        ("is no torch.optim.Optimizer", {"optimizer": lambda context: _Odd({})}),
+        ("is on the meta device", {"model": lambda context: Net().to("meta"), "optimizer": None}),
+    ],
+)
+def test_what_cannot_be_saved(words: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    on_ranks(2, _saves(words, **arguments), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("has no extra.bias", lambda: {"model": _with_extra()}),
+        (r"has embed.weight as F32 \[13, 12\], where the model has float64", lambda: {"model": Net().double()}),
+        ("was saved with one optimizer, and restore\\(\\) was given no optimizer", lambda: {"optimizer": None}),
+        ("parameter groups have the options", lambda: {"kind": torch.optim.SGD}),
+        ("was saved with the states none, and restore.* scheduler", lambda: {"scheduler": _Odd({})}),
+        ("has no step 9; it has 1", lambda: {"step": 9}),
+    ],
+)
+def test_what_a_step_is_not(words: str, change: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
+    model = Net()
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model, torch.optim.AdamW(model.parameters()))
+        checkpointer.wait()
+        given: dict[str, Any] = {"model": model, **change()}
+        kind = given.pop("kind", torch.optim.AdamW)
+        given = {"optimizer": kind(given["model"].parameters()), **given}
+        with pytest.raises(CheckpointError, match=words):
+            checkpointer.restore(**given)
+
+
+def _with_extra() -> nn.Module:
+    model = Net()
+    model.extra = nn.Linear(2, 2)
+    return model
+
+
+def test_a_flipped_bit_is_found_before_anything_changes(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        checkpointer.wait()
+        file = checkpointer.path / "checkpoints" / "step-00000001" / "shard-00000-of-00001.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        before = [param.clone() for param in model.parameters()]
+        with pytest.raises(CheckpointError, match="shard-00000-of-00001"):
+            checkpointer.restore(model, optimizer)
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_rank_without_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"one of 2 ranks .* no process group yet; call"):
+        fs.Checkpointer(tmp_path)
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path), pytest.raises(ConfigError, match="in use by another run"):
+        fs.Checkpointer(tmp_path)
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        pass
+    with pytest.raises(ConfigError, match="is closed"):
+        checkpointer.wait()

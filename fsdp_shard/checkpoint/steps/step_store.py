@@ -87,7 +87,7 @@ class Store:
             SaveError: The step exists already.
         """
         temporary = self._partial(step)
-        self._require_new(step)
+        self.require_new(step)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             atomicity.make_directories(temporary)
@@ -100,7 +100,8 @@ class Store:
             raise StorageError(f"{temporary} cannot be created: {describe(error)}; nothing was saved.") from error
         return temporary
 
-    def _require_new(self, step: int) -> None:
+    def require_new(self, step: int) -> None:
+        """Raise SaveError if a step exists."""
         if os.path.lexists(self.path(step)):
             raise SaveError(f"{self.path(step)} exists already, and a committed checkpoint is never overwritten.")
 
@@ -129,7 +130,7 @@ class Store:
             SaveError: The step exists already.
         """
         target = self.path(step)
-        self._require_new(step)
+        self.require_new(step)
         try:
             write_atomically(temporary / MANIFEST, manifest.to_json(), sync=True)
             fault_point("manifest-written")

@@ -225,6 +225,7 @@ class Checkpointer:
         self._require_open()
         self._saver.wait()
         value, ranks, optimizers = self._monitored(metrics), self._ranks, bare_optimizers(optimizer)
+        run_on_main(ranks, lambda: self._store.require_new(step))
         parts = run_on_all(
             ranks, lambda: self._collect(step, model, optimizers, extra, extra_per_rank, metrics or {}, states)
         )

@@ -41,7 +41,7 @@ def flatten_state(state: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise SaveError(f"{name} is nested more than {_MAX_DEPTH} levels deep, or contains itself.")
+        raise SaveError(f"{_shown(name)} is nested more than {_MAX_DEPTH} levels deep, or contains itself.")
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -62,7 +62,7 @@ def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int)
             return {key: _encode(item, f"{name}.{key}", tensors, depth + 1) for key, item in value.items()}
         return {"$dict": _pairs(value, name, tensors, depth)}
     raise SaveError(
-        f"{name} is a {kind.__module__}.{kind.__qualname__}, which is no data: give tensors, None, bool, "
+        f"{_shown(name)} is a {kind.__module__}.{kind.__qualname__}, which is no data: give tensors, None, bool, "
         f"int, float, str, bytes, and lists, tuples and dicts of them."
     )
 
@@ -71,12 +71,17 @@ def _pairs(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]
     for key in value:
         if not (key is None or type(key) in (bool, int, float, str)):
             raise SaveError(
-                f"{name} has the key {key!r} of type {type(key).__name__}; keys may be strings, numbers and None."
+                f"{_shown(name)} has the key {key!r} of type {type(key).__name__}; keys may be strings, numbers, None."
             )
     return [
         [_encode(key, name, tensors, depth + 1), _encode(item, f"{name}.{key}", tensors, depth + 1)]
         for key, item in value.items()
     ]
+
+
+def _shown(name: str) -> str:
+    """A name as people know it: those of tensors begin with a mark."""
+    return name.removeprefix("$")
 
 
 def restore_state(document: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:

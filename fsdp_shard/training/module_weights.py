@@ -1,0 +1,154 @@
+"""The weights of any module, whoever wrapped it: filled from a checkpoint of any format, or written as a model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fsdp_shard import checkpoint
+from fsdp_shard.checkpoint import RunState, Store, TensorIndex, locate, to_torch
+from fsdp_shard.distributed import LocalShard, current_ranks, run_on_all, run_on_main
+from fsdp_shard.errors import CheckpointError, SaveError, StorageError
+from fsdp_shard.sharding import ModuleShards, module_shards, transformers_model
+from fsdp_shard.training.checkpoints.side_files import config_files, processor_files
+from fsdp_shard.utils import fsync_path, parse_size
+
+_TIMEOUT_SECONDS = 1800.0
+
+
+def load_weights(
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    base: str | None = None,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> str:
+    """Fill a model from a checkpoint of any format, each rank only its own part; a collective.
+
+    Parameters may be plain, under DDP, FSDP1, FSDP2 or tensor-parallel, as for `Checkpointer`. Floating-point numbers
+    are cast to the dtype of the parameters. An adapter is merged into its base.
+
+    Args:
+        model: The model, with memory for its parameters (`to_empty` after meta).
+        source: A run, a step, a model directory, a file of weights, or a hub id.
+        base: The base model of an adapter, if it is not where the adapter says.
+        timeout_seconds: How long ranks wait for each other.
+
+    Returns:
+        A line for each kind of stored tensors that the model does not have and that were left out, such as those that
+        `from_pretrained` leaves out; of models other than those of transformers, nothing is left out.
+
+    Raises:
+        CheckpointError: On all ranks: tensors are missing, unexpected, or of another shape or kind.
+
+    Example:
+        >>> import torch, fsdp_shard as fs
+        >>> model = torch.nn.Linear(2, 1)
+        >>> fs.load_weights(model, linear_file)
+        ''
+    """
+    ranks = current_ranks(timeout_seconds)
+    shards = run_on_all(ranks, lambda: module_shards(model, ranks))
+    location = run_on_all(ranks, lambda: locate(source, base=base))
+    with run_on_all(ranks, lambda: location.model_index) as index:
+        names, note = run_on_all(ranks, lambda: _matched(model, shards, index))
+        run_on_all(ranks, lambda: checkpoint.load_shards(index, {name: shards.shards[name] for name in names}, names))
+    return note
+
+
+def _matched(model: nn.Module, shards: ModuleShards, index: TensorIndex) -> tuple[Mapping[str, str], str]:
+    """The stored name of each parameter, and what is left out."""
+    checkpoint.check_loadable(index)
+    of_transformers = transformers_model(model)
+    if of_transformers is not None and not FullyShardedDataParallel.fsdp_modules(model):
+        matched = checkpoint.match_names(of_transformers, index)
+        return {name: stored for name, stored in matched.stored.items() if name in shards.shards}, matched.note
+    missing = sorted(name for name in shards.shards if name not in index.tensors and name not in index.aliases)
+    unknown = sorted(index.tensors.keys() - shards.shards.keys() - shards.aliases.keys())
+    if missing or unknown:
+        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model does not have"
+        raise CheckpointError(
+            f"{index.root} {what} ({len(missing)} tensors missing, {len(unknown)} not expected of {len(index.names)}); "
+            f"expected the names of model.named_parameters()."
+        )
+    for name, shard in shards.shards.items():
+        _check_entry(index, name, shard)
+    return {name: name for name in shards.shards}, ""
+
+
+def _check_entry(index: TensorIndex, name: str, shard: LocalShard) -> None:
+    entry = index.entry(name)
+    if entry.shape != shard.shape:
+        raise CheckpointError(f"{index.root}: {name} has shape {list(entry.shape)}, expected {list(shard.shape)}.")
+    if to_torch(entry.dtype).is_floating_point != shard.data.dtype.is_floating_point:
+        raise CheckpointError(f"{index.root}: {name} is stored as {entry.dtype}, expected {shard.data.dtype}.")
+
+
+def save_pretrained(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    processor: Any = None,
+    max_shard_size: str = "5GB",
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> Path:
+    """Write a model as a Hugging Face directory, whoever sharded it; a collective.
+
+    Nothing is gathered: each rank writes its own elements at their place in the files. The directory is complete or
+    absent, and has a manifest, so that `fsdp-shard verify` can check it.
+
+    Args:
+        model: The model; of one of transformers, config and generation config are written too.
+        directory: The directory, which must not exist.
+        processor: A tokenizer or processor of transformers to save with it.
+        max_shard_size: Largest file, such as 5GB.
+        timeout_seconds: How long ranks wait for each other.
+
+    Returns:
+        The directory.
+
+    Raises:
+        SaveError: It exists already, or could not be written.
+
+    Example:
+        >>> import torch, fsdp_shard as fs
+        >>> fs.save_pretrained(torch.nn.Linear(2, 1), tmp_path / "model").name
+        'model'
+    """
+    target, size = Path(directory), parse_size(max_shard_size, "max_shard_size")
+    ranks = current_ranks(timeout_seconds)
+    store = Store(target.parent / f".{target.name}.partial-{uuid.uuid4().hex}")  # that of rank 0 counts
+    shards = run_on_all(ranks, lambda: module_shards(model, ranks))
+    of_transformers = transformers_model(model)
+    files = {} if of_transformers is None else run_on_all(ranks, lambda: config_files(of_transformers))
+    files |= run_on_all(ranks, lambda: processor_files(processor) if ranks.is_main else {})
+    run_on_main(ranks, lambda: _refuse_existing(target))
+    state = RunState(shards.shards, shards.aliases, model_files=files)
+    try:
+        step = checkpoint.save_step(ranks, store, 0, state, layout="gathered", max_shard_bytes=size)
+        run_on_main(ranks, lambda: _rename(step, target))
+    finally:
+        if ranks.is_main:
+            shutil.rmtree(store.root, ignore_errors=True)
+    return target
+
+
+def _refuse_existing(target: Path) -> None:
+    if os.path.lexists(target):
+        raise SaveError(f"{target} exists already; delete it, or give another directory.")
+
+
+def _rename(step: Path, target: Path) -> None:
+    _refuse_existing(target)
+    try:
+        os.rename(step, target)
+        fsync_path(target.parent)
+    except OSError as error:
+        raise StorageError(f"{target} could not be written: {error.strerror}.") from error

@@ -1,0 +1,131 @@
+"""Weights of models that people have wrapped themselves: filled from any checkpoint, written without gathering."""
+
+from __future__ import annotations
+
+import doctest
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import fsdp_shard as fs
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
+from tests.support.ranks import on_ranks
+from tests.support.tiny import byte_tokenizer, llama, save_model, token_batch
+
+
+def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FullyShardedDataParallel is deprecated
+        if wrapper == "fully_shard":
+            for layer in model.model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        elif wrapper == "fsdp":
+            return fsdp.FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        elif wrapper == "ddp":
+            return DistributedDataParallel(model)
+    return model
+
+
+@pytest.mark.parametrize("wrapper", ["nobody", "fully_shard", "fsdp", "ddp"])
+def test_weights_go_into_a_wrapped_model_and_out_again(wrapper: str, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", seed=3)
+
+    def work(context: DistributedContext) -> None:
+        model = wrapped(llama(0), wrapper)
+        assert fs.load_weights(model, source) == ""
+        fs.save_pretrained(model, tmp_path / "target", processor=byte_tokenizer(), max_shard_size="30KB")
+
+    on_ranks(2, work)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    expected = AutoModelForCausalLM.from_pretrained(source)
+    ids = token_batch(0, 2, 5)
+    assert torch.equal(loaded(ids).logits, expected(ids).logits)
+    assert len(list((tmp_path / "target").glob("*.safetensors"))) > 2
+    assert fs.verify(tmp_path / "target").is_sound
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"], "nothing is left beside it"
+
+
+def test_a_sharded_model_reads_rank_files_of_another_number_of_ranks(tmp_path: Path) -> None:
+    fs.convert(save_model(tmp_path / "source", seed=3), tmp_path / "ranks", format="sharded", ranks=3)
+
+    def work(context: DistributedContext) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model: PreTrainedModel = llama(0)
+        fully_shard(model)
+        model.to_empty(device="cpu")
+        fs.load_weights(model, tmp_path / "ranks")
+        return {name: _whole(param) for name, param in model.named_parameters()}
+
+    expected = dict(llama(3).named_parameters())
+    for name, value in on_ranks(2, work)[0].items():
+        assert torch.equal(value, expected[name]), name
+
+
+def _whole(param: torch.Tensor) -> torch.Tensor:
+    return param.full_tensor().detach() if isinstance(param, DTensor) else param.detach()
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ({"weight": torch.ones(1, 2)}, "lacks bias"),
+        ({"weight": torch.ones(1, 2), "bias": torch.ones(1), "x": torch.ones(1)}, "has x, which the model does not"),
+        ({"weight": torch.ones(1, 3), "bias": torch.ones(1)}, r"weight has shape \[1, 3\], expected \[1, 2\]"),
+        ({"weight": torch.ones(1, 2), "bias": torch.ones(1, dtype=torch.int64)}, "bias is stored as I64, expected"),
+    ],
+)
+def test_weights_of_another_module(stored: dict[str, torch.Tensor], words: str, tmp_path: Path) -> None:
+    save_file(stored, tmp_path / "x.safetensors")
+    model = nn.Linear(2, 1)
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(CheckpointError, match=words):
+        fs.load_weights(model, tmp_path / "x.safetensors")
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_directory_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(SaveError, match="model exists already"):
+        fs.save_pretrained(nn.Linear(2, 1), tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_process_group_that_exists_is_joined_and_left_alone() -> None:
+    def work(context: DistributedContext) -> tuple[int, int, int]:
+        with fs.init_distributed("cpu", replicas=2) as ranks:
+            found = (ranks.rank, ranks.world_size, ranks.num_replicas)
+        dist.barrier()  # still there
+        return found
+
+    assert on_ranks(2, work) == [(0, 2, 2), (1, 2, 2)]
+
+
+def test_a_process_group_without_a_backend_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(context: DistributedContext) -> None:
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        with pytest.raises(ConfigError, match="backend cuda:nccl, but gloo is needed too"), fs.init_distributed("cpu"):
+            pass
+
+    on_ranks(1, work)
+
+
+@pytest.mark.parametrize("name", ["Checkpointer", "load_weights", "save_pretrained"])
+def test_the_examples_in_the_docs_of_functions_run(name: str, tmp_path: Path) -> None:
+    save_file(nn.Linear(2, 1).state_dict(), tmp_path / "linear.safetensors")
+    given = {"tmp_path": tmp_path, "run_dir": tmp_path / "run", "linear_file": tmp_path / "linear.safetensors"}
+    (found,) = [one for one in doctest.DocTestFinder(recurse=False).find(getattr(fs, name), name, globs=given)]
+    assert found.examples
+    assert doctest.DocTestRunner().run(found).failed == 0
+    assert load_file(tmp_path / "linear.safetensors")
