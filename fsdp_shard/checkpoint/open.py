@@ -14,6 +14,7 @@ from fsdp_shard.checkpoint.tensor_entry import count
 from fsdp_shard.errors import CheckpointError
 
 _MAX_NAME, _MAX_PARTS = 1000, 100  # of a tensor's name
+_MAX_STEP = (1 << 63) - 1  # a number beyond it is no step
 
 
 def open_weights(weights: Path, side: Path | None = None, step: int | None = None) -> TensorIndex:
@@ -35,9 +36,8 @@ def open_weights(weights: Path, side: Path | None = None, step: int | None = Non
         raise CheckpointError(f"{weights} is no checkpoint that fsdp-shard reads: {_contents(weights)}")
     index = found.read(weights)
     _refuse_names(index)
-    index = dataclasses.replace(
-        index, side=side, step=step if index.step is None else index.step, file=weights if weights.is_file() else None
-    )
+    found_step = step if index.step is None or index.step > _MAX_STEP else index.step
+    index = dataclasses.replace(index, side=side, step=found_step, file=weights if weights.is_file() else None)
     if (manifest := index.manifest()) is not None:
         return _with_manifest(index, manifest)
     if not getattr(found, "KEEPS_NAMES", False):

@@ -33,7 +33,8 @@ class Limits:
         buffer_bytes: What a model computes when it is loaded, such as masks.
         build_seconds, build_bytes: Reading a model's config and building it without its weights; matching the patterns
             in an adapter's config.
-        render_seconds, render_bytes: Rendering a chat template and tokenizing, each time, and again for 32 KiB of text.
+        render_seconds, render_bytes: Rendering a chat template and tokenizing, each time, and again for 32 KiB of text;
+            reading the recorded settings of a run.
     """
 
     metadata_bytes: int = 1 << 30
@@ -50,7 +51,7 @@ class Limits:
     buffer_bytes: int = 256 << 20
     build_seconds: float = 1.2
     build_bytes: int = 128 << 20
-    render_seconds: float = 1.0
+    render_seconds: float = 0.7
     render_bytes: int = 128 << 20
 
 

@@ -106,6 +106,8 @@ def _no_tensors(path: Path) -> CheckpointError:
 def _files(path: Path) -> list[str]:
     """The names of the rank files in the order of ranks."""
     found = {entry.name: parsed for entry in path.iterdir() if (parsed := parse_shard_name(entry.name))}
+    if not found:
+        raise CheckpointError(f"{path} has no rank file, though its {SHARD_INDEX} lists some: they are missing.")
     world_size = one_world_size(path, {size for _, size in found.values()})
     if not world_size:
         raise CheckpointError(f"{path} has rank files of a save by 0 ranks.")

@@ -32,7 +32,7 @@ _OUTER = ("checkpoint", "checkpoints")
 _SIDE_DIRECTORY = "huggingface"  # verl
 _SIDE_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 # What is looked at before a search ends: no layout nests so deeply, and no run keeps so many steps without weights.
-_MAX_DEPTH, _MAX_DIRECTORIES = 16, 2000
+_MAX_DEPTH, _MAX_DIRECTORIES = 16, 400
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _lead(path: Path, is_checkpoint: IsCheckpoint, seen: set[Path], depth: int =
         return None
     if depth > _MAX_DEPTH or len(seen) > _MAX_DIRECTORIES:
         raise CheckpointError(
-            f"{path} is nested deeply, or one of thousands of directories, none of which is a checkpoint; give the "
+            f"{path} is nested deeply, or one of hundreds of directories, none of which is a checkpoint; give the "
             "path of the checkpoint itself."
         )
     seen.add(real)

@@ -24,9 +24,7 @@ def parse_settings(content: bytes, what: str) -> dict[str, Any]:
         CheckpointError: They are damaged; `what` names them.
     """
     # YAML repeats and nests what it likes, and its reader takes the square of the time for that.
-    return run_limited(
-        lambda: _parse(content, what), f"reading the settings in {what}", kind="build", error=CheckpointError
-    )
+    return run_limited(lambda: _parse(content, what), f"reading the settings in {what}", error=CheckpointError)
 
 
 def _parse(content: bytes, what: str) -> dict[str, Any]:
