@@ -121,6 +121,7 @@ def current_ranks(timeout_seconds: float) -> Communicator:
         ConfigError: This process is one of several ranks, according to WORLD_SIZE, but has no process group yet.
     """
     if dist.is_initialized():
+        os.environ.setdefault(_LAZY_GLOO, "1")
         ranks = Communicator(rank=dist.get_rank(), world_size=dist.get_world_size())
         return ranks.with_new_group(timeout_seconds)
     if (world_size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:

@@ -125,7 +125,7 @@ def test_a_process_group_without_a_backend_for_the_cpu(monkeypatch: pytest.Monke
 def test_the_examples_in_the_docs_of_functions_run(name: str, tmp_path: Path) -> None:
     save_file(nn.Linear(2, 1).state_dict(), tmp_path / "linear.safetensors")
     given = {"tmp_path": tmp_path, "run_dir": tmp_path / "run", "linear_file": tmp_path / "linear.safetensors"}
-    (found,) = [one for one in doctest.DocTestFinder(recurse=False).find(getattr(fs, name), name, globs=given)]
+    (found,) = doctest.DocTestFinder(recurse=False).find(getattr(fs, name), name, globs=given)
     assert found.examples
     assert doctest.DocTestRunner().run(found).failed == 0
     assert load_file(tmp_path / "linear.safetensors")
