@@ -2,7 +2,6 @@ from .agreement import run_on_all as run_on_all, run_on_main as run_on_main
 from .config import LaunchConfig as LaunchConfig
 from .hardware import count_gpus as count_gpus, gpu_number as gpu_number, num_cores as num_cores
 from .launcher import (
-    Check as Check,
     check_machine as check_machine,
     is_joined_rank as is_joined_rank,
     joined_rank as joined_rank,
@@ -14,8 +13,8 @@ from .launcher import (
 from .local_shard import (
     LocalShard as LocalShard,
     is_first_copy as is_first_copy,
-    local_shard as local_shard,
     row_major_range as row_major_range,
+    shard_of as shard_of,
 )
 from .process_group import (
     Communicator as Communicator,

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 _CHECKED = "fsdp-shard/checked"
 _TIME_TO_CHECK = timedelta(days=1)  # a check may download a model; launchers notice the death of a rank
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
-# For torch, unless the user has set them. Segments that can grow lose less memory to fragmentation. The flight recorder
-# keeps what each rank did last, and NCCL writes it when a collective takes longer than launch.timeout_seconds.
+# For torch, unless the user has set them: gloo connects two ranks when they first talk, instead of all with all. Few do,
+# whatever the number of ranks.
+_VARIABLES = {"TORCH_GLOO_LAZY_INIT": "1"}
+# Segments that can grow lose less memory to fragmentation. The flight recorder keeps what each rank did last, and NCCL
+# writes it when a collective takes longer than launch.timeout_seconds.
 _GPU_VARIABLES = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -80,7 +83,7 @@ def launch(
             signal.
     """
     settings = config.launch
-    with set_environment(_gpu_variables() if settings.device != "cpu" else {}):
+    with set_environment(variables_for_torch(settings)):
         if joins(settings, os.environ):
             with set_environment(slurm_variables(os.environ)):
                 _join_ranks(work, begin, config, check)
@@ -95,10 +98,11 @@ def launch(
             work(config)
 
 
-def _gpu_variables() -> dict[str, str]:
-    """Variables for torch on GPUs that are not set; both names of the allocator's settings count."""
+def variables_for_torch(settings: LaunchConfig) -> dict[str, str]:
+    """The variables that are not set; both names of the settings of the allocator count."""
+    wanted = _VARIABLES if settings.device == "cpu" else _VARIABLES | _GPU_VARIABLES
     is_set = {"PYTORCH_ALLOC_CONF"} if "PYTORCH_CUDA_ALLOC_CONF" in os.environ else set()
-    return {name: value for name, value in _GPU_VARIABLES.items() if name not in {*os.environ, *is_set}}
+    return {name: value for name, value in wanted.items() if name not in {*os.environ, *is_set}}
 
 
 def _start_ranks(work: Callable[[C], None], config: C) -> None:

@@ -53,7 +53,7 @@ def row_major_range(shape: Sequence[int], rows: range) -> tuple[int, int]:
     return rows.start * row, len(rows) * row
 
 
-def local_shard(
+def shard_of(
     tensor: torch.Tensor, *, writes: bool, box: Callable[[Shape, Any, Any], tuple[Shape, Shape]] | None = None
 ) -> LocalShard:
     """Return what this rank holds of a tensor: all of it, some rows, or where columns were cut, a box.

@@ -22,8 +22,6 @@ from fsdp_shard.distributed.hardware import count_gpus, gpu_number
 from fsdp_shard.errors import ConfigError
 
 ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
-# gloo connects two ranks when they first talk, instead of all with all: few do, whatever the number of ranks.
-_LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 ATTEMPT_KEY = "fsdp-shard/attempt"  # the same, in the store through which the launchers meet
 
 
@@ -121,7 +119,6 @@ def current_ranks(timeout_seconds: float) -> Communicator:
         ConfigError: This process is one of several ranks, according to WORLD_SIZE, but has no process group yet.
     """
     if dist.is_initialized():
-        os.environ.setdefault(_LAZY_GLOO, "1")
         ranks = Communicator(rank=dist.get_rank(), world_size=dist.get_world_size())
         return ranks.with_new_group(timeout_seconds)
     if (world_size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -203,8 +200,6 @@ def init_distributed(
     should end: to destroy it may wait, under NCCL, for peers that wait for this rank in a collective, and the error is
     to be reported first.
 
-    gloo is told to connect ranks lazily, by the environment variable TORCH_GLOO_LAZY_INIT, unless that is set.
-
     Args:
         device: auto, cpu or cuda; auto takes a GPU if there is one.
         replicas: Number of copies of the model (HSDP).
@@ -226,28 +221,24 @@ def init_distributed(
     assert 1 in (tensor_parallel, expert_parallel), "these two are not combined"
     divided = replicas * tensor_parallel * expert_parallel
     assert world_size % divided == 0, (world_size, replicas, tensor_parallel, expert_parallel)
-    os.environ.setdefault(_LAZY_GLOO, "1")
-    torch_device = init_device(device, local_rank)
-    is_gpu = torch_device.type == "cuda"
-    # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.
-    backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
-    timeout = timedelta(seconds=timeout_seconds)
+    torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
     if is_joined:
-        _check_backend(backend)
+        _check_backend(torch_device)
     else:
-        _init_process_group(backend, rendezvous, rank, world_size, timeout, torch_device)
+        _init_process_group(rendezvous, rank, world_size, timeout, torch_device)
     is_done = False
     try:
         shape = {"replicate": replicas, "shard": world_size // (replicas * tensor_parallel)}
         shape |= {"tensor": tensor_parallel} if tensor_parallel > 1 else {}
         expert_shape = {"replicate": replicas, "shard": world_size // divided, "expert": expert_parallel, "tensor": 1}
+        kind = torch_device.type
         yield DistributedContext(
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
             device=torch_device,
-            mesh=_make_mesh(torch_device.type, shape, timeout),
-            expert_mesh=_make_mesh(torch_device.type, expert_shape, timeout) if expert_parallel > 1 else None,
+            mesh=_make_mesh(kind, shape, timeout),
+            expert_mesh=_make_mesh(kind, expert_shape, timeout) if expert_parallel > 1 else None,
         )
         is_done = True
     finally:
@@ -255,18 +246,21 @@ def init_distributed(
             dist.destroy_process_group()
 
 
-def _init_process_group(
-    backend: str, rendezvous: str, rank: int, world_size: int, timeout: timedelta, device: torch.device
-) -> None:
-    seconds = timeout.total_seconds()
+def _backend(device: torch.device) -> str:
+    # Objects and flags are reduced on the CPU even when the model is on GPUs; clipping offloaded gradients needs both.
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _init_process_group(rendezvous: str, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
+    backend, seconds = _backend(device), timeout.total_seconds()
     store = join_store(rendezvous, seconds) if "RANK" in os.environ else HashStore()
     bound = device if device.type == "cuda" else None  # or NCCL would guess the device from the rank
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
 
 
-def _check_backend(backend: str) -> None:
-    """Raise ConfigError unless the process group that exists has the backends of `backend`."""
-    existing = dist.get_backend_config() if dist.is_initialized() else ""
+def _check_backend(device: torch.device) -> None:
+    """Raise ConfigError unless the process group that exists has the backends that `device` needs."""
+    backend, existing = _backend(device), dist.get_backend_config()
     if missing := [name for name in ("gloo", "nccl") if name in backend and name not in str(existing)]:
         raise ConfigError(
             f"The process group of torch.distributed has the backend {existing}, but {' and '.join(missing)} is needed "

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import TensorIndex, load_shards
-from fsdp_shard.distributed import DistributedContext, LocalShard, local_shard
+from fsdp_shard.distributed import DistributedContext, LocalShard, shard_of
 from fsdp_shard.models import rebuild_buffers
 from fsdp_shard.sharding import INFERENCE_STYLES, apply_tensor_parallel, check_tensor_parallel
 from fsdp_shard.utils import format_size, persistent_buffers, replace_tensors
@@ -40,7 +40,7 @@ def load_divided(
     apply_tensor_parallel(model, mesh)
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     rebuild_buffers(model, device)
-    parts = {name: local_shard(param, writes=False) for name, param in model.named_parameters()}
+    parts = {name: shard_of(param, writes=False) for name, param in model.named_parameters()}
     for _, _, name, buffer in persistent_buffers(model):
         parts[name] = LocalShard(buffer, buffer.detach().view(-1), 0, tuple(buffer.shape), writes=False)
     held = format_size(sum(part.data.nbytes for part in parts.values()))

@@ -20,7 +20,7 @@ from .mesh import (
 )
 from .module_shards import (
     ModuleShards as ModuleShards,
-    module_shards as module_shards,
+    shards_of as shards_of,
     transformers_model as transformers_model,
 )
 from .prepare_model import check_dtypes as check_dtypes, check_shardable as check_shardable

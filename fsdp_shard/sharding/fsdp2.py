@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fsdp_shard.distributed import DistributedContext, LocalShard, local_shard
+from fsdp_shard.distributed import DistributedContext, LocalShard, shard_of
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import expert_parallel, tensor_parallel
 from fsdp_shard.sharding.activation_checkpointing import clean_fqn
@@ -63,7 +63,7 @@ class Fsdp2Model:
             writes = self.context.is_main
             if isinstance(param, DTensor):
                 writes = is_first_replica and (is_first_divided or tensor_parallel.is_divided(param))
-            params[clean_fqn(name)] = local_shard(param, writes=writes, box=box)
+            params[clean_fqn(name)] = shard_of(param, writes=writes, box=box)
         return params | buffer_shards(self.module, self.context)
 
 

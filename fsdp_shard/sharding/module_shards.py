@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, local_shard
+from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, shard_of
 from fsdp_shard.errors import ModelError
 from fsdp_shard.sharding.activation_checkpointing import clean_fqn
 from fsdp_shard.utils import (
@@ -21,6 +21,7 @@ from fsdp_shard.utils import (
     local_shape_and_offset,
     persistent_buffers,
     restore_frozen_parameters,
+    uncompiled,
 )
 
 
@@ -36,7 +37,7 @@ class ModuleShards(NamedTuple):
     aliases: dict[str, str]
 
 
-def module_shards(module: nn.Module, ranks: Communicator) -> ModuleShards:
+def shards_of(module: nn.Module, ranks: Communicator) -> ModuleShards:
     """Return this rank's shards of a module. A parameter that several ranks hold is written by one of them.
 
     What was gathered for a forward pass is released first.
@@ -76,12 +77,12 @@ def module_shards(module: nn.Module, ranks: Communicator) -> ModuleShards:
             shards[name] = found
         elif isinstance(param, DTensor):
             _refuse_partial(name, param)
-            shards[name] = local_shard(param, writes=is_first_copy(param), box=box)
+            shards[name] = shard_of(param, writes=is_first_copy(param), box=box)
         else:
-            shards[name] = local_shard(param, writes=number % ranks.world_size == ranks.rank)  # they divide the work
+            shards[name] = shard_of(param, writes=number % ranks.world_size == ranks.rank)  # they divide the work
     for _, _, raw, buffer in persistent_buffers(module):
         if isinstance(buffer, DTensor):
-            shards[clean_fqn(raw)] = local_shard(buffer, writes=is_first_copy(buffer))
+            shards[clean_fqn(raw)] = shard_of(buffer, writes=is_first_copy(buffer))
         else:
             whole = (0, tuple(buffer.shape))
             shards[clean_fqn(raw)] = LocalShard(buffer, buffer.detach().reshape(-1), *whole, writes=ranks.is_main)
@@ -99,8 +100,8 @@ def _inside(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DistributedDataParallel | fsdp.FullyShardedDataParallel):
             module = module.module
-        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):  # of torch.compile
-            module = inner
+        elif (compiled := uncompiled(module)) is not None:
+            module = compiled
         else:
             return module
 

@@ -16,7 +16,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import RunState, Store, TensorIndex, locate, to_torch
 from fsdp_shard.distributed import LocalShard, current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, SaveError, StorageError
-from fsdp_shard.sharding import ModuleShards, module_shards, transformers_model
+from fsdp_shard.sharding import ModuleShards, shards_of, transformers_model
 from fsdp_shard.training.checkpoints.side_files import config_files, processor_files
 from fsdp_shard.utils import fsync_path, parse_size
 
@@ -55,7 +55,7 @@ def load_weights(
         ''
     """
     ranks = current_ranks(timeout_seconds)
-    shards = run_on_all(ranks, lambda: module_shards(model, ranks))
+    shards = run_on_all(ranks, lambda: shards_of(model, ranks))
     location = run_on_all(ranks, lambda: locate(source, base=base))
     with run_on_all(ranks, lambda: location.model_index) as index:
         names, note = run_on_all(ranks, lambda: _matched(model, shards, index))
@@ -125,7 +125,7 @@ def save_pretrained(
     target, size = Path(directory), parse_size(max_shard_size, "max_shard_size")
     ranks = current_ranks(timeout_seconds)
     store = Store(target.parent / f".{target.name}.partial-{uuid.uuid4().hex}")  # that of rank 0 counts
-    shards = run_on_all(ranks, lambda: module_shards(model, ranks))
+    shards = run_on_all(ranks, lambda: shards_of(model, ranks))
     of_transformers = transformers_model(model)
     files = {} if of_transformers is None else run_on_all(ranks, lambda: config_files(of_transformers))
     files |= run_on_all(ranks, lambda: processor_files(processor) if ranks.is_main else {})

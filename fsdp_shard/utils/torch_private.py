@@ -64,6 +64,15 @@ def non_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tenso
             yield name, buffer
 
 
+def uncompiled(module: nn.Module) -> nn.Module | None:
+    """The module in a module that `torch.compile` has returned, or None.
+
+    Without `_orig_mod`, a compiled model would be saved without its config.
+    """
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
 def view_base(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that `tensor` is a view of, or itself. Without `_base`, offload would move views of parameters."""
     return tensor if tensor._base is None else tensor._base

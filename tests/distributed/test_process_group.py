@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed import DistributedContext, LaunchConfig
+from fsdp_shard.distributed.launcher import variables_for_torch
 from fsdp_shard.distributed.process_group import init_device
 from fsdp_shard.errors import ConfigError
 from tests.support.ranks import on_ranks
@@ -52,7 +53,9 @@ def _num_sockets(context: DistributedContext) -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-def test_ranks_connect_with_few_others() -> None:
+def test_ranks_connect_with_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables_for_torch(LaunchConfig(device="cpu")).items():
+        monkeypatch.setenv(name, value)
     few, many = (max(on_ranks(ranks, _num_sockets)) for ranks in (4, 16))
     assert many <= few + 2 * 6, "two more levels of a tree in each of two groups; with all others, 24 more"
 

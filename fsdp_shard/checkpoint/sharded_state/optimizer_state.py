@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import to_torch
-from fsdp_shard.distributed import LocalShard, is_first_copy, local_shard
+from fsdp_shard.distributed import LocalShard, is_first_copy, shard_of
 from fsdp_shard.errors import CheckpointError
 
 
@@ -114,7 +114,7 @@ def _state_shard(name: str, shard: LocalShard, value: torch.Tensor) -> LocalShar
     that is not divided.
     """
     if isinstance(value, DTensor) and value.shape != shard.tensor.shape:
-        return local_shard(value, writes=is_first_copy(value))
+        return shard_of(value, writes=is_first_copy(value))
     if value.ndim == 0 and shard.shape:
         holds_first = shard.writes and shard.start == 0 and shard.data.numel() > 0
         return LocalShard(value, value.view(-1), 0, (), writes=holds_first)

@@ -29,7 +29,7 @@ from fsdp_shard.checkpoint import (
 )
 from fsdp_shard.distributed import Communicator, LocalShard, current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
-from fsdp_shard.sharding import ModuleShards, module_shards, transformers_model
+from fsdp_shard.sharding import ModuleShards, shards_of, transformers_model
 from fsdp_shard.training.checkpoints.loop_state import (
     DOCUMENT,
     LoopState,
@@ -76,6 +76,10 @@ class Restored:
         extra_per_rank: What this rank gave; None if another number of ranks saved the step.
         metrics: The metrics of the step.
         has_random_state: Whether the random state of this rank was restored; not on another number of ranks.
+
+    Example:
+        >>> restored = checkpointer.restore(model, optimizer)  # doctest: +SKIP
+        >>> first_step = restored.step + 1 if restored else 1  # doctest: +SKIP
     """
 
     step: int
@@ -425,7 +429,7 @@ class Checkpointer:
         shards: dict[str, LocalShard] = {}
         aliases: dict[str, str] = {}
         for name, module in by_name(model).items():
-            found, prefix = module_shards(module, self._ranks), f"{name}." if name else ""
+            found, prefix = shards_of(module, self._ranks), f"{name}." if name else ""
             shards |= {prefix + key: shard for key, shard in found.shards.items()}
             aliases |= {prefix + key: prefix + kept for key, kept in found.aliases.items()}
         return ModuleShards(shards, aliases)

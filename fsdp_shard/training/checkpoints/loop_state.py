@@ -19,7 +19,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from fsdp_shard.checkpoint import TensorIndex, load_shards, member, tensor_bytes, to_torch
-from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, local_shard
+from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, shard_of
 from fsdp_shard.errors import CheckpointError, SaveError
 from fsdp_shard.training.checkpoints.state_tree import flatten_state, restore_state
 from fsdp_shard.utils import parse_json, read_bounded
@@ -151,7 +151,7 @@ def read_state(document: Any, index: TensorIndex | None, where: str, name: str =
             tensors[key] = torch.empty_like(now, dtype=to_torch(entry.dtype))
         else:
             tensors[key] = torch.empty(entry.shape, dtype=to_torch(entry.dtype))
-        load_shards(index, {key: local_shard(tensors[key], writes=False)})
+        load_shards(index, {key: shard_of(tensors[key], writes=False)})
     return restore_state(document, tensors, where)
 
 
@@ -166,7 +166,7 @@ def _names_in(document: Any) -> list[str]:
 
 def _copied(tensor: torch.Tensor, *, writes: bool) -> LocalShard:
     """The shard of a copy in host memory: the object may change its state while it is saved."""
-    shard = local_shard(tensor.contiguous(), writes=writes)
+    shard = shard_of(tensor.contiguous(), writes=writes)
     data = shard.data.to("cpu", copy=True)
     return LocalShard(data, data, shard.start, shard.shape, writes, shard.box)
 
