@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CHECKED = "fsdp-shard/checked"
 _TIME_TO_CHECK = timedelta(days=1)  # a check may download a model; launchers notice the death of a rank
 _SECONDS_TO_LEAVE = 10.0  # for other ranks, before the one that serves their store is gone
-# For torch, unless the user has set them: gloo connects two ranks when they first talk, instead of all with all. Few do,
+# For torch, unless the user has set them. gloo connects two ranks when they first talk, not all with all: few do,
 # whatever the number of ranks.
 _VARIABLES = {"TORCH_GLOO_LAZY_INIT": "1"}
 # Segments that can grow lose less memory to fragmentation. The flight recorder keeps what each rank did last, and NCCL
