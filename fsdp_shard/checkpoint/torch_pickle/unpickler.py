@@ -19,7 +19,7 @@ from fsdp_shard.utils import exceeded, format_size, limits
 # take so much, and so much for each byte of it; a real .metadata takes 28.
 _OBJECT_BYTES, _MEMO_BYTES = 64, 128
 _BYTES_OF = {ord("\x8f"): 216, ord("\x91"): 216, ord("r"): _MEMO_BYTES}
-_MEMORY_BYTES, _MEMORY_PER_BYTE = 40 << 20, 24  # what describes tensors takes 15 a byte
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 32 << 20, 24  # what describes tensors takes 15 a byte
 
 
 class CutShort(CheckpointError):
