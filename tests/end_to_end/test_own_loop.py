@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,19 @@ def start(place: Path, run_dir: str, ranks: int = 2) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*launcher, *map(str, arguments)],
         cwd=place,
-        env=environment(OMP_NUM_THREADS="1"),
+        env={**environment(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
+
+
+def kill_all(pid: int) -> None:
+    """Kill a launcher and its ranks, which are in sessions of their own."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for number in (pid, *map(int, children)):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
 
 
 def losses(output: str) -> dict[int, str]:
@@ -65,7 +73,7 @@ def test_nothing_is_lost_when_it_is_killed(place: Path, whole: dict[int, str]) -
         before = store.latest()
         process = start(place, "killed")
         time.sleep(random.Random(number).uniform(4.0, 12.0))
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_all(process.pid)
         seen |= losses(process.communicate()[0])
         assert (store.latest() or 0) >= (before or 0)
         for step in store.steps():
