@@ -100,7 +100,9 @@ def shape(command: Command) -> list[str]:
     """What of the output of a command depends on neither model, data, nor time: no numbers, no text of the model."""
     lines = list(_without_generated(command.output))
     masked = [re.sub(r"\d[\d.,:]*(e[+-]\d+)?( [KMGT]i?B?\b| B\b| [KMG]\b)?", "0", line) for line in lines]
-    return [line for line in masked if not re.fullmatch(r"\w+: 0.* left", line)]  # progress, after two seconds
+    # Not progress, which is shown after two seconds, nor what `doctor` warns of on some processors.
+    kept = [line for line in masked if not re.fullmatch(r"\w+: 0.* left|machine +warn .*", line)]
+    return [re.sub(r"^(No problem found), 0 warnings?\.$", r"\1.", line) for line in kept]
 
 
 def _without_generated(lines: Sequence[str]) -> Iterator[str]:
