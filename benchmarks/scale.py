@@ -6,8 +6,9 @@
 All of it is the code of the package. Steps that are opened and resumed from have every header, the manifest and every
 index in full, of the shapes of real models; their data are holes, so that they take a few GB of disk instead of TB. A
 save runs all of its ranks as threads of one process (`simulated_ranks`), on tensors with their number of rows and a few
-columns, as do verify and convert of that step. Each measurement has a process of its own. Seconds are of the processor,
-opens those of rank files, memory what the work adds to the imports.
+columns, as do verify and convert of that step. `--only init` starts real ranks, as many as the machine holds. Each
+measurement has a process of its own. Seconds are of the processor, opens those of rank files, memory what the work adds
+to the imports.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "671B": ("DeepseekV3Config", {}),
 }
-MEASURES = ("save", "open", "resume", "resume-fewer", "tensor-parallel", "verify", "convert")
+MEASURES = ("init", "save", "open", "resume", "resume-fewer", "tensor-parallel", "verify", "convert")
 _COLUMNS = 8  # of the tensors that are saved
 _ELEMENTS = 1 << 16  # read of each tensor at most, so that bytes do not hide what the number of ranks costs
 _TENSOR_RANKS = 8
@@ -339,6 +341,63 @@ def measure_convert(work: Path, model: str, ranks: int) -> dict[str, Any]:
         shutil.rmtree(target, ignore_errors=True)
 
 
+def measure_init(work: Path, model: str, ranks: int) -> dict[str, Any]:
+    """Start real ranks on this machine with the groups of a run, and let them talk as a step and a save do.
+
+    Sockets are those of the rank that has most, seconds those of the slowest one, all on the cores of this machine.
+    With TORCH_GLOO_LAZY_INIT=0 in the environment, gloo connects all with all.
+    """
+    import torch.multiprocessing as processes
+
+    from fsdp_shard.distributed import LaunchConfig, variables_for_torch
+
+    place = work / f"init-{ranks}"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    os.environ |= variables_for_torch(LaunchConfig(device="cpu"))
+    processes.start_processes(_init, (ranks, str(place)), ranks, start_method="fork")
+    found = [json.loads(file.read_text()) for file in place.glob("*.json")]
+    shutil.rmtree(place)
+    assert len(found) == ranks
+    return {name: max(one[name] for one in found) for name in found[0]}
+
+
+def _init(rank: int, ranks: int, place: str) -> None:
+    import torch
+
+    from fsdp_shard.distributed import init_distributed
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    before, start = _num_sockets(), time.perf_counter()
+    with init_distributed("cpu", 2 if ranks > 1 else 1, 300.0, f"file://{place}/store") as context:
+        of_saves = context.with_new_group(300.0)
+        seconds, after_init = time.perf_counter() - start, _num_sockets()
+        for group in (context, of_saves):
+            group.all_reduce([1.0])
+            group.broadcast_object("run")
+            group.barrier()
+        talked = _num_sockets()
+        of_saves.gather_object("report")  # rank 0 hears of each
+        figures = {
+            "init_seconds": seconds,
+            "sockets_after_init": after_init - before,
+            "sockets_after_talk": talked - before,
+            "sockets_of_others_after_gather": (_num_sockets() - before) if rank else 0,
+            "sockets_of_main_after_gather": 0 if rank else _num_sockets() - before,
+        }
+        Path(place, f"{rank}.json").write_text(json.dumps(figures))
+        context.barrier()
+
+
+def _num_sockets() -> int:
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing itself
+            found += os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+    return found
+
+
 CURVES = (
     ("open", "cpu_seconds", "opening the weights:\nseconds of processor"),
     ("resume", "opened", "resuming:\nrank files opened by a rank"),
@@ -372,7 +431,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/scale"), help="on a file system with holes")
     parser.add_argument("--models", nargs="+", choices=CONFIGS, default=["70B"])
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 256, 1024])
-    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES[1:]))
     parser.add_argument("--keep", action="store_true", help="keep the steps that were made")
     parser.add_argument("--json", type=Path, help="add the figures to this file")
     parser.add_argument("--plot", nargs=3, type=Path, metavar=("BEFORE", "AFTER", "SVG"), help="draw figures instead")

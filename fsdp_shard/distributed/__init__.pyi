@@ -8,6 +8,7 @@ from .launcher import (
     launch as launch,
     shares_memory as shares_memory,
     uses_gpus as uses_gpus,
+    variables_for_torch as variables_for_torch,
     world_sizes as world_sizes,
 )
 from .local_shard import (

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_shard.distributed import DistributedContext, LaunchConfig
-from fsdp_shard.distributed.launcher import variables_for_torch
+from fsdp_shard.distributed import DistributedContext, LaunchConfig, variables_for_torch
 from fsdp_shard.distributed.process_group import init_device
 from fsdp_shard.errors import ConfigError
 from tests.support.ranks import on_ranks
