@@ -381,6 +381,42 @@ def test_a_flipped_bit_is_found_before_anything_changes(tmp_path: Path) -> None:
         assert all(map(torch.equal, before, model.parameters()))
 
 
+_DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda document: [],
+    "another version": lambda document: {**document, "format_version": 9},
+    "no ranks": lambda document: {**document, "ranks": {}},
+    "a rank of nothing": lambda document: {**document, "ranks": [7]},
+    "no random state": lambda document: {**document, "ranks": [[{"extra": None}, {}]]},
+    "a random state of texts": lambda document: {
+        **document,
+        "ranks": [[{"extra": None, "random": {"python": "x", "numpy": [], "torch": "", "cuda": None}}, {}]],
+    },
+    "no groups": lambda document: {**document, "groups": None},
+    "groups of texts": lambda document: {**document, "groups": {"": ["x"]}},
+    "a tensor that is not there": lambda document: {**document, "extra": {"$tensor": "$nothing"}},
+    "an unknown mark": lambda document: {**document, "extra": {"$pickle": "gASVAAAA"}},
+    "bytes that are none": lambda document: {**document, "extra": {"$bytes": "?"}},
+    "a dictionary of lists": lambda document: {**document, "extra": {"$dict": [[[], 1]]}},
+    "deep nesting": lambda document: {**document, "extra": json.loads("[" * 60 + "]" * 60)},
+}
+
+
+@pytest.mark.parametrize("name", _DAMAGES)
+def test_a_damaged_document(name: str, tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with fs.Checkpointer(tmp_path, verify_on_restore=False) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        checkpointer.wait()
+        file = tmp_path / "checkpoints" / "step-00000001" / "checkpointer.json"
+        file.write_text(json.dumps(_DAMAGES[name](json.loads(file.read_text()))))
+        if name == "deep nesting":  # as deep as people may nest what they save
+            assert checkpointer.restore(model, optimizer) is not None
+            return
+        with pytest.raises(CheckpointError, match=r"checkpointer.json|parameter groups|another optimizer"):
+            checkpointer.restore(model, optimizer)
+
+
 def test_a_rank_without_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"one of 2 ranks .* no process group yet; call"):

@@ -377,7 +377,7 @@ class Checkpointer:
         for name, stateful in given.items():
             stateful.load_state_dict(found.states[name])
         if found.own is not None:
-            restore_random_state(found.own["random"])
+            restore_random_state(found.own["random"], str(stored.directory / DOCUMENT))
         return Restored(
             step=stored.document.step,
             directory=stored.directory,

@@ -143,7 +143,7 @@ def read_state(document: Any, index: TensorIndex | None, where: str, name: str =
     """
     current = {} if like is None else flatten_state(like, f"${name}")[1]
     tensors = {}
-    for key in _names_in(document):
+    for key in dict.fromkeys(_names_in(document)):
         if index is None or key not in index.tensors:
             raise CheckpointError(f"{where} names the tensor {key}, which the step does not hold.")
         entry, now = index.entry(key), current.get(key)
@@ -187,14 +187,17 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Set the generators to what `random_state` has returned."""
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-    torch.set_rng_state(_byte_tensor(state["torch"]))
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+def restore_random_state(state: Mapping[str, Any], where: str) -> None:
+    """Set the generators to what `random_state` has returned; CheckpointError, which names `where`, if it has not."""
+    try:
+        random.setstate(state["python"])
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+        torch.set_rng_state(_byte_tensor(state["torch"]))
+        if state["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{where} has no random state that can be restored ({error!r}).") from error
 
 
 def _byte_tensor(content: bytes) -> torch.Tensor:

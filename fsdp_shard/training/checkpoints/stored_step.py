@@ -68,17 +68,36 @@ class StoredStep(NamedTuple):
         ranks: Communicator,
     ) -> Found:
         """Compare the step with what is to be filled, and read what is not loaded in place."""
-        where, document = str(self.directory / DOCUMENT), self.document
-        if states.keys() != document.states.keys():
+        if states.keys() != self.document.states.keys():
             raise CheckpointError(
-                f"{self.directory} was saved with the states {listed(document.states)}, and restore() was given "
+                f"{self.directory} was saved with the states {listed(self.document.states)}, and restore() was given "
                 f"{listed(states)}; give the same."
             )
         _check_names(self.weights, shards, self.directory)
+        try:
+            return self._read(shards, optimizers, states, ranks)
+        except CheckpointError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.directory / DOCUMENT} is damaged: it is not what a Checkpointer writes ({error!r})."
+            ) from error
+
+    def _read(
+        self,
+        shards: ModuleShards,
+        optimizers: Mapping[str, Optimizer],
+        states: Mapping[str, Stateful],
+        ranks: Communicator,
+    ) -> Found:
+        where, document = str(self.directory / DOCUMENT), self.document
         options = read_state(document.groups, self.states, where)
         check_groups(options, optimizers, shards.shards, self.directory)
-        is_same_number = len(document.ranks) == ranks.world_size
         values = [read_state(one, self.states, where) for _, one in document.ranks]
+        own = None
+        if len(document.ranks) == ranks.world_size:
+            own = read_state(document.ranks[ranks.rank][0], self.states, where)
+            own = {"random": dict(own["random"]), "extra": own["extra"]}
         return Found(
             options=options,
             values={name: value for one in reversed(values) for name, value in one.items()},
@@ -87,7 +106,7 @@ class StoredStep(NamedTuple):
                 for name, one in states.items()
             },
             extra=read_state(document.extra, self.states, where),
-            own=read_state(document.ranks[ranks.rank][0], self.states, where) if is_same_number else None,
+            own=own,
         )
 
     def load(self, shards: Mapping[str, LocalShard], slots: Mapping[str, LocalShard], extra: Sequence[str]) -> None:
