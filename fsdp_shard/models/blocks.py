@@ -101,7 +101,7 @@ def _layers(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
         source = f" of {config_file(config)}" if hasattr(config, "name_or_path") else ""
         raise ModelError(
             f"No blocks were found in {type(model).__name__}{source}: no module repeats, and it lists none itself. "
-            f"Set shard.blocks=[CLASS]; candidates are {', '.join(_candidates(model))}."
+            f"{_other_units(model)}"
         )
     return layers
 
@@ -216,6 +216,17 @@ def _cover(module: nn.Module, fqn: str, layers: set[nn.Module]) -> Iterator[tupl
 
 def _has_params(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _other_units(model: nn.Module) -> str:
+    """What to set for a model without blocks."""
+    if known := _candidates(model):
+        return f"Set shard.blocks=[CLASS]; candidates are {', '.join(known)}."
+    sizes = [(sum(param.numel() for param in module.parameters(recurse=False)), module) for module in model.modules()]
+    num_params, largest = max(sizes, key=lambda size: size[0])
+    if not num_params:
+        return "It has no parameters."
+    return f"Set shard.min_params={num_params}: that makes a unit of {type(largest).__name__}, its largest module."
 
 
 def _candidates(model: nn.Module) -> list[str]:

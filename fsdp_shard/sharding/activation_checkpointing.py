@@ -27,6 +27,8 @@ _WRAPPER_LEVELS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_ori
 
 def recompute_blocks(model: nn.Module, settings: ShardConfig) -> list[nn.Module]:
     """Replace the forward of the repeated blocks of `model` by one that keeps less; returns all repeated blocks."""
+    if settings.activation_checkpointing in (False, "none") and not (settings.compile or settings.activation_offload):
+        return []  # nothing asks for blocks; units by size (`min_params`) need none
     blocks = {
         block.fqn: model.get_submodule(block.fqn) for block in no_split_blocks(model, settings.blocks) if block.repeated
     }

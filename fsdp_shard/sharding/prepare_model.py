@@ -2,6 +2,7 @@
 and buffers that are on meta memory, unfilled.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.models import no_split_blocks
+from fsdp_shard.models import no_split_blocks, rebuild_buffers
 from fsdp_shard.sharding.activation_checkpointing import (
     clean_fqn,
     offload_blocks,
@@ -19,7 +20,7 @@ from fsdp_shard.sharding.activation_checkpointing import (
 )
 from fsdp_shard.sharding.config import ShardConfig, Unit
 from fsdp_shard.sharding.wrap_policy import plan_units
-from fsdp_shard.utils import give_back_free_memory, nearest, persistent_buffers
+from fsdp_shard.utils import give_back_free_memory, nearest, non_persistent_buffers, persistent_buffers
 
 _LARGE_BYTES = 1 << 20
 
@@ -47,6 +48,27 @@ def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedCont
         if buffer.is_meta:
             setattr(owner, name, torch.empty_like(buffer, device=context.device))
     return units
+
+
+def complete_buffers(model: nn.Module, context: DistributedContext) -> None:
+    """Compute the buffers on meta that no checkpoint has; ModelError if only the model's own code could."""
+    if any(buffer.is_meta for module in model.modules() for _, buffer in non_persistent_buffers(module)):
+        rebuild_buffers(model, context.device)
+
+
+def warn_of_batch_norms(model: nn.Module, context: DistributedContext) -> None:
+    """Warn of layers whose statistics are those of a rank's own samples."""
+    found = [
+        module for module in model.modules() if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d)
+    ]
+    kinds = sorted({type(module).__name__ for module in found})
+    if kinds and context.world_size > 1:
+        warnings.warn(
+            f"{' and '.join(kinds)} of {type(model).__name__} keep the statistics of each rank's own samples, and a "
+            f"checkpoint has those of rank 0. On GPUs, torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before "
+            f"sharding makes them those of all.",
+            stacklevel=3,
+        )
 
 
 def check_shardable(model: nn.Module, shard: ShardConfig) -> None:

@@ -126,7 +126,8 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
     Weights that are filled are kept; those of a model on the meta device are left unfilled.
 
     Args:
-        model: The model, on the device of `context` or on meta with its buffers rebuilt.
+        model: The model, on the device of `context` or on meta. Of a model of transformers on meta, the buffers that no
+            checkpoint has (rotary frequencies) are computed.
         context: The ranks, from `init_distributed`.
         wrapper: `fsdp2`, `fsdp1` or `ddp`.
         settings: Those of `shard.*`, such as `param_dtype="float32"`.
@@ -158,4 +159,8 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
             raise ConfigError(
                 f"{name}={given}, but the process group was initialized with {name}={ranks}; pass the same to both."
             )
+    from fsdp_shard.sharding.prepare_model import complete_buffers, warn_of_batch_norms
+
+    warn_of_batch_norms(model, context)
+    complete_buffers(model, context)
     return config.shard(model, context)

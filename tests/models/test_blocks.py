@@ -161,6 +161,16 @@ def test_layers_are_found_where_a_model_lists_what_stands_beside_them() -> None:
     ]
 
 
+class Holder(nn.Module):
+    """A module with another one in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+
 def test_a_model_without_blocks_lists_what_could_be_one() -> None:
-    with pytest.raises(ModelError, match=r"shard\.blocks"):
+    with pytest.raises(ModelError, match=r"shard\.min_params=6: that makes a unit of Linear"):
         no_split_blocks(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match=r"shard\.blocks=\[CLASS\]; candidates are Holder"):
+        no_split_blocks(nn.Sequential(Holder()))
