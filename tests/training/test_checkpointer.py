@@ -224,6 +224,16 @@ def whole(param: torch.Tensor) -> torch.Tensor:
     return param.full_tensor() if isinstance(param, DTensor) else param.detach()
 
 
+def test_all_steps_are_kept_unless_asked(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    with fs.Checkpointer(tmp_path, monitor="loss") as checkpointer:
+        for step, loss in enumerate([3.0, 2.0, 1.0], start=1):
+            checkpointer.save(step, model, optimizer, metrics={"loss": loss})
+        checkpointer.wait()
+        assert (checkpointer.steps, checkpointer.best) == ([1, 2, 3], 3)
+
+
 def test_retention_and_the_best_step(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters())

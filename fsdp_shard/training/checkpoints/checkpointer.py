@@ -153,6 +153,7 @@ class Checkpointer:
         self.path = Path(path)
         self._config = CheckpointConfig(
             layout=layout,
+            every=1,  # each step is saved on purpose: none is deleted because a better one comes
             asynchronous=asynchronous,
             timeout_seconds=timeout_seconds,
             max_failures=1,
