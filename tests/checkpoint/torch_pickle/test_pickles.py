@@ -192,7 +192,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
     "an unknown persistent id": (opcodes(b"NQ"), "storage outside of it"),
     "a list as a key": (opcodes(b"}]Ns"), "has a list as a key"),
     "a dict as a key": (opcodes(b"}}Ns"), "has a dict as a key"),
-    "a nested tuple as a key": (opcodes(b"})" + b"\x85" * 1_000_000 + b"Ns"), "has a tuple as a key"),
+    "a nested tuple as a key": (opcodes(b"})" + b"\x85" * 500_000 + b"Ns"), "has a tuple as a key"),
     "a tuple of 2^60 as a key": (
         opcodes(b"})" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"Ns"),
         "has a tuple as a key",
