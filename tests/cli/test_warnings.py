@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-
-import pytest
 
 from fsdp_shard.config import COMMANDS, FinetuneConfig
 from fsdp_shard.utils import walk, warnings_of
+from tests.support.commands import ROOT, run
 from tests.support.runs import run_recipe
 
 
@@ -45,20 +45,11 @@ def test_a_run_that_trusts_code_of_others_says_so_once(tiny_model: Path, texts: 
         assert lines[0].startswith(f"warning: {name}.{trusts}: Python files that come with the model run on every rank")
 
 
-def test_of_ranks_that_others_started_one_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank does not come further than its config, which is wrong, and then waits for the first one to say so."""
-    from fsdp_shard.cli import recipes
-
-    monkeypatch.setattr(recipes, "_SECONDS_TO_REPORT", 0.0)
-    for name, value in {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+def test_of_ranks_that_others_started_one_says_so(tmp_path: Path) -> None:
+    """One checks, too, and says what is wrong; the other hears of that and says nothing."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     settings = [f"checkpoint={tmp_path}/none", "prompt=x", "dispatch.trust_remote_code=true"]
-    ended = run_recipe("generate", tmp_path / "text", *settings)
-    assert "warning" not in ended.err
-    assert "error: rank 1: " in ended.err, "as the first had nothing to say"
+    ended = run([*torchrun, ROOT / "recipes" / "generate.py", *settings], tmp_path, OMP_NUM_THREADS="1")
+    assert ended.status != 0
+    assert ended.err.count("warning: dispatch.trust_remote_code=true") == 1, ended.err
+    assert ended.err.count("error: ") == 1, ended.err
