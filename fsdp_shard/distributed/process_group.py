@@ -231,14 +231,13 @@ def init_distributed(
         shape = {"replicate": replicas, "shard": world_size // (replicas * tensor_parallel)}
         shape |= {"tensor": tensor_parallel} if tensor_parallel > 1 else {}
         expert_shape = {"replicate": replicas, "shard": world_size // divided, "expert": expert_parallel, "tensor": 1}
-        kind = torch_device.type
         yield DistributedContext(
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
             device=torch_device,
-            mesh=_make_mesh(kind, shape, timeout),
-            expert_mesh=_make_mesh(kind, expert_shape, timeout) if expert_parallel > 1 else None,
+            mesh=_make_mesh(torch_device.type, shape, timeout),
+            expert_mesh=_make_mesh(torch_device.type, expert_shape, timeout) if expert_parallel > 1 else None,
         )
         is_done = True
     finally:
