@@ -43,6 +43,7 @@ from .io.safetensors_format import (
     to_torch as to_torch,
 )
 from .keys.matching import MatchedNames as MatchedNames, match_names as match_names, untie as untie
+from .keys.tied_weights import has_same_bytes as has_same_bytes
 from .location import (
     Location as Location,
     is_checkpoint as is_checkpoint,

@@ -165,7 +165,8 @@ def _check_once_a_machine(check: Check[C], config: C, store: "Store", world_size
 
     A rank that does not know its number on its machine checks for itself.
     """
-    here = f"{_CHECKED}/{socket.gethostname()}"
+    machine = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", socket.gethostname()))
+    here = f"{_CHECKED}/{machine}"
     if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             settled = check.check(config)

@@ -26,9 +26,13 @@ _WRAPPER_LEVELS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_ori
 
 
 def recompute_blocks(model: nn.Module, settings: ShardConfig) -> list[nn.Module]:
-    """Replace the forward of the repeated blocks of `model` by one that keeps less; returns all repeated blocks."""
+    """Replace the forward of the repeated blocks of `model` by one that keeps less.
+
+    Returns:
+        All repeated blocks, or none if no setting is about blocks: units by size (`min_params`) need none.
+    """
     if settings.activation_checkpointing in (False, "none") and not (settings.compile or settings.activation_offload):
-        return []  # nothing asks for blocks; units by size (`min_params`) need none
+        return []
     blocks = {
         block.fqn: model.get_submodule(block.fqn) for block in no_split_blocks(model, settings.blocks) if block.repeated
     }

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.sharding.activation_checkpointing import clean_fqn
 from fsdp_shard.sharding.config import Shape, ShardedModel, Unit
-from fsdp_shard.sharding.prepare_model import buffer_shards, empty_parameters, prepare_model
+from fsdp_shard.sharding.module_shards import shards_of
+from fsdp_shard.sharding.prepare_model import empty_parameters, prepare_model
 from fsdp_shard.sharding.registry import DdpConfig
 
 
@@ -35,11 +35,7 @@ class DdpModel:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def local_shards(self) -> dict[str, LocalShard]:
-        params = {}
-        for number, (name, param) in enumerate(self.module.module.named_parameters()):
-            writes = number % self.context.world_size == self.context.rank  # the ranks divide the work of saving
-            params[clean_fqn(name)] = LocalShard(param, param.detach().view(-1), 0, tuple(param.shape), writes)
-        return params | buffer_shards(self.module.module, self.context)
+        return shards_of(self.module, self.context).shards
 
 
 def check_supported(model: nn.Module, settings: DdpConfig) -> None:

@@ -15,10 +15,10 @@ from fsdp_shard import utils
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.models import Block, no_split_blocks
-from fsdp_shard.sharding.activation_checkpointing import clean_fqn
 from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit, itemsize
 from fsdp_shard.sharding.forward_trace import trace_forward
-from fsdp_shard.sharding.prepare_model import buffer_shards, empty_parameters, prepare_model
+from fsdp_shard.sharding.module_shards import shards_of
+from fsdp_shard.sharding.prepare_model import empty_parameters, prepare_model
 
 _FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param: each parameter of a unit begins at a multiple of this
 
@@ -38,15 +38,7 @@ class Fsdp1Model:
         return self.module.clip_grad_norm_(max_norm)  # the free function would take a rank's norm for the whole one
 
     def local_shards(self) -> dict[str, LocalShard]:
-        writes = self.context.mesh.get_local_rank("replicate") == 0
-        utils.restore_frozen_parameters(self.module)
-        names = {id(param): clean_fqn(name) for name, param in self.module.named_parameters()}
-        params = {
-            names[id(param)]: LocalShard(param, data, start, shape, writes)
-            for param, data, start, shape, _ in utils.flat_parameter_shards(self.module)
-            if id(param) in names
-        }
-        return {name: params[name] for name in names.values()} | buffer_shards(self.module, self.context)
+        return shards_of(self.module, self.context).shards
 
 
 def check_supported(model: nn.Module, settings: ShardConfig) -> None:

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,15 +14,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fsdp_shard.distributed import DistributedContext, LocalShard, shard_of
+from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import expert_parallel, tensor_parallel
-from fsdp_shard.sharding.activation_checkpointing import clean_fqn
 from fsdp_shard.sharding.config import Shape, ShardConfig, ShardedModel, Unit
 from fsdp_shard.sharding.forward_trace import trace_forward
-from fsdp_shard.sharding.prepare_model import buffer_shards, prepare_model
+from fsdp_shard.sharding.module_shards import shards_of
+from fsdp_shard.sharding.prepare_model import prepare_model
 from fsdp_shard.sharding.routed_lists import complete_gradients
-from fsdp_shard.utils import local_shape_and_offset, replace_tensors
+from fsdp_shard.utils import replace_tensors
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,7 @@ class Fsdp2Model:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def local_shards(self) -> dict[str, LocalShard]:
-        for module in _fsdp_modules(self.module):
-            module.reshard()  # gathered parameters are left after a forward pass without a backward pass
-        mesh = self.context.mesh
-        is_first_replica = mesh.get_local_rank("replicate") == 0
-        is_first_divided = mesh.ndim <= 2 or mesh.get_local_rank("tensor") == 0
-        box = cache(local_shape_and_offset)  # slow, and blocks have the same parameters
-        params = {}
-        for name, param in self.module.named_parameters():
-            writes = self.context.is_main
-            if isinstance(param, DTensor):
-                writes = is_first_replica and (is_first_divided or tensor_parallel.is_divided(param))
-            params[clean_fqn(name)] = shard_of(param, writes=writes, box=box)
-        return params | buffer_shards(self.module, self.context)
+        return shards_of(self.module, self.context).shards
 
 
 class _Scalars:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from fsdp_shard.distributed import DistributedContext, LocalShard
+from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import no_split_blocks, rebuild_buffers
 from fsdp_shard.sharding.activation_checkpointing import (
-    clean_fqn,
     offload_blocks,
     recompute_blocks,
     recomputed_fqns,
@@ -146,11 +145,3 @@ def empty_parameters(device: torch.device) -> Callable[[nn.Module], None]:
             setattr(module, name, known)
 
     return init
-
-
-def buffer_shards(module: nn.Module, context: DistributedContext) -> dict[str, LocalShard]:
-    """Every persistent buffer as a LocalShard that is the whole buffer."""
-    return {
-        clean_fqn(fqn): LocalShard(buffer, buffer.detach().reshape(-1), 0, tuple(buffer.shape), writes=context.is_main)
-        for _, _, fqn, buffer in persistent_buffers(module)
-    }

@@ -92,14 +92,6 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
         setattr(model.get_submodule(owner), name, model.get_parameter(kept))
 
 
-def is_divided(param: DTensor) -> bool:
-    """Whether tensor ranks have different parts of it. Of norms, and of biases of layers that are cut by rows, each has
-    the same.
-    """
-    names = param.device_mesh.mesh_dim_names or ()
-    return "tensor" in names and not param.placements[names.index("tensor")].is_replicate()
-
-
 def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """`clip_grad_norm_` over parameters that lie on several meshes, or on none, which torch's own does not take."""
     groups = by_mesh(param for param in parameters if param.grad is not None)

@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_shard import checkpoint
-from fsdp_shard.checkpoint import RunState, Store, TensorIndex, locate, to_torch
-from fsdp_shard.distributed import LocalShard, current_ranks, run_on_all, run_on_main
-from fsdp_shard.errors import CheckpointError, SaveError, StorageError
+from fsdp_shard.checkpoint import RunState, Store, TensorIndex, locate
+from fsdp_shard.distributed import current_ranks, run_on_all, run_on_main
+from fsdp_shard.errors import SaveError, StorageError
 from fsdp_shard.sharding import ModuleShards, shards_of, transformers_model
-from fsdp_shard.training.checkpoints.side_files import config_files, processor_files
+from fsdp_shard.training.checkpoints.side_files import side_files
+from fsdp_shard.training.checkpoints.stored_names import check_tensors
 from fsdp_shard.utils import fsync_path, parse_size
 
 _TIMEOUT_SECONDS = 1800.0
@@ -70,25 +71,8 @@ def _matched(model: nn.Module, shards: ModuleShards, index: TensorIndex) -> tupl
     if of_transformers is not None and not FullyShardedDataParallel.fsdp_modules(model):
         matched = checkpoint.match_names(of_transformers, index)
         return {name: stored for name, stored in matched.stored.items() if name in shards.shards}, matched.note
-    missing = sorted(name for name in shards.shards if name not in index.tensors and name not in index.aliases)
-    unknown = sorted(index.tensors.keys() - shards.shards.keys() - shards.aliases.keys())
-    if missing or unknown:
-        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which the model does not have"
-        raise CheckpointError(
-            f"{index.root} {what} ({len(missing)} tensors missing, {len(unknown)} not expected of {len(index.names)}); "
-            f"expected the names of model.named_parameters()."
-        )
-    for name, shard in shards.shards.items():
-        _check_entry(index, name, shard)
+    check_tensors(index, shards)
     return {name: name for name in shards.shards}, ""
-
-
-def _check_entry(index: TensorIndex, name: str, shard: LocalShard) -> None:
-    entry = index.entry(name)
-    if entry.shape != shard.shape:
-        raise CheckpointError(f"{index.root}: {name} has shape {list(entry.shape)}, expected {list(shard.shape)}.")
-    if to_torch(entry.dtype).is_floating_point != shard.data.dtype.is_floating_point:
-        raise CheckpointError(f"{index.root}: {name} is stored as {entry.dtype}, expected {shard.data.dtype}.")
 
 
 def save_pretrained(
@@ -126,9 +110,7 @@ def save_pretrained(
     ranks = current_ranks(timeout_seconds)
     store = Store(target.parent / f".{target.name}.partial-{uuid.uuid4().hex}")  # that of rank 0 counts
     shards = run_on_all(ranks, lambda: shards_of(model, ranks))
-    of_transformers = transformers_model(model)
-    files = {} if of_transformers is None else run_on_all(ranks, lambda: config_files(of_transformers))
-    files |= run_on_all(ranks, lambda: processor_files(processor) if ranks.is_main else {})
+    files = run_on_all(ranks, lambda: side_files(model, processor) if ranks.is_main else {})
     run_on_main(ranks, lambda: _refuse_existing(target))
     state = RunState(shards.shards, shards.aliases, model_files=files)
     try:

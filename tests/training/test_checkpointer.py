@@ -332,6 +332,7 @@ def _saves(words: str, **arguments: Any) -> Callable[[DistributedContext, Path],
     ("words", "arguments"),
     [
         ("step-00000001 exists already", {"step": 1}),
+        ("a whole number of at least 0, not -1", {"step": -1}),
         ("differ in the number of the step", {"step": lambda context: 2 + context.rank}),
         ("extra.path is a pathlib.*which is no data", {"extra": {"path": Path("x")}}),
         ("odd.fn is a builtins.function", {"odd": _Odd({"fn": lambda: 0})}),
@@ -351,8 +352,8 @@ def test_what_cannot_be_saved(words: str, arguments: dict[str, Any], tmp_path: P
 @pytest.mark.parametrize(
     ("words", "change"),
     [
-        ("has no extra.bias", lambda: {"model": _with_extra()}),
-        (r"has embed.weight as F32 \[13, 12\], where the model has float64", lambda: {"model": Net().double()}),
+        ("lacks extra.bias", lambda: {"model": _with_extra()}),
+        (r"has embed.weight as F32, where the model has torch.float64", lambda: {"model": Net().double()}),
         ("was saved with one optimizer, and restore\\(\\) was given no optimizer", lambda: {"optimizer": None}),
         ("parameter groups have the options", lambda: {"kind": torch.optim.SGD}),
         ("was saved with the states none, and restore.* scheduler", lambda: {"scheduler": _Odd({})}),
@@ -375,6 +376,64 @@ def _with_extra() -> nn.Module:
     model = Net()
     model.extra = nn.Linear(2, 2)
     return model
+
+
+def test_settings_that_a_loop_does_not_have(tmp_path: Path) -> None:
+    for settings, words in (
+        ({"keep_lats": 1}, r"keep_lats is not a setting of Checkpointer \(did you mean keep_last\?\)"),
+        ({"every": 5}, "every is not a setting of Checkpointer"),
+        ({"layout": "flat"}, "layout=flat is not one of sharded, gathered"),
+        ({"keep_every": 5}, "keep_every=5 needs keep_last"),
+        ({"mode": "least"}, "neither 'min' nor 'max'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            fs.Checkpointer(tmp_path, **settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_optimizer_that_was_saved_is_not_left_empty(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(token_batch(0, 2, 3, 13)).sum().backward()
+    optimizer.step()
+    with fs.Checkpointer(tmp_path, keep_optimizer_last=1) as checkpointer:
+        checkpointer.save(1, model, optimizer)
+        checkpointer.save(2, model, optimizer)
+        checkpointer.wait()
+        with pytest.raises(CheckpointError, match="step-00000001 was saved with the states of an optimizer, which it"):
+            checkpointer.restore(model, optimizer, step=1)
+        assert checkpointer.restore(model, optimizer) is not None
+
+
+def test_weights_that_the_model_ties_must_be_the_same(tmp_path: Path) -> None:
+    model = Net()
+    model.head.weight = nn.Parameter(torch.zeros(13, 12))
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model)
+        with pytest.raises(CheckpointError, match=r"embed.weight and head.weight with different values"):
+            checkpointer.restore(Net())
+
+
+def test_an_average_of_a_sharded_model_is_divided_as_it_is(tmp_path: Path) -> None:
+    def averages(context: DistributedContext, steps: int) -> dict[str, torch.Tensor]:
+        model = by_fully_shard(Net(), context)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = _Odd({name: param.detach().clone() for name, param in model.named_parameters()})
+        with fs.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.restore(model, optimizer, average=average)
+            for step in range(1, steps + 1):
+                model(token_batch(step, 2, 3, 13)).sum().backward()
+                optimizer.step()
+                for name, param in model.named_parameters():
+                    average.state[name].lerp_(param.detach(), 0.5)
+                checkpointer.save(step, model, optimizer, average=average)
+        return {name: whole(value) for name, value in average.state.items()}
+
+    saved, few, many = (on_ranks(ranks, averages, steps)[0] for ranks, steps in ((2, 2), (1, 0), (3, 0)))
+    assert len(saved) > 5
+    for name, value in saved.items():
+        assert torch.equal(few[name], value), name
+        assert torch.equal(many[name], value), name
 
 
 def test_a_flipped_bit_is_found_before_anything_changes(tmp_path: Path) -> None:
@@ -417,7 +476,7 @@ _DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_a_damaged_document(name: str, tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    with fs.Checkpointer(tmp_path, verify_on_restore=False) as checkpointer:
+    with fs.Checkpointer(tmp_path, verify_on_resume=False) as checkpointer:
         checkpointer.save(1, model, optimizer)
         checkpointer.wait()
         file = tmp_path / "checkpoints" / "step-00000001" / "checkpointer.json"

@@ -6,44 +6,32 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
-
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from typing import Any, Self
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import (
     CHECKPOINTS,
     CheckpointConfig,
     RemoteStore,
-    RunState,
     Store,
 )
-from fsdp_shard.distributed import Communicator, LocalShard, current_ranks, run_on_all, run_on_main
+from fsdp_shard.distributed import Communicator, current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
-from fsdp_shard.sharding import ModuleShards, shards_of, transformers_model
+from fsdp_shard.training.checkpoints.given_state import GivenState, Models, collect, shards_of_all
 from fsdp_shard.training.checkpoints.loop_state import (
     DOCUMENT,
-    LoopState,
-    StateTensors,
     first_difference,
-    random_state,
     read_loop_state,
     restore_random_state,
-    text_digest,
 )
 from fsdp_shard.training.checkpoints.optimizer_groups import (
     Optimizers,
     bare_optimizers,
-    by_name,
     create_states,
     listed,
     optimizer_parts,
@@ -52,17 +40,14 @@ from fsdp_shard.training.checkpoints.optimizer_groups import (
     slot_prefix,
 )
 from fsdp_shard.training.checkpoints.run_lock import run_lock
-from fsdp_shard.training.checkpoints.side_files import config_files, processor_files
 from fsdp_shard.training.checkpoints.step_committer import StepCommitter
 from fsdp_shard.training.checkpoints.step_saver import StepSaver
 from fsdp_shard.training.checkpoints.stored_step import Stateful, StoredStep
 from fsdp_shard.training.stop_signal import StopSignal
-from fsdp_shard.utils import check
+from fsdp_shard.utils import check, nearest
 
 _logger = logging.getLogger("fsdp_shard")
-
-
-Models = nn.Module | Mapping[str, nn.Module]
+_OF_FINETUNE = ("every", "save_best", "optimizer")  # what is saved, and when: a loop says that itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,18 +84,12 @@ class Checkpointer:
 
     Args:
         path: The run directory. Another run cannot use it at the same time.
-        keep_last: Number of latest steps to keep; None keeps all. The best one is always kept.
-        keep_every: With `keep_last`, also keep steps that this number divides.
-        asynchronous: Return from `save` before the step is written. What the next `optimizer.step()` changes is copied
-            before, at most this rank's shards; what no optimizer of the save changes is copied at once.
-        remote: A directory of a remote store that each step is uploaded to, such as s3://bucket/run.
-        layout: `sharded` (a file per rank) or `gathered` (a Hugging Face directory); the optimizer is always sharded.
-        monitor: The metric by which a step is the best.
+        monitor: The metric by which a step is the best, which is always kept.
         mode: `min` or `max`: whether the lowest or highest is the best.
         processor: A tokenizer or processor of transformers, saved with each step so that text can be generated from it.
-        verify: Read each step back after it is saved.
-        verify_on_restore: Compare a step with its digests before it is restored.
-        timeout_seconds: How long ranks wait for each other.
+        settings: Those of `checkpoint.*` in docs/config.md but for `every`, `save_best` and `optimizer`: `keep_last=3`,
+            `asynchronous=False`, `layout="gathered"`, `remote="s3://bucket/run"`, `verify_on_resume=False`, ... A first
+            failed save ends the run (`max_failures=1`) unless it is set otherwise.
 
     Raises:
         ConfigError: An argument is wrong, another run uses the directory, or this process is one of several ranks and
@@ -136,35 +115,16 @@ class Checkpointer:
         self,
         path: str | os.PathLike[str],
         *,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        asynchronous: bool = True,
-        remote: str | None = None,
-        layout: str = "sharded",
         monitor: str | None = None,
         mode: str = "min",
         processor: Any = None,
-        verify: bool = False,
-        verify_on_restore: bool = True,
-        timeout_seconds: float = 1800.0,
+        **settings: Any,
     ) -> None:
         if mode not in ("min", "max"):
             raise ConfigError(f"mode={mode!r} is neither 'min' nor 'max'.")
-        self.path = Path(path)
-        self._config = CheckpointConfig(
-            layout=layout,
-            every=1,  # each step is saved on purpose: none is deleted because a better one comes
-            asynchronous=asynchronous,
-            timeout_seconds=timeout_seconds,
-            max_failures=1,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            verify=verify,
-            remote=remote,
-        )
-        check(self._config)
-        self._verifies, self._monitor, self._sign = verify_on_restore, monitor, 1 if mode == "min" else -1
-        self._ranks = current_ranks(timeout_seconds)
+        self.path, self._config = Path(path), _checked(settings)
+        self._monitor, self._sign, self._processor = monitor, 1 if mode == "min" else -1, processor
+        self._ranks = current_ranks(self._config.timeout_seconds)
         self._store = Store(self.path / CHECKPOINTS)
         self._opened = ExitStack()
         with ExitStack() as opening:
@@ -173,7 +133,6 @@ class Checkpointer:
             committer = StepCommitter(self._ranks, self._store, self._config, is_adapter=False)
             committer.upload_missing()
             self._saver = StepSaver(self._ranks, self._config, committer, _Log(self._ranks), prefix="")
-            self._files = run_on_main(self._ranks, partial(processor_files, processor))
             self._best = run_on_main(self._ranks, self._best_value)
             self._opened = opening.pop_all()
         self._signal: StopSignal | None = None
@@ -209,7 +168,10 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         **states: Stateful | None,
     ) -> None:
-        """Save a step. In the background unless `asynchronous=False`: an error of it is raised by the next call.
+        """Save a step, in the background unless `asynchronous=False`: then the next call raises what went wrong.
+
+        What the next `optimizer.step()` changes is copied before it does, at most this rank's shards; what no optimizer
+        of this save changes is copied at once.
 
         Args:
             step: The number of the step, which must not be saved yet.
@@ -229,26 +191,25 @@ class Checkpointer:
         """
         self._require_open()
         self._saver.wait()
-        value, ranks, optimizers = self._monitored(metrics), self._ranks, bare_optimizers(optimizer)
+        if type(step) is not int or step < 0:
+            raise SaveError(f"The number of a step is a whole number of at least 0, not {step!r}.")
+        ranks, value = self._ranks, self._monitored(metrics)
+        given = GivenState(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, metrics or {})
         run_on_main(ranks, lambda: self._store.require_new(step))
-        parts = run_on_all(
-            ranks, lambda: self._collect(step, model, optimizers, extra, extra_per_rank, metrics or {}, states)
-        )
+        parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
         if (name := first_difference(ranks, parts.tensors.digests)) is not None:
             raise SaveError(
                 f"Step {step} was not saved: the ranks differ in {name}, and only what one of them has could be "
                 f"restored. What each rank has of its own is for extra_per_rank; what is divided must be DTensors."
             )
         of_ranks = ranks.gather_object((parts.own, parts.values))
-        files = {**parts.files, DOCUMENT: parts.document.to_json(of_ranks)} if ranks.is_main else {}
-        trained = {id(param) for one in optimizers.values() for group in one.param_groups for param in group["params"]}
-        weights = {name: _changed_by_step(shard, trained) for name, shard in parts.shards.shards.items()}
-        state = RunState(weights, parts.shards.aliases, {**parts.slots, **parts.tensors.shards}, {}, files)
+        has_slots = ranks.all_reduce([float(bool(parts.slots))], "max")[0] > 0  # a rank may have nothing of them
+        state = parts.run_state(of_ranks, has_slots=has_slots, is_main=ranks.is_main)
         is_best = value is not None and (self._best is None or self._sign * value < self._sign * self._best)
         if is_best:
             self._best = value
-        self._saver.settle_before(optimizers.values())
-        in_background = self._config.asynchronous and bool(optimizers)
+        self._saver.settle_before(given.optimizers.values())
+        in_background = self._config.asynchronous and bool(given.optimizers)
         self._saver.save_step(step, state, is_best=is_best, in_background=in_background)
 
     def save_on_signal(self, step: int, model: Models, optimizer: Optimizers = None, **arguments: Any) -> bool:
@@ -338,7 +299,7 @@ class Checkpointer:
         if found is None:
             return None
         directory = self._store.path(found)
-        if self._verifies:
+        if self._config.verify_on_resume:
             context = self._ranks
             run_on_all(context, lambda: checkpoint.check_content(directory, context.rank, context.world_size))
         with ExitStack() as opened:
@@ -364,7 +325,7 @@ class Checkpointer:
         """Fill everything from a step, after everything has been compared with it."""
         ranks, optimizers = self._ranks, bare_optimizers(optimizer)
         given = {name: one for name, one in states.items() if one is not None}
-        shards = run_on_all(ranks, lambda: self._shards_of(model))
+        shards = run_on_all(ranks, lambda: shards_of_all(model, ranks))
         found = run_on_all(ranks, lambda: stored.read(shards, optimizers, given, ranks))
         run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
         slots = run_on_all(ranks, lambda: optimizer_parts(optimizers, shards.shards)[0])
@@ -377,68 +338,16 @@ class Checkpointer:
             set_values(one, slot_prefix(name), shards.shards, found.values)
         for name, stateful in given.items():
             stateful.load_state_dict(found.states[name])
-        if found.own is not None:
-            restore_random_state(found.own["random"], str(stored.directory / DOCUMENT))
+        if (own := found.own) is not None:
+            run_on_all(ranks, lambda: restore_random_state(own["random"], str(stored.directory / DOCUMENT)))
         return Restored(
             step=stored.document.step,
             directory=stored.directory,
             extra=found.extra,
-            extra_per_rank=None if found.own is None else found.own["extra"],
+            extra_per_rank=None if own is None else own["extra"],
             metrics=stored.document.metrics,
-            has_random_state=found.own is not None,
+            has_random_state=own is not None,
         )
-
-    # ---- the state of a step
-
-    def _collect(
-        self,
-        step: int,
-        model: Models,
-        optimizers: Mapping[str, Optimizer],
-        extra: Any,
-        extra_per_rank: Any,
-        metrics: Mapping[str, float],
-        states: Mapping[str, Stateful | None],
-    ) -> _StepParts:
-        """What this rank has of a step."""
-        tensors, shards = StateTensors(self._ranks), self._shards_of(model)
-        tensors.digests["the number of the step"] = step
-        tensors.add_shared([list(shards.shards), shards.aliases], "the names of the parameters")
-        slots, options, values = optimizer_parts(optimizers, shards.shards)
-        document = LoopState(step, {name: float(value) for name, value in metrics.items()})
-        is_flat = any(
-            _is_part(shard) for shard in shards.shards.values()
-        )  # then a rank may lack states of what it lacks
-        tensors.digests["what states the optimizer has"] = 0 if is_flat else text_digest(sorted(slots))
-        document.groups = tensors.add_shared(options, "the options of the optimizer")
-        document.states = {
-            name: tensors.add_shared(one.state_dict(), name) for name, one in sorted(states.items()) if one is not None
-        }
-        document.extra = tensors.add_own(extra, "extra") if self._ranks.is_main else None
-        own = {"random": random_state(), "extra": extra_per_rank}
-        return _StepParts(
-            document=document,
-            own=tensors.add_own(own, f"rank-{self._ranks.rank}"),
-            values=tensors.add_own(values, f"rank-{self._ranks.rank}.values"),
-            shards=shards,
-            slots=slots,
-            tensors=tensors,
-            files=self._model_files(model) if self._ranks.is_main else {},
-        )
-
-    def _shards_of(self, model: Models) -> ModuleShards:
-        shards: dict[str, LocalShard] = {}
-        aliases: dict[str, str] = {}
-        for name, module in by_name(model).items():
-            found, prefix = shards_of(module, self._ranks), f"{name}." if name else ""
-            shards |= {prefix + key: shard for key, shard in found.shards.items()}
-            aliases |= {prefix + key: prefix + kept for key, kept in found.aliases.items()}
-        return ModuleShards(shards, aliases)
-
-    def _model_files(self, model: Models) -> dict[str, bytes]:
-        """Config and tokenizer, if it is one model of transformers."""
-        found = None if isinstance(model, Mapping) else transformers_model(model)
-        return {**self._files, **({} if found is None else config_files(found))}
 
     def _monitored(self, metrics: Mapping[str, float] | None) -> float | None:
         if self._monitor is None or not metrics:
@@ -464,16 +373,17 @@ class Checkpointer:
             raise ConfigError(f"The Checkpointer of {self.path} is closed; make a new one.")
 
 
-class _StepParts(NamedTuple):
-    """What one rank has of a step; `document` without what other ranks have."""
-
-    document: LoopState
-    own: Any
-    values: Any
-    shards: ModuleShards
-    slots: dict[str, LocalShard]
-    tensors: StateTensors
-    files: dict[str, bytes]
+def _checked(settings: Mapping[str, Any]) -> CheckpointConfig:
+    """The settings of a Checkpointer; each save of it is one that the loop has asked for."""
+    known = [field.name for field in dataclasses.fields(CheckpointConfig) if field.name not in _OF_FINETUNE]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"{name} is not a setting of Checkpointer{nearest(name, known)}; it has {', '.join(known)}."
+            )
+    config = CheckpointConfig(**{"max_failures": 1, **settings, "every": 1})
+    check(config)
+    return config
 
 
 class _Log:
@@ -490,15 +400,3 @@ class _Log:
 
     def saved(self, checkpoint: Path) -> None:
         self._log(logging.INFO, f"saved {checkpoint}")
-
-
-def _is_part(shard: LocalShard) -> bool:
-    """Whether a tensor that is no DTensor is a part of a parameter, as under FSDP1."""
-    return not isinstance(shard.tensor, DTensor) and shard.data.numel() != math.prod(shard.shape)
-
-
-def _changed_by_step(shard: LocalShard, trained: Collection[int]) -> LocalShard:
-    """Mark what no optimizer changes as a buffer, which a save in the background copies at once."""
-    if id(shard.tensor) in trained or not isinstance(shard.tensor, nn.Parameter):
-        return shard
-    return dataclasses.replace(shard, tensor=shard.tensor.detach())

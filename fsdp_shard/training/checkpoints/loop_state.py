@@ -37,6 +37,7 @@ class LoopState:
         metrics: Figures of the step, by name.
         extra: What rank 0 gave as `extra`.
         states: What `state_dict()` of each object returned, by the name that it was given under.
+        has_slots: Whether an optimizer had states that are tensors.
         groups: The options of each parameter group of each optimizer, and the names of its parameters.
         ranks: Of each rank, its random state and what it gave as `extra_per_rank`; and the entries of the optimizer
             state that are no tensors, by `PARAMETER.SLOT`.
@@ -46,12 +47,13 @@ class LoopState:
     metrics: dict[str, float] = field(default_factory=dict)
     extra: Any = None
     states: dict[str, Any] = field(default_factory=dict)
+    has_slots: bool = False
     groups: Any = None
     ranks: list[Any] = field(default_factory=list)
 
-    def to_json(self, ranks: list[Any]) -> bytes:
-        """The content of `checkpointer.json`, with `ranks`."""
-        return (json.dumps({"format_version": _FORMAT_VERSION, **asdict(self), "ranks": ranks}) + "\n").encode()
+    def to_json(self) -> bytes:
+        """The content of `checkpointer.json`."""
+        return (json.dumps({"format_version": _FORMAT_VERSION, **asdict(self)}) + "\n").encode()
 
 
 def read_loop_state(step_directory: Path) -> LoopState:
@@ -65,7 +67,7 @@ def read_loop_state(step_directory: Path) -> LoopState:
     values = parse_json(read_bounded(path, "metadata_bytes"), str(path))
     if not isinstance(values, dict) or values.pop("format_version", None) != _FORMAT_VERSION:
         raise CheckpointError(f"{path} is not of format version {_FORMAT_VERSION}.")
-    kinds = {"step": int, "metrics": dict, "states": dict, "ranks": list}
+    kinds = {"step": int, "metrics": dict, "states": dict, "has_slots": bool, "ranks": list}
     names = {one.name for one in fields(LoopState)}
     if values.keys() != names or any(type(values[name]) is not kind for name, kind in kinds.items()):
         raise CheckpointError(f"{path} does not have the entries of a step that a Checkpointer saved.")

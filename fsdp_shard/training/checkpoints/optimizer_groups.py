@@ -117,6 +117,7 @@ def create_states(optimizers: Mapping[str, Optimizer], shards: Mapping[str, Loca
 
 
 def set_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
+    """Set the options of the parameter groups to those of a step."""
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
             if key != "params":
@@ -124,13 +125,14 @@ def set_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:
 
 
 def set_values(optimizer: Optimizer, prefix: str, shards: Mapping[str, LocalShard], values: Mapping[str, Any]) -> None:
+    """Set the entries of the states that are no tensors to those of a step."""
     for name, shard in shards.items():
-        for slot in [
-            slot for slot, now in optimizer.state.get(shard.tensor, {}).items() if not isinstance(now, torch.Tensor)
-        ]:
+        state = optimizer.state.get(shard.tensor, {})
+        for slot in [slot for slot, now in state.items() if not isinstance(now, torch.Tensor)]:
             if (key := f"{prefix}{name}.{slot}") in values:
-                optimizer.state[shard.tensor][slot] = values[key]
+                state[slot] = values[key]
 
 
 def listed(names: Iterable[str]) -> str:
+    """Names in an error, sorted."""
     return ", ".join(sorted(names)) or "none"

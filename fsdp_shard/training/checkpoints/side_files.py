@@ -5,29 +5,34 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from fsdp_shard.sharding import transformers_model
 from fsdp_shard.utils import read_bounded
 
 
-def processor_files(processor: Any) -> dict[str, bytes]:
-    if processor is None:
-        return {}
+def side_files(model: nn.Module, processor: Any) -> dict[str, bytes]:
+    """Config and generation config of `model`, if it is or wraps one of transformers, and the files of `processor`.
+
+    Returns:
+        File name -> content.
+    """
     with TemporaryDirectory() as directory:
-        processor.save_pretrained(directory)
+        if (found := transformers_model(model)) is not None:
+            _save_config(found, directory)
+        if processor is not None:
+            processor.save_pretrained(directory)
         paths = [path for path in Path(directory).rglob("*") if path.is_file()]
         return {str(path.relative_to(directory)): read_bounded(path, "tokenizer_bytes") for path in paths}
 
 
-def config_files(model: PreTrainedModel) -> dict[str, bytes]:
-    """The config and generation config of a model, as `save_pretrained` would write them."""
+def _save_config(model: PreTrainedModel, directory: str) -> None:
     config = copy.deepcopy(model.config)
     # `fully_shard` makes a class of its own of the model's.
     config.architectures = [next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))]
     config.dtype = model.dtype
-    with TemporaryDirectory() as directory:
-        config.save_pretrained(directory)
-        if model.can_generate() and model.generation_config is not None:
-            model.generation_config.save_pretrained(directory)
-        return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+    config.save_pretrained(directory)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ from fsdp_shard.errors import CheckpointError
 from fsdp_shard.sharding import ModuleShards
 from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, read_loop_state, read_state
 from fsdp_shard.training.checkpoints.optimizer_groups import check_groups, listed
+from fsdp_shard.training.checkpoints.stored_names import check_tensors
 
 
 class Stateful(Protocol):
@@ -73,41 +74,29 @@ class StoredStep(NamedTuple):
                 f"{self.directory} was saved with the states {listed(self.document.states)}, and restore() was given "
                 f"{listed(states)}; give the same."
             )
-        _check_names(self.weights, shards, self.directory)
-        try:
-            return self._read(shards, optimizers, states, ranks)
-        except CheckpointError:
-            raise
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.directory / DOCUMENT} is damaged: it is not what a Checkpointer writes ({error!r})."
-            ) from error
-
-    def _read(
-        self,
-        shards: ModuleShards,
-        optimizers: Mapping[str, Optimizer],
-        states: Mapping[str, Stateful],
-        ranks: Communicator,
-    ) -> Found:
+        check_tensors(self.weights, shards)
+        _check_dtypes(self.weights, shards)
+        if self.document.has_slots and not self.slots:
+            raise CheckpointError(f"{self.directory} was saved with the states of an optimizer, which it lacks now.")
         where, document = str(self.directory / DOCUMENT), self.document
-        options = read_state(document.groups, self.states, where)
-        check_groups(options, optimizers, shards.shards, self.directory)
-        values = [read_state(one, self.states, where) for _, one in document.ranks]
-        own = None
-        if len(document.ranks) == ranks.world_size:
-            own = read_state(document.ranks[ranks.rank][0], self.states, where)
-            own = {"random": dict(own["random"]), "extra": own["extra"]}
-        return Found(
-            options=options,
-            values={name: value for one in reversed(values) for name, value in one.items()},
-            states={
-                name: read_state(document.states[name], self.states, where, name, one.state_dict())
-                for name, one in states.items()
-            },
-            extra=read_state(document.extra, self.states, where),
-            own=own,
-        )
+        with _reading(where):
+            options = read_state(document.groups, self.states, where)
+            check_groups(options, optimizers, shards.shards, self.directory)
+            values = [read_state(one, self.states, where) for _, one in document.ranks]
+            own = None
+            if len(document.ranks) == ranks.world_size:
+                own = read_state(document.ranks[ranks.rank][0], self.states, where)
+                own = {"random": dict(own["random"]), "extra": own["extra"]}
+            return Found(
+                options=options,
+                values={name: value for one in reversed(values) for name, value in one.items()},
+                states={
+                    name: read_state(document.states[name], self.states, where, name, one.state_dict())
+                    for name, one in states.items()
+                },
+                extra=read_state(document.extra, self.states, where),
+                own=own,
+            )
 
     def load(self, shards: Mapping[str, LocalShard], slots: Mapping[str, LocalShard], extra: Sequence[str]) -> None:
         """Fill weights and optimizer states; `extra` are the stored ones that no rank has."""
@@ -117,20 +106,23 @@ class StoredStep(NamedTuple):
         checkpoint.load_shards(self.weights, shards)
 
 
-def _check_names(index: TensorIndex, shards: ModuleShards, directory: Path) -> None:
-    """The tensors of the step are those of the model, in shape and dtype."""
-    missing = sorted(name for name in shards.shards if name not in index.tensors)
-    unknown = sorted(index.tensors.keys() - shards.shards.keys())
-    if missing or unknown:
-        what = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which the model does not have"
-        raise CheckpointError(
-            f"{directory} {what} ({len(missing)} tensors missing, {len(unknown)} not expected of {len(index.names)}): "
-            f"it is of another model."
-        )
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Make what goes wrong with a document that says anything one error, which names it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} is damaged: it is not what a Checkpointer writes ({error!r}).") from error
+
+
+def _check_dtypes(index: TensorIndex, shards: ModuleShards) -> None:
+    """Refuse to cast: a step is restored as it was."""
     for name, shard in shards.shards.items():
-        entry, dtype = index.entry(name), str(shard.data.dtype).removeprefix("torch.")
-        if entry.shape != shard.shape or to_torch(entry.dtype) != shard.data.dtype:
+        entry = index.entry(name)
+        if to_torch(entry.dtype) != shard.data.dtype:
             raise CheckpointError(
-                f"{directory} has {name} as {entry.dtype} {list(entry.shape)}, where the model has {dtype} "
-                f"{list(shard.shape)}. A step is restored into the same model; other weights are read by load_weights."
+                f"{index.root} has {name} as {entry.dtype}, where the model has {shard.data.dtype}. A step is restored "
+                f"into the same model; load_weights casts."
             )

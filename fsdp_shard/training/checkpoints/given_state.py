@@ -1,0 +1,105 @@
+"""What a loop gives to `Checkpointer.save`, and what one rank has of it for a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_shard.checkpoint import RunState
+from fsdp_shard.distributed import Communicator, LocalShard
+from fsdp_shard.sharding import ModuleShards, shards_of
+from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, StateTensors, random_state, text_digest
+from fsdp_shard.training.checkpoints.optimizer_groups import by_name, optimizer_parts
+from fsdp_shard.training.checkpoints.side_files import side_files
+from fsdp_shard.training.checkpoints.stored_step import Stateful
+
+Models = nn.Module | Mapping[str, nn.Module]
+
+
+class GivenState(NamedTuple):
+    """The arguments of `Checkpointer.save`, the optimizers by name."""
+
+    step: int
+    model: Models
+    optimizers: Mapping[str, Optimizer]
+    states: Mapping[str, Stateful | None]
+    extra: Any
+    extra_per_rank: Any
+    metrics: Mapping[str, float]
+
+
+class StepParts(NamedTuple):
+    """What one rank has of a step; `document` is without what other ranks have."""
+
+    document: LoopState
+    own: Any
+    values: Any
+    weights: dict[str, LocalShard]
+    aliases: dict[str, str]
+    slots: dict[str, LocalShard]
+    tensors: StateTensors
+    files: dict[str, bytes]
+
+    def run_state(self, of_ranks: list[Any], *, has_slots: bool, is_main: bool) -> RunState:
+        """What is saved, with `own` and `values` of all ranks on rank 0."""
+        document = dataclasses.replace(self.document, ranks=of_ranks, has_slots=has_slots)
+        files = {**self.files, DOCUMENT: document.to_json()} if is_main else {}
+        return RunState(self.weights, self.aliases, {**self.slots, **self.tensors.shards}, {}, files)
+
+
+def collect(given: GivenState, processor: Any, ranks: Communicator) -> StepParts:
+    """Take what this rank has of a step, without talking to the others: `tensors.digests` must agree on all ranks."""
+    tensors, found = StateTensors(ranks), shards_of_all(given.model, ranks)
+    shards = found.shards
+    tensors.digests["the number of the step"] = given.step
+    tensors.add_shared([list(shards), found.aliases], "the names of the parameters")
+    slots, options, values = optimizer_parts(given.optimizers, shards)
+    document = LoopState(given.step, {name: float(value) for name, value in given.metrics.items()})
+    # With parts of parameters, a rank may lack the states of those that it has nothing of.
+    is_flat = any(map(_is_part, shards.values()))
+    tensors.digests["what states the optimizer has"] = 0 if is_flat else text_digest(sorted(slots))
+    document.groups = tensors.add_shared(options, "the options of the optimizer")
+    stateful = {name: one for name, one in sorted(given.states.items()) if one is not None}
+    document.states = {name: tensors.add_shared(one.state_dict(), name) for name, one in stateful.items()}
+    document.extra = tensors.add_own(given.extra, "extra") if ranks.is_main else None
+    groups = [group for one in given.optimizers.values() for group in one.param_groups]
+    trained = {id(param) for group in groups for param in group["params"]}
+    # The config of one of several models would name the wrong weights.
+    model = nn.Module() if isinstance(given.model, Mapping) else given.model
+    return StepParts(
+        document=document,
+        own=tensors.add_own({"random": random_state(), "extra": given.extra_per_rank}, f"rank-{ranks.rank}"),
+        values=tensors.add_own(values, f"rank-{ranks.rank}.values"),
+        weights={name: shard if id(shard.tensor) in trained else _as_buffer(shard) for name, shard in shards.items()},
+        aliases=found.aliases,
+        slots=slots,
+        tensors=tensors,
+        files=side_files(model, processor) if ranks.is_main else {},
+    )
+
+
+def shards_of_all(models: Models, ranks: Communicator) -> ModuleShards:
+    """This rank's shards of a module, or of several with their names before those of the parameters."""
+    shards: dict[str, LocalShard] = {}
+    aliases: dict[str, str] = {}
+    for name, module in by_name(models).items():
+        found, prefix = shards_of(module, ranks), f"{name}." if name else ""
+        shards |= {prefix + key: shard for key, shard in found.shards.items()}
+        aliases |= {prefix + key: prefix + kept for key, kept in found.aliases.items()}
+    return ModuleShards(shards, aliases)
+
+
+def _is_part(shard: LocalShard) -> bool:
+    """Whether a tensor that is no DTensor is a part of a parameter, as under FSDP1."""
+    return not isinstance(shard.tensor, DTensor) and shard.data.numel() != math.prod(shard.shape)
+
+
+def _as_buffer(shard: LocalShard) -> LocalShard:
+    """Mark what no optimizer changes as a buffer, which a save in the background copies at once."""
+    return dataclasses.replace(shard, tensor=shard.tensor.detach())
