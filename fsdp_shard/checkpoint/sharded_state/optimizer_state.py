@@ -40,12 +40,12 @@ def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
         }
 
 
-def used_parameters(index: TensorIndex, names: Iterable[str]) -> set[str]:
-    """Those of the parameters `names` for which `index` holds any state: the others never had a gradient.
+def used_parameters(slots: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Those of the parameters `names` for which there is one of `slots`: the others never had a gradient.
 
-    All of them if it holds none at all: then it is the state of another optimizer.
+    All of them if there is none at all: then they are the states of another optimizer.
     """
-    known = {stored.rsplit(".", parts)[0] for stored in index.names for parts in range(1, stored.count(".") + 1)}
+    known = {slot.rsplit(".", parts)[0] for slot in slots for parts in range(1, slot.count(".") + 1)}
     return known.intersection(names) or set(names)
 
 

@@ -34,6 +34,7 @@ from fsdp_shard.training.checkpoints.optimizer_groups import (
     bare_optimizers,
     create_states,
     listed,
+    load_slots,
     optimizer_parts,
     set_options,
     set_values,
@@ -126,7 +127,6 @@ class Checkpointer:
         self._monitor, self._sign, self._processor = monitor, 1 if mode == "min" else -1, processor
         self._ranks = current_ranks(self._config.timeout_seconds)
         self._store = Store(self.path / CHECKPOINTS)
-        self._opened = ExitStack()
         with ExitStack() as opening:
             opening.enter_context(run_lock(os.fspath(self.path), self._ranks))
             run_on_main(self._ranks, self._clean)
@@ -329,10 +329,9 @@ class Checkpointer:
         found = run_on_all(ranks, lambda: stored.read(shards, optimizers, given, ranks))
         run_on_all(ranks, lambda: create_states(optimizers, shards.shards, stored.slots))
         slots = run_on_all(ranks, lambda: optimizer_parts(optimizers, shards.shards)[0])
-        # A rank may hold nothing of a parameter, and then has no state of it: together they have all.
-        is_expected = ranks.all_reduce([float(name in slots) for name in stored.slots], "max")
-        extra = [name for name, expected in zip(stored.slots, is_expected, strict=True) if not expected]
-        run_on_all(ranks, lambda: stored.load(shards.shards, slots, extra))
+        if stored.states is not None:
+            load_slots(stored.states, stored.slots, slots, ranks)
+        run_on_all(ranks, lambda: checkpoint.load_shards(stored.weights, shards.shards))
         for name, one in optimizers.items():
             set_options(one, found.options[name])
             set_values(one, slot_prefix(name), shards.shards, found.values)

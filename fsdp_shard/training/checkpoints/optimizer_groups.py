@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_shard import checkpoint
-from fsdp_shard.distributed import LocalShard
+from fsdp_shard.checkpoint import TensorIndex
+from fsdp_shard.distributed import Communicator, LocalShard, run_on_all
 from fsdp_shard.errors import CheckpointError, ConfigError
 
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
@@ -104,16 +105,25 @@ def create_states(optimizers: Mapping[str, Optimizer], shards: Mapping[str, Loca
     for name, optimizer in optimizers.items():
         optimizer.state.clear()
         prefix = slot_prefix(name)
-        own = {slot.removeprefix(prefix) for slot in slots if slot.startswith(prefix)}
-        known = {slot.rsplit(".", parts)[0] for slot in own for parts in range(1, slot.count(".") + 1)}
+        own = [slot.removeprefix(prefix) for slot in slots if slot.startswith(prefix)]
         members = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        used = [
-            shard.tensor
-            for key, shard in shards.items()
-            if key in known and id(shard.tensor) in members and shard.tensor.numel()  # FSDP1 may leave a rank nothing
-        ]
-        if used:
+        # FSDP1 may leave a rank nothing of a parameter.
+        found = [shards[key].tensor for key in (checkpoint.used_parameters(own, shards) if own else ())]
+        if used := [param for param in found if id(param) in members and param.numel()]:
             checkpoint.create_state(optimizer, used)
+
+
+def load_slots(index: TensorIndex, stored: Sequence[str], slots: Mapping[str, LocalShard], ranks: Communicator) -> None:
+    """Fill the states of optimizers from those that are `stored` in `index`; a collective.
+
+    Raises:
+        CheckpointError: On all ranks: a state is missing, of another shape, or one that no optimizer keeps.
+    """
+    # A rank may hold nothing of a parameter, and then has no state of it: together they have all.
+    is_expected = ranks.all_reduce([float(name in slots) for name in stored], "max")
+    extra = [name for name, expected in zip(stored, is_expected, strict=True) if not expected]
+    run_on_all(ranks, lambda: checkpoint.check_slots(index, slots, extra))
+    run_on_all(ranks, lambda: checkpoint.load_shards(index, slots))
 
 
 def set_options(optimizer: Optimizer, saved: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, TRAINER, CheckpointConfig, RemoteStore, Store, read_manifest
 from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.training.checkpoints.optimizer_groups import load_slots
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.trainer_state import TrainerState
@@ -136,14 +137,9 @@ def restore_optimizer(
         return
     shards = loaded.model.local_shards()
     with run_on_all(context, lambda: checkpoint.open_checkpoint(step_directory / OPTIMIZER)) as index:
-        used = checkpoint.used_parameters(index, shards)
+        used = checkpoint.used_parameters(index.names, shards)
         checkpoint.create_state(optimizer, [shards[name].tensor for name in used])
-        states = checkpoint.optimizer_shards(optimizer, shards)
-        # A rank may hold nothing of a parameter, and then has no state of it: together they have all.
-        is_expected = context.all_reduce([float(name in states) for name in index.names], "max")
-        extra = [name for name, expected in zip(index.names, is_expected, strict=True) if not expected]
-        run_on_all(context, lambda: checkpoint.check_slots(index, states, extra))
-        run_on_all(context, lambda: checkpoint.load_shards(index, states))
+        load_slots(index, index.names, checkpoint.optimizer_shards(optimizer, shards), context)
 
 
 def verify_resumed(step_directory: Path | None, config: CheckpointConfig, context: DistributedContext) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import OPTIMIZER, TensorIndex, to_torch
-from fsdp_shard.distributed import Communicator, LocalShard
+from fsdp_shard.distributed import Communicator
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.sharding import ModuleShards
 from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, read_loop_state, read_state
@@ -97,13 +97,6 @@ class StoredStep(NamedTuple):
                 extra=read_state(document.extra, self.states, where),
                 own=own,
             )
-
-    def load(self, shards: Mapping[str, LocalShard], slots: Mapping[str, LocalShard], extra: Sequence[str]) -> None:
-        """Fill weights and optimizer states; `extra` are the stored ones that no rank has."""
-        if self.states is not None:
-            checkpoint.check_slots(self.states, slots, extra)
-            checkpoint.load_shards(self.states, slots)
-        checkpoint.load_shards(self.weights, shards)
 
 
 @contextmanager
