@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
+from typing import ClassVar
+from weakref import WeakSet
 
 import xxhash
 
@@ -135,10 +137,12 @@ class Handles:
     """Open files by name, at most `MAX_HANDLES`; the least recently used of those not in use are closed first.
 
     A checkpoint of thousands of ranks has more files than a process may have open, and a process may have few
-    (`ulimit -n`). Thread-safe.
+    (`ulimit -n`): where no more can be opened, all of this process give up what they do not use. Thread-safe.
     """
 
     MAX_HANDLES = 256
+    _all: ClassVar[WeakSet["Handles"]] = WeakSet()
+    _all_lock: ClassVar = threading.Lock()
 
     def __init__(self, open_file: Callable[[str], int]) -> None:
         self._open = open_file
@@ -147,6 +151,8 @@ class Handles:
         self._lock = threading.Lock()
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._max_handles = self.MAX_HANDLES if allowed < 0 else max(min(self.MAX_HANDLES, allowed // 4), 1)
+        with self._all_lock:
+            self._all.add(self)
 
     @contextmanager
     def use(self, name: str) -> Iterator[int]:
@@ -157,8 +163,10 @@ class Handles:
                 self._close_idle(self._max_handles - 1)
                 try:
                     handle = self._open(name)
-                except (CheckpointError, OSError):  # others of this process may have all files open that there can be
-                    if not self._close_idle(0):
+                except (CheckpointError, OSError):  # this process may have all files open that it may have
+                    with self._all_lock:
+                        others = [each for each in self._all if each is not self]
+                    if not sum([self._close_idle(0), *(each._give_up() for each in others)]):
                         raise
                     handle = self._open(name)
             self._handles[name] = handle
@@ -176,6 +184,18 @@ class Handles:
         for name in closed:
             os.close(self._handles.pop(name))
         return len(closed)
+
+    def _give_up(self) -> int:
+        """Close what is not in use; returns how many were closed.
+
+        None while a thread opens a file here, as it may wait for the caller's lock, and the caller for this one.
+        """
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            return self._close_idle(0)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Close all files; one that is asked for later is opened again."""

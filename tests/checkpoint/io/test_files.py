@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -45,6 +46,27 @@ def test_the_longest_unused_files_close_and_open_again(tmp_path: Path, monkeypat
         assert all(map(is_open, held))
     handles.close()
     assert not any(map(is_open, opened))
+
+
+def test_what_one_does_not_use_is_closed_when_another_can_open_no_more(tmp_path: Path) -> None:
+    """As a model on disk, whose files stay open between its calls, and `convert` beside it."""
+    for number in range(8):
+        (tmp_path / str(number)).write_text(str(number))
+    model, target = (Handles(lambda name: os.open(tmp_path / name, os.O_RDONLY)) for _ in range(2))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        lowest_free = os.open("/dev/null", os.O_RDONLY)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 4, before[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        held = stack.enter_context(model.use("0"))
+        for number in range(1, 4):
+            with model.use(str(number)):
+                pass
+        for number in range(8):
+            with target.use(str(number)) as handle:
+                assert os.pread(handle, 1, 0) == str(number).encode()
+        assert os.pread(held, 1, 0) == b"0"
 
 
 def test_more_ranks_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
