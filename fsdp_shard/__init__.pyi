@@ -1,4 +1,5 @@
 from .checkpoint import convert as convert, open_checkpoint as open_checkpoint, verify as verify
+from .cli import evaluate as evaluate, finetune as finetune, generate as generate
 from .distributed import init_distributed as init_distributed
 from .inference import load_dispatched as load_dispatched
 from .models import no_split_blocks as no_split_blocks

@@ -20,6 +20,7 @@ from fsdp_shard.training import (
     data_figures,
     data_task,
     describe_model,
+    find_loss,
     find_start,
     interrupted,
     load_sharded,
@@ -54,6 +55,7 @@ def main(config: FinetuneConfig) -> None:
 
         run = TrainingRun(loaded.model, optimizer, data.train, config.train, context, state, stop)
         run.sync_every_micro_batch = config.shard.sync_every_micro_batch
+        run.functions.loss = find_loss(config.loss)
         run.profile = StepProfiler(config.train.profile, config.run_dir, context).profile
         with (
             open_log(config, run, start, loaded) as log,

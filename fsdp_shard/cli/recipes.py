@@ -98,7 +98,9 @@ class Recipe(Generic[C]):
         return load_recipe, (str(self.file),)
 
 
-def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence[str], program: str) -> None:
+def run_jobs(
+    schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence[str], program: str, *, is_program: bool = True
+) -> list[configs.Job[C]]:
     """Run what `arguments` ask of a recipe. A run of a sweep that fails does not keep the others from running.
 
     Args:
@@ -107,15 +109,21 @@ def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
             torch.
         arguments: Overrides and flags.
         program: Name of the program in messages.
+        is_program: Whether this process is ours alone: of several ranks that find the same mistake one reports it, and
+            ranks may be forked from it.
+
+    Returns:
+        The jobs that were run.
 
     Raises:
         RunError: If runs of a sweep failed.
     """
+    report = _first_rank_reports if is_program else nullcontext
     if {"-h", "--help"} & set(arguments):
         # Hydra's own takes seconds: it copies the whole ConfigStore for each group that it lists.
         print(configs.help_text(schema, program))
-        return
-    with _first_rank_reports():
+        return []
+    with report():
         jobs = configs.compose_jobs(schema, [argument for argument in arguments if argument != "--debug"], program)
         for job in jobs:
             job.config.debug |= "--debug" in arguments
@@ -127,13 +135,15 @@ def run_jobs(schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence
         is_checked_later = schema.ranks_are == "started" and is_joined_rank()  # by one rank of each machine
         for job in [] if is_checked_later else jobs:
             _check(find(), job.config)
-    start_garbage_collection()
+    if is_program:
+        start_garbage_collection()
     if len(jobs) > 1:
         _run_sweep(find, jobs)
-        return
+        return jobs
     for job in jobs:
-        with _first_rank_reports() if is_checked_later else nullcontext():
-            _run(find(), job.config)
+        with report() if is_checked_later else nullcontext():
+            _run(find(), job.config, may_fork=is_program)
+    return jobs
 
 
 def _run_sweep(find: Callable[[], Recipe[C]], jobs: Sequence[configs.Job[C]]) -> None:
@@ -221,10 +231,11 @@ def _refuse_unused(config: configs.RunConfig) -> None:
         raise ConfigError(f"{', '.join(given)} has no effect: {config.command} does not use it. Remove it.")
 
 
-def _run(recipe: Recipe[C], config: C) -> None:
+def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
     if config.ranks_are == "started":
         begin = _make_run_dir if recipe.writes_config else configs.write_config
-        launch(recipe.perform, config, check=MachineCheck(lambda config: _check(recipe, config)), begin=begin)
+        check: MachineCheck[C] = MachineCheck(lambda config: _check(recipe, config))
+        launch(recipe.perform, config, check=check, begin=begin, may_fork=may_fork)
     else:
         if not recipe.writes_config:
             configs.write_config(config)

@@ -93,6 +93,12 @@ class FinetuneConfig(RunConfig):
         "auto: resume from the latest checkpoint in run_dir, if there is one; never: start from scratch; or the PATH "
         "of a run or checkpoint to resume from, or RUN@step-400.",
     )
+    loss: str | None = setting(
+        None,
+        "MODULE:FUNCTION of a loss of your own instead of the cross-entropy, in an installed module or a file in the "
+        "working directory. It takes the output of the model and the batch (a dict; labels are already shifted, and "
+        "-100 does not count), and returns the sum of the losses and their count.",
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
@@ -127,6 +133,11 @@ class FinetuneConfig(RunConfig):
             raise ConfigError(
                 f"{prefix}train.epochs={self.train.epochs:g} cannot be combined with {prefix}data.{name}, because "
                 f"{reason}; set {prefix}train.steps instead."
+            )
+        if self.loss is not None and self.model.chunked_loss is True:
+            raise ConfigError(
+                f"{prefix}model.chunked_loss=true is for the cross-entropy, and {prefix}loss={self.loss} needs whole "
+                f"logits; leave one of them out."
             )
         flash = self.model.attention == "flash_attention_2"
         if self.data.packing and flash and self.train.micro_batch_size > 1:

@@ -64,6 +64,7 @@ def launch(
     *,
     check: Check[C] | None = None,
     begin: Callable[[C], None] = lambda config: None,
+    may_fork: bool = True,
 ) -> None:
     """Call `work(config)` on every rank of the run that `config.launch` and the environment describe.
 
@@ -77,6 +78,7 @@ def launch(
             others wait. Where the ranks start here, the caller has checked it.
         begin: Called with `config` once in the whole run, before any rank works: in this process if it starts all
             ranks itself, else on rank 0. Must be picklable for several machines.
+        may_fork: Whether ranks on the CPU may be forked from this process: not from one that others have computed in.
 
     Raises:
         FsdpShardError: What a rank raised; RankError if that is not an error of this package, Interrupted after a
@@ -88,10 +90,10 @@ def launch(
             with set_environment(slurm_variables(os.environ)):
                 _join_ranks(work, begin, config, check)
         elif settings.max_nodes > 1:
-            _start_ranks(partial(_join_ranks, work, begin), config)
+            _start_ranks(partial(_join_ranks, work, begin), config, may_fork=may_fork)
         elif settings.ranks > 1 or settings.max_restarts:
             begin(config)
-            _start_ranks(work, config)
+            _start_ranks(work, config, may_fork=may_fork)
         else:
             begin(config)
             _computed.append(config.run_dir)
@@ -105,7 +107,7 @@ def variables_for_torch(settings: LaunchConfig) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in {*os.environ, *is_set}}
 
 
-def _start_ranks(work: Callable[[C], None], config: C) -> None:
+def _start_ranks(work: Callable[[C], None], config: C, *, may_fork: bool) -> None:
     from fsdp_shard.distributed.local_workers import run_ranks
 
     def agree_on_run_dir(agree: Callable[[str, str], str]) -> None:
@@ -119,7 +121,7 @@ def _start_ranks(work: Callable[[C], None], config: C) -> None:
         settings,
         # A CUDA context does not survive a fork, nor do the threads of OpenMP, which an earlier job of a sweep with one
         # rank has left in this process. Otherwise forked ranks share what is imported, and start ten times faster.
-        start_method="fork" if shares_memory(settings) and not _computed else "spawn",
+        start_method="fork" if may_fork and shares_memory(settings) and not _computed else "spawn",
         num_threads=_num_threads(settings),
         log=config.debug,
         prepare=agree_on_run_dir,

@@ -30,6 +30,12 @@ from .loss.linear_cross_entropy import (
     linear_cross_entropy as linear_cross_entropy,
     use_loss_head as use_loss_head,
 )
+from .loss.own_functions import (
+    LossFunction as LossFunction,
+    MetricsFunction as MetricsFunction,
+    OwnFunctions as OwnFunctions,
+    find_loss as find_loss,
+)
 from .model_identity import check_base_model as check_base_model
 from .model_origin import (
     collect_model_files as collect_model_files,

@@ -186,6 +186,7 @@ class FinetuneSettings(ModelSettings, Protocol):
     run_dir: str
     resume: str
     seed: int
+    loss: str | None
     launch: LaunchConfig
     data: DataConfig
     shard: ShardConfig

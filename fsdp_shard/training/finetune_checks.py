@@ -15,6 +15,7 @@ from fsdp_shard.training.load_model import check_adapter, chunk_loss
 from fsdp_shard.training.logging.loss_plot import check_plots
 from fsdp_shard.training.logging.trackers import check_trackers
 from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
+from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import decoder_start, empty_model, model_source, pad_token
 from fsdp_shard.training.peft import lora
@@ -37,6 +38,7 @@ def check_finetune(config: FinetuneSettings) -> None:
         raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Leave it out.")
     check_kernels(config.model.kernels, config.shard, on_gpu=on_gpu)
     config.optim.check_installed()
+    find_loss(config.loss)
     data.check_task(config.model.task, config.data)
     data.check_data(config.data, config.model.task)
     check_held_out(config.train, config.data)

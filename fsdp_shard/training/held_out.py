@@ -15,16 +15,20 @@ from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.batch_loader import Ints, micro_batches, to_device
 from fsdp_shard.training.loop import TrainingRun, forward_loss
+from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
 from fsdp_shard.training.optim.lr_schedule import is_due
 from fsdp_shard.training.trainer_state import TrainerState
 
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Held-out `loss` in nats per token and its exponential, over `num_tokens` predictions."""
+    """Held-out `loss` in nats per token and its exponential, over `num_tokens` predictions.
+
+    A loss of one's own has no perplexity.
+    """
 
     loss: float
-    perplexity: float
+    perplexity: float | None
     num_tokens: int
     seconds: float
 
@@ -66,14 +70,18 @@ class HeldOutEvaluator:
         run, state = self._run, self._run.state
         if self._samples is None:
             return
-        report = evaluate_loss(run.model, self._samples, run.config.micro_batch_size, run.context)
+        report = evaluate_loss(run.model, self._samples, run.config.micro_batch_size, run.context, run.functions)
         if state.owes_evaluation:
             state.evaluated(report.loss, run.config.min_delta)
         self._log.evaluation(state.step, report, state)
 
 
 def evaluate_loss(
-    model: ShardedModel, dataset: MapDataset, micro_batch_size: int, context: DistributedContext
+    model: ShardedModel,
+    dataset: MapDataset,
+    micro_batch_size: int,
+    context: DistributedContext,
+    functions: OwnFunctions | None = None,
 ) -> EvalReport:
     """Compute the mean loss over every prediction of a data set, each counted once; a collective.
 
@@ -82,6 +90,7 @@ def evaluate_loss(
         dataset: The samples.
         micro_batch_size: Samples per rank and forward pass.
         context: The ranks that evaluate.
+        functions: A loss of one's own.
 
     Raises:
         LossError: The loss is not finite.
@@ -89,18 +98,20 @@ def evaluate_loss(
     began, was_training = time.perf_counter(), model.module.training
     model.module.eval()
     total, num_tokens = 0.0, 0
+    sums = StepSums(OwnFunctions(loss=None if functions is None else functions.loss), context)
     with torch.no_grad():
         for indices in evaluation_batches(len(dataset), micro_batch_size, context.data_rank, context.num_data_ranks):
             batch = dataset.batch(indices)
-            total += float(forward_loss(model, to_device(batch, context.device), 1.0))
+            total += float(forward_loss(model, to_device(batch, context.device), 1.0, sums))
             num_tokens += batch.num_predictions
     model.module.train(was_training)
     # Tensor-parallel ranks evaluate the same samples.
     all_loss, all_tokens = (value / context.num_tensor_ranks for value in context.all_reduce([total, num_tokens]))
-    loss = all_loss / all_tokens if all_tokens else math.nan
+    count = float(sums.all_counts()) / context.num_tensor_ranks if sums.needs_output else all_tokens
+    loss = all_loss / count if count else math.nan
     if not math.isfinite(loss):
         raise LossError(f"The held-out loss is {loss} over {int(all_tokens)} tokens: the weights are not usable.")
-    perplexity = math.exp(loss) if loss < 700 else math.inf
+    perplexity = None if sums.needs_output else math.exp(loss) if loss < 700 else math.inf
     return EvalReport(loss, perplexity, int(all_tokens), time.perf_counter() - began)
 
 

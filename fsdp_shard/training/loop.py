@@ -28,6 +28,7 @@ from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import source_figures
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
+from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
@@ -49,6 +50,7 @@ class TrainingRun:
         stop: Signals that ask the run to stop.
         sync_every_micro_batch: Whether gradients are reduced after every micro-batch, or once per step.
         profile: Returns the context in which the step with this number is made.
+        functions: A loss and metrics of one's own.
         interrupted_by: The signal that stopped the run before its last step, or 0.
     """
 
@@ -61,6 +63,7 @@ class TrainingRun:
     stop: StopSignal = field(default_factory=StopSignal)
     sync_every_micro_batch: bool = True
     profile: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
+    functions: OwnFunctions = field(default_factory=OwnFunctions)
     interrupted_by: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +98,7 @@ class StepReport:
         sources: Samples, tokens and epochs so far of each source of a mixture.
         epoch: Epochs so far; None for streams and mixtures.
         total_tokens: Predictions of all steps so far, those before a resume too.
+        metrics: The means of the metrics of one's own, by name.
     """
 
     step: int
@@ -112,12 +116,18 @@ class StepReport:
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     epoch: float | None = None
     total_tokens: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
         """The row of metrics.jsonl. JSON has neither NaN nor infinity, so they become null."""
-        figures = {name: value for name, value in vars(self).items() if name not in ("stop_signal", "fault", "sources")}
-        row = {name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()}
-        return row | ({"sources": dict(self.sources)} if self.sources else {})
+        apart = ("stop_signal", "fault", "sources", "metrics")
+        row = _finite({name: value for name, value in vars(self).items() if name not in apart})
+        row |= {"sources": dict(self.sources)} if self.sources else {}
+        return row | ({"metrics": _finite(self.metrics)} if self.metrics else {})
+
+
+def _finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()}
 
 
 def train(run: TrainingRun) -> Iterator[StepReport]:
@@ -169,9 +179,11 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     run.optimizer.zero_grad()
     # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks.
     divisor = (loaded.counts[0].clamp(min=context.num_tensor_ranks) / context.world_size).float()
-    losses = _accumulate(run, loaded.batches, divisor)
+    sums = StepSums(run.functions, context)
+    losses = _accumulate(run, loaded.batches, divisor, sums)
+    total = sums.rescale(run.model.module, sum(losses[1:], losses[0]), divisor)
     norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
-    totals = _read_totals(run, sum(losses[1:], losses[0]), norm, loaded.counts, loader.seconds_waited)
+    totals = _read_totals(run, total, norm, torch.cat([loaded.counts, sums.metrics()]), loader.seconds_waited)
     loss, grad_norm, num_tokens = totals.loss, totals.grad_norm, totals.num_tokens
     fault = ""
     if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -185,7 +197,8 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
         raise LossError(_message(fault, state, config))
-    by_name = dict(zip(run.dataset.source_names, totals.tokens_by_source, strict=True))
+    num_sources = len(run.dataset.source_names)
+    by_name = dict(zip(run.dataset.source_names, map(int, totals.others[:num_sources]), strict=True))
     state.advance(len(samples), num_tokens, by_name, skipped=bool(fault))
     state.place = run.dataset.state_dict(state.num_samples)
     seconds = time.perf_counter() - began
@@ -205,6 +218,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
         sources=source_figures(run.dataset, state.num_samples, state.source_tokens),
         epoch=state.epoch,
         total_tokens=state.num_tokens,
+        metrics=sums.means(totals.others[num_sources:]),
     )
 
 
@@ -217,41 +231,57 @@ def _set_learning_rate(run: TrainingRun) -> float:
     return rate
 
 
-def _accumulate(run: TrainingRun, batches: Sequence[DeviceBatch], divisor: torch.Tensor) -> list[torch.Tensor]:
+def _accumulate(
+    run: TrainingRun, batches: Sequence[DeviceBatch], divisor: torch.Tensor, sums: StepSums
+) -> list[torch.Tensor]:
     """Accumulate the gradients of the micro-batches; returns their parts of the loss, scalars on the device."""
     losses = []
     for number, batch in enumerate(batches, start=1):
         is_synced = run.sync_every_micro_batch or number == len(batches)
         with nullcontext() if is_synced else run.model.no_sync():
-            loss = forward_loss(run.model, batch, divisor)
+            loss = forward_loss(run.model, batch, divisor, sums)
             loss.backward()
         losses.append(loss.detach())
     return losses
 
 
-def forward_loss(model: ShardedModel, batch: DeviceBatch, divisor: float | torch.Tensor) -> torch.Tensor:
-    """Run the forward pass and return the summed cross-entropy of a batch over `divisor`, a float32 scalar in nats.
+def forward_loss(
+    model: ShardedModel, batch: DeviceBatch, divisor: float | torch.Tensor, sums: StepSums | None = None
+) -> torch.Tensor:
+    """Run the forward pass and return the summed loss of a batch over `divisor`, a float32 scalar in nats.
 
     A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
     in one window are separated by their positions (`data/samples/packing.py`).
+
+    Args:
+        model: The model.
+        batch: The batch.
+        divisor: What the sum is divided by.
+        sums: Receives what functions of one's own make of the output; a loss among them replaces the cross-entropy.
     """
-    with giving_loss(model.module, batch.labels, divisor, batch.counted) as is_loss, warnings.catch_warnings():
+    chunked: AbstractContextManager[bool] = nullcontext(False)  # functions of one's own need logits
+    if sums is None or not sums.needs_output:
+        chunked = giving_loss(model.module, batch.labels, divisor, batch.counted)
+    with chunked as is_loss, warnings.catch_warnings():
         # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         with running(model.module):
-            logits = model.module(**batch.inputs, use_cache=False).logits
-    return logits.reshape(()) if is_loss else cross_entropy(logits, batch.labels, divisor)
+            output = model.module(**batch.inputs, use_cache=False)
+    own = None if sums is None else sums.loss(output, {**batch.inputs, "labels": batch.labels})
+    if own is not None:
+        return own.float() / divisor
+    return output.logits.reshape(()) if is_loss else cross_entropy(output.logits, batch.labels, divisor)
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """What a step reads from the device: figures of all ranks, as in `StepReport`."""
+    """What a step reads from the device: figures of all ranks, as in `StepReport`; `others` are the other counts."""
 
     loss: float
     grad_norm: float
     data_seconds: float
     num_tokens: int
-    tokens_by_source: list[int]
+    others: list[float]
     memory_bytes: int
     stop_signal: int
 
@@ -267,7 +297,7 @@ def _read_totals(
         run: The run.
         loss: This rank's part of the loss, a scalar.
         grad_norm: Norm of the gradients, a scalar.
-        counts: Predictions of all ranks, and those of each source of a mixture, float64.
+        counts: Predictions of all ranks, those of each source of a mixture, and sums of metrics, float64.
         waited: Seconds that this rank waited for its samples.
     """
     context = run.context
@@ -280,13 +310,13 @@ def _read_totals(
     context.all_reduce_(highest, "max")
     read = torch.cat([sums, highest, own_norm, counts]).tolist()
     total_loss, total_norm, all_waited, memory_bytes, stop_signal, norm, *all_counts = read
-    num_tokens, *tokens_by_source = (int(count / context.num_tensor_ranks) for count in all_counts)
+    num_tokens, *others = (count / context.num_tensor_ranks for count in all_counts)
     return _Totals(
         loss=total_loss / context.world_size,
         grad_norm=norm if math.isfinite(total_norm) else total_norm,
         data_seconds=all_waited / context.world_size,
-        num_tokens=num_tokens,
-        tokens_by_source=tokens_by_source,
+        num_tokens=int(num_tokens),
+        others=others,
         memory_bytes=int(memory_bytes),
         stop_signal=int(stop_signal),
     )

@@ -127,6 +127,8 @@ def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> lis
     """What a run says first: where it resumes, and how long its samples are."""
     lines = [] if start.step is None else [describe_resume(config, start.step, run)]
     lines += [] if start.note is None else [start.note]
+    if config.loss is not None:
+        lines.append(f"loss={config.loss}, not the cross-entropy: model.chunked_loss is off, as it needs whole logits")
     context = load_context(start.source.directory, config.model.trust_remote_code)
     return [*lines, *describe_lengths(config.data, context)]
 

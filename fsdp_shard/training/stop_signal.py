@@ -5,6 +5,7 @@ after the same step and can save a checkpoint. A second signal ends this rank at
 """
 
 import signal
+import threading
 import time
 from types import FrameType
 from typing import Self
@@ -14,7 +15,9 @@ from fsdp_shard.errors import Interrupted
 
 
 class StopSignal:
-    """Context that catches stop signals, for the main thread; `number` is the first one received, 0 before.
+    """Context that catches stop signals; `number` is the first one received, 0 before.
+
+    Only the main thread can: in another one, signals stay with the program that has started it.
 
     A launcher forwards Ctrl-C to ranks that have received it from the terminal already, so a signal within
     `grace_seconds` of the first one is the same request.
@@ -26,7 +29,8 @@ class StopSignal:
         self._since = 0.0
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._receive) for number in stop_signals()}
+        is_main = threading.current_thread() is threading.main_thread()
+        self._before = {number: signal.signal(number, self._receive) for number in (stop_signals() if is_main else [])}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -133,10 +133,9 @@ class RunLog:
 
     def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
         """Log an evaluation, which `state` has recorded unless it was before the first step."""
-        self.note(
-            f"held out after step {step}: loss {report.loss:.4f}, perplexity {report.perplexity:.3f}"
-            + _trend(state, self._config.patience)
-        )
+        perplexity = "" if report.perplexity is None else f", perplexity {report.perplexity:.3f}"
+        trend = _trend(state, self._config.patience)
+        self.note(f"held out after step {step}: loss {report.loss:.4f}{perplexity}{trend}")
         self._append(EVALUATIONS, "held_out", {"step": step, **vars(report)})
 
     def saved(self, checkpoint: Path) -> None:
@@ -198,7 +197,7 @@ class RunLog:
         if held_out:
             if held_out[0]["step"] == 0:
                 figures["perplexity_before"] = held_out[0]["perplexity"]
-            figures["perplexity"] = held_out[-1]["perplexity"]
+            figures["perplexity"] = held_out[-1]["perplexity"]  # null: of a loss of one's own
         if state.best_step is not None:
             figures["best_loss"], figures["best_step"] = state.best_loss, state.best_step
         return figures

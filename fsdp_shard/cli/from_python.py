@@ -1,0 +1,119 @@
+"""The shipped recipes from Python: the same settings as on the command line, and the figures as a result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fsdp_shard.cli.recipes import load_recipe, run_jobs
+from fsdp_shard.config import COMMANDS, RunConfig
+from fsdp_shard.distributed import joined_rank
+from fsdp_shard.errors import ConfigError, RunError
+from fsdp_shard.utils import RESULT, shipped
+
+
+def finetune(settings: Sequence[str]) -> dict[str, Any]:
+    """Fine-tune a model with `recipes/finetune.py`, as `fsdp-shard finetune` does.
+
+    In a process that torchrun, srun or Ray Train started as one of several ranks, all of them call it, and it joins
+    them. Otherwise `launch.ranks=2` starts ranks: new processes that import the calling script, whose own work must
+    therefore stand under `if __name__ == "__main__":`.
+
+    Args:
+        settings: Settings as on the command line, such as "model.path=DIR"; a preset of one's own, a .yaml file, may
+            be the first.
+
+    Returns:
+        The figures of result.json, such as `final_loss` and `checkpoint`; of several ranks, the others than the first
+        get none.
+
+    Raises:
+        FsdpShardError: What the command would report. Interrupted if the run was asked to stop, and has saved a step.
+
+    Example:
+        >>> import fsdp_shard as fs
+        >>> figures = fs.finetune([f"model.path={model}", f"data.path={text}", "train.steps=2", f"run_dir={run_dir}"])
+        >>> figures["steps"]
+        2
+    """
+    return _figures(_run("finetune", settings))
+
+
+def evaluate(settings: Sequence[str]) -> dict[str, Any]:
+    """Evaluate a checkpoint of any format with `recipes/evaluate.py`, as `fsdp-shard evaluate` does.
+
+    Args:
+        settings: Settings as on the command line, such as "checkpoint=RUN@best" and "data.path=FILE". Without
+            `run_dir`, no file is left.
+
+    Returns:
+        The figures of result.json: `perplexity`, `loss` and `num_tokens`, or the `results` of tasks.
+
+    Raises:
+        FsdpShardError: What the command would report.
+
+    Example:
+        >>> import fsdp_shard as fs
+        >>> sorted(fs.evaluate([f"checkpoint={model}", f"data.path={text}"]))[:2]
+        ['loss', 'num_tokens']
+    """
+    with TemporaryDirectory(prefix="fsdp-shard-") as directory:
+        return _figures(_run("evaluate", _with_run_dir(settings, directory)))
+
+
+def generate(settings: Sequence[str]) -> dict[str, Any]:
+    """Generate text from a checkpoint of any format with `recipes/generate.py`, as `fsdp-shard generate` does.
+
+    Args:
+        settings: Settings as on the command line, such as "checkpoint=RUN" and "prompt=Hello, world". Without
+            `run_dir` and `output`, no file is left.
+
+    Returns:
+        The figures of result.json, and `completions`: a dict for each prompt, in their order, with `prompt`,
+        `completion` and `num_new_tokens`.
+
+    Raises:
+        FsdpShardError: What the command would report.
+
+    Example:
+        >>> import fsdp_shard as fs
+        >>> made = fs.generate([f"checkpoint={model}", "prompt=Once", "generation.max_new_tokens=3"])
+        >>> [row["prompt"] for row in made["completions"]]
+        ['Once']
+    """
+    if not any(setting.startswith(("prompt=", "prompts=")) for setting in settings):
+        raise ConfigError("generate has neither prompt=TEXT nor prompts=FILE; a conversation is for the terminal.")
+    with TemporaryDirectory(prefix="fsdp-shard-") as directory:
+        figures = _figures(_run("generate", _with_run_dir(settings, directory)))
+        rows = Path(figures["output"]).read_text(encoding="utf-8").splitlines() if figures else []
+        return figures | {"completions": [json.loads(row) for row in rows]}
+
+
+def _with_run_dir(settings: Sequence[str], directory: str) -> list[str]:
+    is_given = any(setting.startswith("run_dir=") for setting in settings)
+    return [*settings] if is_given else [*settings, f"run_dir={directory}"]
+
+
+def _run(command: str, settings: Sequence[str]) -> RunConfig:
+    """Run a shipped recipe in this process, or in ranks that it starts; returns its config."""
+    if isinstance(settings, str) or not all(isinstance(setting, str) for setting in settings):
+        raise ConfigError(f"{command} takes a list of settings, such as ['train.steps=4'], not {settings!r}.")
+    if flags := [setting for setting in settings if setting.startswith("-")]:
+        raise ConfigError(f"{flags[0]} is a flag of the command line, not a setting; {command} takes settings only.")
+    file = shipped("recipes") / f"{command}.py"
+    try:
+        jobs = run_jobs(COMMANDS[command], lambda: load_recipe(file), settings, command, is_program=False)
+    except SystemExit as leaving:
+        raise RunError("Another rank has found what is wrong, and says it.") from leaving
+    return jobs[0].config
+
+
+def _figures(config: RunConfig) -> dict[str, Any]:
+    """What the first rank has written last; others may be here before it has."""
+    if joined_rank() > 0:
+        return {}
+    found: dict[str, Any] = json.loads((Path(config.run_dir) / RESULT).read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,194 @@
+"""Functions of one's own that a step calls with the output of the model: a loss instead of the cross-entropy, metrics.
+
+Both return sums and counts, so that a mean is over all ranks and micro-batches of a step, however they divide it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import ConfigError, LossError
+from fsdp_shard.utils import nearest
+
+SumAndCount: TypeAlias = tuple[torch.Tensor, torch.Tensor | float]
+LossFunction: TypeAlias = Callable[[Any, Mapping[str, torch.Tensor]], SumAndCount]
+MetricsFunction: TypeAlias = Callable[[Any, Mapping[str, torch.Tensor]], Mapping[str, SumAndCount]]
+
+
+def find_loss(name: str | None) -> LossFunction | None:
+    """Import the function that `loss=module:function` names; modules in the working directory are found last.
+
+    Raises:
+        ConfigError: There is no such module or function.
+    """
+    if name is None:
+        return None
+    module_name, separator, function_name = name.partition(":")
+    if not (separator and module_name and function_name.isidentifier()):
+        raise ConfigError(f"loss={name} is not MODULE:FUNCTION, such as loss=my_losses:focal_loss.")
+    with _working_directory_is_importable():
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".rstrip(".")
+            raise ConfigError(
+                f"loss={name}: the module {module_name} cannot be imported ({why}); it must be installed, or a file in "
+                f"the working directory {Path.cwd()}."
+            ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"loss={name}: {module_name} has no function {function_name}{nearest(function_name, known)}.")
+    found: LossFunction = function
+    return found
+
+
+@contextmanager
+def _working_directory_is_importable() -> Iterator[None]:
+    # The last of all, so that a directory of the name of a package, such as `datasets`, hides nothing.
+    directory = str(Path.cwd())
+    sys.path.append(directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)
+
+
+@dataclass
+class OwnFunctions:
+    """The functions of one's own that a run calls in each step.
+
+    Attributes:
+        loss: Takes the model's output and the batch, a dict of the arguments of the model and `labels` (int64; already
+            shifted: the token that follows at each position, and -100 where none is to be predicted). Returns the sum
+            of the losses, a scalar in nats, and the count that all sums of a step together are divided by.
+        metrics: Takes the same. Returns a sum and a count by name, the same names always.
+        names: Those of the metrics, sorted, once they are known.
+    """
+
+    loss: LossFunction | None = None
+    metrics: MetricsFunction | None = None
+    names: list[str] | None = field(default=None, init=False)
+
+    def agree(self, names: list[str], context: DistributedContext) -> list[str]:
+        """The names of the metrics, in one order on all ranks. The first call is a collective.
+
+        Raises:
+            LossError: The names are others than on other ranks or in other steps.
+        """
+        if self.names is None:
+            of_ranks = context.all_gather_object(sorted(names))
+            if not of_ranks[0] or any(found != of_ranks[0] for found in of_ranks):
+                raise LossError(f"The metrics function must return the same names on all ranks, but it has {of_ranks}.")
+            self.names = of_ranks[0]
+        if sorted(names) != self.names:
+            raise LossError(f"The metrics function returned {sorted(names)} after {self.names}.")
+        return self.names
+
+
+class StepSums:
+    """What the functions return for the micro-batches of a step or an evaluation: sums and counts, on the device.
+
+    Args:
+        functions: The functions.
+        context: The ranks that take the step.
+    """
+
+    def __init__(self, functions: OwnFunctions, context: DistributedContext) -> None:
+        self._functions, self._context = functions, context
+        self._count: torch.Tensor | None = None  # float64 []
+        self._metrics: dict[str, torch.Tensor] = {}  # sum and count, float64 [2]
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether there are functions, which need the output of the model as it is."""
+        return self._functions.loss is not None or self._functions.metrics is not None
+
+    def loss(self, output: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Call the functions with one micro-batch; returns the sum of the losses [], if there is a function for it."""
+        if self._functions.metrics is not None:
+            with torch.no_grad():
+                for name, pair in self._functions.metrics(output, batch).items():
+                    self._add_metric(name, pair)
+        if self._functions.loss is None:
+            return None
+        total, count = _checked("The loss function", self._functions.loss(output, batch))
+        if torch.is_grad_enabled() and not total.requires_grad:
+            raise LossError("The loss function returned a sum without a gradient: it must be computed from the output.")
+        counted = self._number(count)
+        self._count = counted if self._count is None else self._count + counted
+        return total
+
+    def rescale(self, module: nn.Module, loss: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+        """Divide by the count of the loss function what was divided by the predictions; a collective.
+
+        The gradients are those of all micro-batches, and the count is known only after the last forward pass.
+
+        Args:
+            module: The model, whose gradients are changed in place.
+            loss: This rank's sum over `divisor`, [].
+            divisor: Predictions of all ranks over their number, [].
+
+        Returns:
+            This rank's part of the loss, [].
+        """
+        if self._count is None:
+            return loss
+        count = self.all_counts() / self._context.world_size
+        factor = torch.where(count > 0, divisor.double() / count, 0.0)
+        for param in module.parameters():
+            if param.grad is not None:
+                local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                local.mul_(factor.to(local.device, local.dtype))
+        return loss * factor.to(loss.dtype)
+
+    def all_counts(self) -> torch.Tensor:
+        """What all ranks counted for their losses, float64 []; a collective."""
+        count = self._number(0.0) if self._count is None else self._count.clone()
+        self._context.all_reduce_(count)
+        return count
+
+    def metrics(self) -> torch.Tensor:
+        """Sum and count of each metric over all ranks, float64 [2 * num_metrics]; a collective."""
+        if self._functions.metrics is None:
+            return torch.zeros(0, dtype=torch.float64, device=self._context.device)
+        names = self._functions.agree(list(self._metrics), self._context)
+        sums = torch.cat([self._metrics[name] for name in names])
+        self._context.all_reduce_(sums)
+        return sums
+
+    def means(self, sums: Sequence[float]) -> dict[str, float]:
+        """The means by name, of what `metrics` returned; NaN where nothing was counted."""
+        totals, counts = sums[::2], sums[1::2]
+        names = self._functions.names or []
+        return {name: a / b if b else math.nan for name, a, b in zip(names, totals, counts, strict=True)}
+
+    def _add_metric(self, name: str, pair: SumAndCount) -> None:
+        total, count = _checked(f"The metric {name}", pair)
+        both = torch.stack([self._number(total), self._number(count)])
+        self._metrics[name] = self._metrics[name] + both if name in self._metrics else both
+
+    def _number(self, value: torch.Tensor | float) -> torch.Tensor:
+        device = self._context.device
+        if isinstance(value, torch.Tensor):
+            return value.detach().reshape(()).to(device, torch.float64, non_blocking=True)
+        return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+def _checked(what: str, pair: Any) -> SumAndCount:
+    match pair:
+        case (torch.Tensor() as total, torch.Tensor() | int() | float() as count) if total.numel() == 1:
+            return total.reshape(()), count
+    raise LossError(f"{what} must be a tuple of a sum, which is a tensor of one number, and a count; got {pair!r}.")

@@ -1,0 +1,113 @@
+"""finetune, evaluate and generate from Python: alone, with ranks of their own, inside ranks of others, in a thread."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import fsdp_shard as fs
+from fsdp_shard.errors import CheckpointError, ConfigError
+from tests.support.commands import run
+
+SCRIPT = """
+import json, os, sys
+import torch
+import fsdp_shard as fs
+
+if __name__ == "__main__":
+    torch.ones(300, 300) @ torch.ones(300, 300)  # the threads of OpenMP would not survive a fork
+    figures = fs.finetune(json.loads(sys.argv[1]))
+    rank = os.environ.get("RANK", "none")
+    print(json.dumps({"rank": rank, "steps": figures.get("steps"), "loss": figures.get("final_loss")}), flush=True)
+"""
+
+
+class _AfterWhatIsPrinted(doctest.OutputChecker):
+    """The commands print what they do; the value of the example comes last."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return got.endswith(want)
+
+
+def settings(model: Path, texts: Path, run_dir: Path, *more: str) -> list[str]:
+    """Of a short run on the CPU."""
+    fixed = ["train.steps=2", "data.sequence_length=16", "launch.device=cpu", "shard.param_dtype=float32"]
+    return [f"model.path={model}", f"data.path={texts}/held_out.txt", f"run_dir={run_dir}", *fixed, *more]
+
+
+@pytest.mark.parametrize("name", ["finetune", "evaluate", "generate"])
+def test_the_examples_of_the_docs_run(name: str, tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    given = {"model": tiny_model, "text": f"{texts}/held_out.txt", "run_dir": tmp_path / "run"}
+    (found,) = doctest.DocTestFinder(recurse=False).find(getattr(fs, name), name, globs=given)
+    assert found.examples
+    assert doctest.DocTestRunner(checker=_AfterWhatIsPrinted()).run(found).failed == 0
+
+
+def test_what_a_run_leaves_is_evaluated_and_generated_from(
+    tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = fs.finetune(settings(tiny_model, texts, tmp_path / "run", f"data.eval_path={texts}/held_out.txt"))
+    assert trained["checkpoint"].startswith(str(tmp_path / "run"))
+    evaluated = fs.evaluate(
+        [
+            f"checkpoint={tmp_path}/run",
+            f"data.path={texts}/held_out.txt",
+            "data.sequence_length=16",
+            "dispatch.dtype=keep",
+        ]
+    )
+    assert evaluated["perplexity"] == pytest.approx(trained["perplexity"], rel=1e-5)
+    (tmp_path / "prompts.txt").write_text("first\nsecond\n")
+    made = fs.generate([f"checkpoint={tmp_path}/run", "prompts=prompts.txt", "generation.max_new_tokens=2"])
+    assert [(row["prompt"], row["num_new_tokens"]) for row in made["completions"]] == [("first", 2), ("second", 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.txt", "run"], "nothing else is left"
+
+
+def test_ranks_of_its_own_and_ranks_of_others(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    given = {}
+    for name, launcher, more in (
+        ("alone", [sys.executable], []),
+        ("started", [sys.executable], ["launch.ranks=2"]),
+        ("joined", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], []),
+    ):
+        asked = json.dumps(settings(tiny_model, texts, tmp_path / name, *more))
+        done = run([*launcher, "script.py", asked], tmp_path, OMP_NUM_THREADS="2")
+        assert done.status == 0, done.err
+        given[name] = sorted(
+            (json.loads(line) for line in done.out.splitlines() if line[:1] == "{"), key=lambda row: row["rank"]
+        )
+    (alone,), (started,), (first, second) = given["alone"], given["started"], given["joined"]
+    assert alone["steps"] == started["steps"] == first["steps"] == 2
+    assert started["loss"] == first["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert second == {"rank": "1", "steps": None, "loss": None}
+
+
+def test_in_a_thread_signals_stay_with_the_program(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    """As Ray's workers call it."""
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        figures = pool.submit(fs.finetune, settings(tiny_model, texts, tmp_path / "run")).result()
+    assert figures["steps"] == 2
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_mistakes(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="finetune takes a list of settings"):
+        fs.finetune("train.steps=4")
+    with pytest.raises(ConfigError, match="--cfg is a flag of the command line"):
+        fs.finetune(["--cfg", "job"])
+    with pytest.raises(ConfigError, match="neither prompt=TEXT nor prompts=FILE"):
+        fs.generate([f"checkpoint={tiny_model}"])
+    with pytest.raises(ConfigError, match=r"train\.step .*did you mean train\.steps"):
+        fs.finetune(settings(tiny_model, texts, tmp_path / "run", "train.step=4"))
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        fs.finetune([f"model.path={tmp_path}/nowhere", f"data.path={texts}/held_out.txt", f"run_dir={tmp_path}/run"])
+    assert not (tmp_path / "run").exists()
