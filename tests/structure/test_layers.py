@@ -23,6 +23,7 @@ _PACKAGE = _ROOT / "fsdp_shard"
 
 # From the top down. Rooms on one line never import each other.
 _ROOMS = (
+    ("integrations",),
     ("cli",),
     ("doctor",),
     ("config",),
@@ -53,7 +54,9 @@ def _module_of(file: Path) -> str:
 
 
 _FILES = {_module_of(file): file for file in sorted(_PACKAGE.rglob("*.py"))}
-_USERS = [file for folder in ("recipes", "demo", "benchmarks", "tests") for file in (_ROOT / folder).rglob("*.py")]
+_USERS = [
+    file for folder in ("recipes", "demo", "benchmarks", "examples", "tests") for file in (_ROOT / folder).rglob("*.py")
+]
 
 
 def _room(module: str) -> str:

@@ -23,8 +23,8 @@ from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.loss.own_functions import OwnFunctions, find_loss
 from fsdp_shard.training.optim.build import build_optimizer
 from fsdp_shard.utils import check
-from tests.support.sharded import sharded
 from tests.support.ranks import on_ranks
+from tests.support.sharded import sharded
 from tests.support.tiny import llama
 from tests.training.conftest import Plain, stream
 from tests.training.test_loop import ADAMW, LR, SEED, Run, Uneven, losses
