@@ -8,7 +8,7 @@ whose heartbeat stops for too long is killed, before NCCL ends those that wait f
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -119,15 +119,7 @@ class Agent(OverridableAgent):
         self._kill_frozen(pids)
         died = {rank: status for rank, pid in pids.items() if (status := _exit_status(pid)) not in (None, 0)}
         if died and self._death_seen is None:
-            self._death_seen = time.monotonic()
-            self._first_death = min(died.items(), key=lambda death: death[1] >= 0)  # killed ones come first
-            is_late = self._death_seen - self._started > self._settings.timeout_seconds
-            if self._first_death[1] == -signal.SIGABRT and is_late:
-                self._waited_for = sorted(pids.keys() - died)
-            # Wrong input would be wrong again. A fixed number of machines cannot continue after one was asked to stop.
-            status = self._first_death[1]
-            if status == InputError.exit_status or (status > 128 and not self._settings.is_elastic):
-                self.forbid_restarts()
+            self._note_first_death(died, pids)
             _send(signal.SIGTERM, [pid for rank, pid in pids.items() if rank not in died])
         if self._death_seen is not None:
             # torch's own way of seeing that a rank has died blocks until all have ended.
@@ -135,7 +127,23 @@ class Agent(OverridableAgent):
             if running and time.monotonic() - self._death_seen < _SECONDS_TO_END:
                 return RunResult(state=WorkerState.HEALTHY)
             _send(signal.SIGKILL, running)
-        return super().monitor_workers(worker_group)
+        result = super().monitor_workers(worker_group)
+        if self._death_seen is None and result.failures:  # a rank has died since we looked
+            self._note_first_death({rank: failure.exitcode for rank, failure in result.failures.items()}, pids)
+        return result
+
+    def _note_first_death(self, died: Mapping[int, int | None], pids: Mapping[int, int]) -> None:
+        """Record the rank that died first, and forbid restarts if what ended it would end it again."""
+        self._death_seen = time.monotonic()
+        statuses = {rank: 1 if status is None else status for rank, status in died.items()}
+        self._first_death = min(statuses.items(), key=lambda death: death[1] >= 0)  # killed ones come first
+        is_late = self._death_seen - self._started > self._settings.timeout_seconds
+        if self._first_death[1] == -signal.SIGABRT and is_late:
+            self._waited_for = sorted(pids.keys() - died)
+        # Wrong input would be wrong again. A fixed number of machines cannot continue after one was asked to stop.
+        status = self._first_death[1]
+        if status == InputError.exit_status or (status > 128 and not self._settings.is_elastic):
+            self.forbid_restarts()
 
     def stop_workers(self, worker_group: WorkerGroup) -> None:
         # Healthy ranks are stopped because a machine joined or left, and may save first. But if that machine died in

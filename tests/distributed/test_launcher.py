@@ -241,6 +241,18 @@ def test_loggers_of_torch_are_left_as_they_were(tmp_path: Path) -> None:
     assert (done.status, done.out, done.err) == (0, "work\n", "")
 
 
+def test_a_stop_that_torch_sees_before_us_is_no_reason_to_restart(tmp_path: Path) -> None:
+    """Between our look at the ranks and torch's own, both may end."""
+    command = _program(tmp_path, "raise Interrupted('Stopped after step 6.', signal_number=15)", "max_restarts=2")
+    program = tmp_path / "program.py"
+    blind = "from fsdp_shard.distributed import agent\nfrom fsdp_shard.errors import Interrupted\n"
+    blind += "agent._exit_status = lambda pid: None\n"
+    program.write_text(program.read_text().replace("def work(", f"{blind}\ndef work(", 1))
+    done = run(command, tmp_path)
+    assert (done.status, done.out) == (0, "Interrupted: Stopped after step 6.\n"), done.err
+    assert {file.name for file in tmp_path.glob("attempt-*")} == {"attempt-0-rank-0", "attempt-0-rank-1"}
+
+
 def test_ranks_can_be_spawned_as_gpus_need(tmp_path: Path) -> None:
     done = run(_program(tmp_path, "pass", "start_method='spawn'"), tmp_path)
     assert (done.status, done.out, done.err) == (0, "", "")
