@@ -11,6 +11,11 @@ from .config import (
     Unit as Unit,
     itemsize as itemsize,
 )
+from .gradients import (
+    clip_grad_norm_ as clip_grad_norm_,
+    no_sync as no_sync,
+    split_groups_by_mesh as split_groups_by_mesh,
+)
 from .mesh import (
     check_accumulation as check_accumulation,
     check_mesh as check_mesh,
@@ -20,6 +25,7 @@ from .mesh import (
 )
 from .module_shards import (
     ModuleShards as ModuleShards,
+    bare_module as bare_module,
     shards_of as shards_of,
     transformers_model as transformers_model,
 )
@@ -35,7 +41,5 @@ from .tensor_parallel import (
     INFERENCE_STYLES as INFERENCE_STYLES,
     apply_tensor_parallel as apply_tensor_parallel,
     check_tensor_parallel as check_tensor_parallel,
-    split_groups_by_mesh as split_groups_by_mesh,
 )
-from .wrap_policy import plan_units as plan_units
-from .wrap_report import unit_tree as unit_tree
+from .wrap_policy import plan_units as plan_units, unit_tree as unit_tree

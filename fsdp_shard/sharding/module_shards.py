@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from fsdp_shard.distributed import Communicator, LocalShard, is_first_copy, shard_of
 from fsdp_shard.errors import ModelError
 from fsdp_shard.sharding.activation_checkpointing import clean_fqn
+from fsdp_shard.sharding.config import ShardedModel
 from fsdp_shard.utils import (
     flat_parameter_shards,
     hides_originals,
@@ -37,14 +38,14 @@ class ModuleShards(NamedTuple):
     aliases: dict[str, str]
 
 
-def shards_of(module: nn.Module, ranks: Communicator) -> ModuleShards:
+def shards_of(module: nn.Module | ShardedModel, ranks: Communicator) -> ModuleShards:
     """Return this rank's shards of a module. A parameter that several ranks hold is written by one of them.
 
     What was gathered for a forward pass is released first.
 
     Args:
         module: The module as it is trained: inside DistributedDataParallel, FullyShardedDataParallel or torch.compile,
-            or with parameters that are DTensors.
+            or with parameters that are DTensors; or what `shard` gave.
         ranks: All ranks that hold parts of it, each of them the same parameters.
 
     Returns:
@@ -53,24 +54,25 @@ def shards_of(module: nn.Module, ranks: Communicator) -> ModuleShards:
     Raises:
         ModelError: A parameter is on meta, or is kept in a way that does not say which part a rank has.
     """
-    while isinstance(module, DistributedDataParallel):
-        module = module.module
-    for part in module.modules():
+    inside = bare_module(module)
+    while isinstance(inside, DistributedDataParallel):
+        inside = inside.module
+    for part in inside.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    flat = _flat_shards(module)
+    flat = _flat_shards(inside)
     box = cache(local_shape_and_offset)  # slow, and layers have the same parameters
     names: dict[int, str] = {}
     shards: dict[str, LocalShard] = {}
     aliases: dict[str, str] = {}
-    for number, (raw, param) in enumerate(module.named_parameters(remove_duplicate=False)):
+    for number, (raw, param) in enumerate(inside.named_parameters(remove_duplicate=False)):
         name = clean_fqn(raw)
         if (kept := names.setdefault(id(param), name)) != name:
             aliases[name] = kept
             continue
         if param.is_meta:
             raise ModelError(
-                f"{name} of {type(module).__name__} is on the meta device and has no values; give it memory "
+                f"{name} of {type(inside).__name__} is on the meta device and has no values; give it memory "
                 f"(`to_empty`) and fill it before it is saved or restored."
             )
         if (found := flat.get(id(param))) is not None:
@@ -80,7 +82,7 @@ def shards_of(module: nn.Module, ranks: Communicator) -> ModuleShards:
             shards[name] = shard_of(param, writes=is_first_copy(param), box=box)
         else:
             shards[name] = shard_of(param, writes=number % ranks.world_size == ranks.rank)  # they divide the work
-    for _, _, raw, buffer in persistent_buffers(module):
+    for _, _, raw, buffer in persistent_buffers(inside):
         if isinstance(buffer, DTensor):
             shards[clean_fqn(raw)] = shard_of(buffer, writes=is_first_copy(buffer))
         else:
@@ -89,10 +91,15 @@ def shards_of(module: nn.Module, ranks: Communicator) -> ModuleShards:
     return ModuleShards(shards, aliases)
 
 
-def transformers_model(module: nn.Module) -> PreTrainedModel | None:
+def bare_module(module: nn.Module | ShardedModel) -> nn.Module:
+    """The module itself, also of what `shard` gave."""
+    return module if isinstance(module, nn.Module) else module.module
+
+
+def transformers_model(module: nn.Module | ShardedModel) -> PreTrainedModel | None:
     """Return the model of transformers that `module` is or wraps, if it is one."""
-    module = _inside(module)
-    return module if isinstance(module, PreTrainedModel) else None
+    inside = _inside(bare_module(module))
+    return inside if isinstance(inside, PreTrainedModel) else None
 
 
 def _inside(module: nn.Module) -> nn.Module:

@@ -5,14 +5,11 @@ applies such a plan to a model on meta. A parameter is then cut by columns or ro
 by rows over the sharding ranks: one box of the whole.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import apply_tensor_plan, follows_plans_by_fqn, parallel_plan, tied_names
@@ -90,39 +87,3 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for alias, kept in ties.items():  # each parameter was replaced, under its first name only
         owner, _, name = alias.rpartition(".")
         setattr(model.get_submodule(owner), name, model.get_parameter(kept))
-
-
-def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """`clip_grad_norm_` over parameters that lie on several meshes, or on none, which torch's own does not take."""
-    groups = by_mesh(param for param in parameters if param.grad is not None)
-    squares = [_squared_norm([grad for param in its if (grad := param.grad) is not None]) for its in groups.values()]
-    total = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
-    for members in groups.values():  # one call of a foreach kernel takes one mesh
-        nn.utils.clip_grads_with_norm_(members, max_norm, total)
-    return total
-
-
-def _squared_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares of `grads`, all on one mesh, over all ranks."""
-    norm = torch.nn.utils.get_total_norm(grads)
-    if not isinstance(norm, DTensor):
-        return norm.square()
-    square = norm.to_local().square()
-    for dim, placement in enumerate(norm.placements):  # as `full_tensor` does, which warns of doing so
-        if placement.is_partial():
-            dist.all_reduce(square, group=norm.device_mesh.get_group(dim))
-    return square
-
-
-def by_mesh(tensors: Iterable[torch.Tensor]) -> Mapping[Any, list[torch.Tensor]]:
-    """`tensors` in groups of those that are divided over the same mesh."""
-    groups: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    return groups
-
-
-def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters on different meshes groups of their own: one call of a fused kernel takes one mesh."""
-    groups = [(group, members) for group in optimizer.param_groups for members in by_mesh(group["params"]).values()]
-    optimizer.param_groups = [{**group, "params": members} for group, members in groups]

@@ -1,18 +1,21 @@
 """Where a run takes its model from: config, tokenizer and weights, and the files for its checkpoints."""
 
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard.checkpoint import Location, copy_model_files, locate, set_chat_template
 from fsdp_shard.data import SEQ2SEQ, DataConfig, Task, with_chat_template
+from fsdp_shard.distributed import DistributedContext, run_on_all
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta, load_config, load_tokenizer
 from fsdp_shard.training.config import ModelSettings
 from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
-from fsdp_shard.utils import first_line, read_bounded
+from fsdp_shard.utils import check, first_line, read_bounded
 
 
 def model_source(config: ModelSettings, step_directory: Path | None) -> Location:
@@ -30,6 +33,44 @@ def empty_model(config: ModelConfig, source: Location) -> PreTrainedModel:
     for name in _dropped_layers(model):
         setattr(model, name, 0.0)
     return build_on_meta(model, config.dtype, trust_remote_code=trust, attention=config.attention)
+
+
+def build_model(
+    path: str | os.PathLike[str],
+    ranks: DistributedContext | None = None,
+    *,
+    dtype: str = "float32",
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build a model of transformers on the meta device, where it takes no memory, to be sharded and then filled.
+
+    Args:
+        path: A model directory, a run, a step or any checkpoint with a config.json, or a hub id.
+        ranks: The ranks that build it, which then all raise what one of them finds.
+        dtype: The dtype of the parameters.
+        attention: The implementation of attention; `auto` is the best that the model supports.
+        trust_remote_code: Run Python code that comes with the model.
+
+    Returns:
+        The model. After `shard`, `load_weights` fills it.
+
+    Raises:
+        ModelError, CheckpointError: There is no such model, or it cannot be built.
+
+    Example:
+        >>> import fsdp_shard as fs
+        >>> fs.build_model(model_directory).device
+        device(type='meta')
+    """
+
+    def build() -> PreTrainedModel:
+        settings: dict[str, Any] = {"dtype": dtype, "attention": attention, "trust_remote_code": trust_remote_code}
+        config = ModelConfig(os.fspath(path), **settings)
+        check(config)
+        return empty_model(config, locate(config.path))
+
+    return build() if ranks is None else run_on_all(ranks, build)
 
 
 def layer_drop_notes(config: ModelConfig, source: Location) -> list[str]:

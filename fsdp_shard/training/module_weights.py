@@ -16,7 +16,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import RunState, Store, TensorIndex, locate
 from fsdp_shard.distributed import current_ranks, run_on_all, run_on_main
 from fsdp_shard.errors import SaveError, StorageError
-from fsdp_shard.sharding import ModuleShards, shards_of, transformers_model
+from fsdp_shard.sharding import ModuleShards, ShardedModel, bare_module, shards_of, transformers_model
 from fsdp_shard.training.checkpoints.side_files import side_files
 from fsdp_shard.training.checkpoints.stored_names import check_tensors
 from fsdp_shard.utils import fsync_path, parse_size
@@ -25,7 +25,7 @@ _TIMEOUT_SECONDS = 1800.0
 
 
 def load_weights(
-    model: nn.Module,
+    model: nn.Module | ShardedModel,
     source: str | os.PathLike[str],
     *,
     base: str | None = None,
@@ -37,7 +37,7 @@ def load_weights(
     are cast to the dtype of the parameters. An adapter is merged into its base.
 
     Args:
-        model: The model, with memory for its parameters (`to_empty` after meta).
+        model: The model, with memory for its parameters (`to_empty` after meta); or what `shard` gave.
         source: A run, a step, a model directory, a file of weights, or a hub id.
         base: The base model of an adapter, if it is not where the adapter says.
         timeout_seconds: How long ranks wait for each other.
@@ -59,7 +59,7 @@ def load_weights(
     shards = run_on_all(ranks, lambda: shards_of(model, ranks))
     location = run_on_all(ranks, lambda: locate(source, base=base))
     with run_on_all(ranks, lambda: location.model_index) as index:
-        names, note = run_on_all(ranks, lambda: _matched(model, shards, index))
+        names, note = run_on_all(ranks, lambda: _matched(bare_module(model), shards, index))
         run_on_all(ranks, lambda: checkpoint.load_shards(index, {name: shards.shards[name] for name in names}, names))
     return note
 
@@ -76,7 +76,7 @@ def _matched(model: nn.Module, shards: ModuleShards, index: TensorIndex) -> tupl
 
 
 def save_pretrained(
-    model: nn.Module,
+    model: nn.Module | ShardedModel,
     directory: str | os.PathLike[str],
     *,
     processor: Any = None,

@@ -71,7 +71,7 @@ def train_sharded(
 
 
 def train_plain(
-    tied: bool, frozen: bool = False, steps: int = STEPS
+    tied: bool, frozen: bool = False, steps: int = STEPS, first: int = 0
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """The same without sharding: losses, norms and weights."""
     model = llama(tied=tied).train()
@@ -79,7 +79,7 @@ def train_plain(
         freeze(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
     losses, norms = [], []
-    for step in range(steps):
+    for step in range(first, first + steps):
         rows = token_batch(step)
         loss = model(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()

@@ -21,6 +21,7 @@ import fsdp_shard as fs
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError
 from tests.support.ranks import on_ranks
+from tests.support.sharded import train_plain
 from tests.support.tiny import byte_tokenizer, llama, save_model, token_batch
 
 
@@ -121,10 +122,42 @@ def test_a_process_group_without_a_backend_for_the_cpu(monkeypatch: pytest.Monke
     on_ranks(1, work)
 
 
-@pytest.mark.parametrize("name", ["Checkpointer", "load_weights", "save_pretrained"])
+def test_the_interface_as_one_loop(tmp_path: Path) -> None:
+    """Build on meta, shard, fill, train, save, resume on other ranks, write a model, all with what `shard` gave."""
+    source = save_model(tmp_path / "model")
+
+    def work(context: DistributedContext, last: int) -> list[float]:
+        model = fs.shard(fs.build_model(source, context), context, param_dtype="float32")
+        fs.load_weights(model, source)
+        optimizer = torch.optim.AdamW(model.module.parameters(), lr=1e-3)
+        losses = []
+        with fs.Checkpointer(tmp_path / "run") as checkpointer:
+            restored = checkpointer.restore(model, optimizer)
+            for step in range(restored.step + 1 if restored else 1, last + 1):
+                rows = token_batch(step).chunk(context.world_size)[context.rank]
+                loss = model.module(input_ids=rows, labels=rows, use_cache=False).loss
+                loss.backward()
+                fs.clip_grad_norm_(model, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(context.all_reduce([float(loss.detach())])[0] / context.world_size)
+                checkpointer.save(step, model, optimizer)
+        if last == 4:
+            fs.save_pretrained(model, tmp_path / "out")
+        return losses
+
+    expected, _, weights = train_plain(tied=True, steps=4, first=1)
+    found = on_ranks(2, work, 2)[0] + on_ranks(3, work, 4)[0]
+    assert found == pytest.approx(expected, rel=1e-5)
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.allclose(written[name], value, atol=1e-5) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("name", ["Checkpointer", "build_model", "load_weights", "save_pretrained"])
 def test_the_examples_in_the_docs_of_functions_run(name: str, tmp_path: Path) -> None:
     save_file(nn.Linear(2, 1).state_dict(), tmp_path / "linear.safetensors")
     given = {"tmp_path": tmp_path, "run_dir": tmp_path / "run", "linear_file": tmp_path / "linear.safetensors"}
+    given["model_directory"] = save_model(tmp_path / "llama")
     (found,) = doctest.DocTestFinder(recurse=False).find(getattr(fs, name), name, globs=given)
     assert found.examples
     assert doctest.DocTestRunner().run(found).failed == 0

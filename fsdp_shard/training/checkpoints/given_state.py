@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from fsdp_shard.checkpoint import RunState
 from fsdp_shard.distributed import Communicator, LocalShard
-from fsdp_shard.sharding import ModuleShards, shards_of
+from fsdp_shard.sharding import ModuleShards, ShardedModel, shards_of
 from fsdp_shard.training.checkpoints.loop_state import DOCUMENT, LoopState, StateTensors, random_state, text_digest
 from fsdp_shard.training.checkpoints.optimizer_groups import by_name, optimizer_parts
 from fsdp_shard.training.checkpoints.side_files import side_files
 from fsdp_shard.training.checkpoints.stored_step import Stateful
 
-Models = nn.Module | Mapping[str, nn.Module]
+Models = nn.Module | ShardedModel | Mapping[str, nn.Module | ShardedModel]
 
 
 class GivenState(NamedTuple):

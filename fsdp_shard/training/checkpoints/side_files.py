@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from fsdp_shard.sharding import transformers_model
+from fsdp_shard.sharding import ShardedModel, transformers_model
 from fsdp_shard.utils import read_bounded
 
 
-def side_files(model: nn.Module, processor: Any) -> dict[str, bytes]:
+def side_files(model: nn.Module | ShardedModel, processor: Any) -> dict[str, bytes]:
     """Config and generation config of `model`, if it is or wraps one of transformers, and the files of `processor`.
 
     Returns:

@@ -1,0 +1,128 @@
+"""Gradients of sharded parameters: clipping by the norm over all ranks, and backward passes without a reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_shard.errors import ModelError
+from fsdp_shard.sharding.config import ShardedModel
+
+
+def clip_grad_norm_(model: nn.Module | ShardedModel, max_norm: float) -> torch.Tensor:
+    """Scale all gradients so that their 2-norm over all ranks is at most `max_norm`; a collective.
+
+    torch's own function takes a rank's norm for the whole one under FullyShardedDataParallel, and refuses parameters on
+    several meshes.
+
+    Args:
+        model: The model, whoever wrapped it: plain, DDP, FSDP1, `fully_shard`, tensor-parallel; or what `shard` gave.
+        max_norm: The largest norm; infinity only measures.
+
+    Returns:
+        The norm before, a scalar [], the same on all ranks.
+
+    Raises:
+        ModelError: Parts of the model are in FullyShardedDataParallel, but the whole is not.
+
+    Example:
+        >>> import torch, fsdp_shard as fs
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> model(torch.full((1, 1), 3.0)).sum().backward()
+        >>> fs.clip_grad_norm_(model, max_norm=1.0)
+        tensor(3.)
+    """
+    if not isinstance(model, nn.Module):
+        return model.clip_grad_norm_(max_norm)
+    if FullyShardedDataParallel.fsdp_modules(model):
+        if not isinstance(model, FullyShardedDataParallel):
+            raise ModelError(
+                f"{type(model).__name__} has modules in FullyShardedDataParallel, but is not in one itself, so their "
+                f"gradients have no common norm; wrap the whole model too."
+            )
+        return model.clip_grad_norm_(max_norm)
+    meshes = {getattr(param, "device_mesh", None) for param in model.parameters()}
+    if meshes == {None}:
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return clip_grads(model.parameters(), max_norm)
+
+
+def no_sync(model: nn.Module | ShardedModel) -> AbstractContextManager[None]:
+    """Keep the gradients of backward passes inside the block on this rank, unreduced, as DDP's `no_sync` does.
+
+    Args:
+        model: The model, whoever wrapped it; or what `shard` returns.
+
+    Returns:
+        The context. The backward pass after it reduces what has accumulated.
+
+    Example:
+        >>> import torch, fsdp_shard as fs
+        >>> model = torch.nn.Linear(1, 1)
+        >>> with fs.no_sync(model):
+        ...     model(torch.ones(1, 1)).sum().backward()
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel | FullyShardedDataParallel):
+        return model.no_sync()
+    return _no_sync_of_parts(model)
+
+
+@contextmanager
+def _no_sync_of_parts(model: nn.Module) -> Iterator[None]:
+    """Of all that `fully_shard` made, and of wrapped modules inside."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    with ExitStack() as stack:
+        for module in [*wrapped, *FullyShardedDataParallel.fsdp_modules(model, root_only=True)]:
+            stack.enter_context(module.no_sync())  # type: ignore[operator]  # of either wrapper
+        for part in parts:
+            part.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.set_requires_gradient_sync(True, recurse=False)
+
+
+def clip_grads(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """`clip_grad_norm_` over parameters that lie on several meshes, or on none, which torch's own does not take."""
+    groups = by_mesh(param for param in parameters if param.grad is not None)
+    squares = [_squared_norm([grad for param in its if (grad := param.grad) is not None]) for its in groups.values()]
+    total = torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+    for members in groups.values():  # one call of a foreach kernel takes one mesh
+        nn.utils.clip_grads_with_norm_(members, max_norm, total)
+    return total
+
+
+def _squared_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of `grads`, all on one mesh, over all ranks."""
+    norm = torch.nn.utils.get_total_norm(grads)
+    if not isinstance(norm, DTensor):
+        return norm.square()
+    square = norm.to_local().square()
+    for dim, placement in enumerate(norm.placements):  # as `full_tensor` does, which warns of doing so
+        if placement.is_partial():
+            dist.all_reduce(square, group=norm.device_mesh.get_group(dim))
+    return square
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> Mapping[Any, list[torch.Tensor]]:
+    """`tensors` in groups of those that are divided over the same mesh."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return groups
+
+
+def split_groups_by_mesh(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters on different meshes groups of their own: one call of a fused kernel takes one mesh."""
+    groups = [(group, members) for group in optimizer.param_groups for members in by_mesh(group["params"]).values()]
+    optimizer.param_groups = [{**group, "params": members} for group, members in groups]
