@@ -68,7 +68,9 @@ class Training:
         for shard in self.model.local_shards().values():
             shard.data.normal_(std=0.02)
         self.optimizer = torch.optim.AdamW(self.model.module.parameters(), lr=1e-4, fused=True)
-        self.loaded = LoadedModel(self.model, 0, 0, tied_names(model), LoadFigures(0, 0, 0, 0), [])
+        self.loaded = LoadedModel(
+            model=self.model, num_params=0, num_blocks=0, aliases=tied_names(model), figures=LoadFigures(0, 0, 0, 0)
+        )
         self.batch = torch.randint(0, config.vocab_size, (1, 8))
         self.group = dist.new_group(backend="gloo")
         self.kept: dict[str, torch.Tensor] = {}

@@ -15,6 +15,7 @@ from fsdp_shard.training import (
     StepProfiler,
     TrainingRun,
     build_optimizer,
+    build_unfilled,
     check_finetune,
     collect_model_files,
     data_figures,
@@ -23,7 +24,6 @@ from fsdp_shard.training import (
     find_loss,
     find_start,
     interrupted,
-    load_sharded,
     open_log,
     open_saver,
     restore_state,
@@ -47,7 +47,10 @@ def main(config: FinetuneConfig) -> None:
         source, task, trust = start.source, data_task(config.model, start.source), config.model.trust_remote_code
         open_tokenizer = partial(load_tokenizer, source.tokenizer, trust)
         data = prepare_on_ranks(config.data, open_tokenizer, context, task=task, seed=config.seed)
-        loaded = load_sharded(config.model, config.shard, source, context, config.adapter, config.seed, start.step)
+        # On the meta device; then wrapped along its no-split blocks; then each rank reads its own shards.
+        with build_unfilled(config.model, source, config.shard, config.adapter, start.step, context) as model:
+            sharded = config.shard.shard(model.module, context)
+            loaded = model.load(sharded, config.seed)
         optimizer = build_optimizer(config.optim, loaded.model, context)
         state = restore_state(start, config.seed, data.train, loaded, optimizer, context)
         files = run_on_main(context, lambda: collect_model_files(source, config.model, config.data, loaded.adapter))

@@ -17,6 +17,8 @@ from .held_out import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as eva
 from .load_model import (
     LoadedModel as LoadedModel,
     LoadFigures as LoadFigures,
+    UnfilledModel as UnfilledModel,
+    build_unfilled as build_unfilled,
     describe_model as describe_model,
     load_sharded as load_sharded,
 )

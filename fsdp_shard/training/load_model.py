@@ -1,6 +1,7 @@
 """Building a model on the meta device, sharding it along its blocks, and loading this rank's shards of its weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from fsdp_shard.training.model_identity import model_name, other_model
 from fsdp_shard.training.model_origin import empty_model, layer_drop_notes
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
-from fsdp_shard.training.peft.qlora import quantize_base
+from fsdp_shard.training.peft.qlora import QuantizedBase, quantize_base
 from fsdp_shard.utils import format_count, format_size, peak_resident_bytes
 
 
@@ -38,16 +39,14 @@ class LoadFigures:
     excess_bytes: int
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A sharded model with its weights.
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """What is known of a model before it has weights.
 
     Attributes:
-        model: The sharded model.
         num_params: Number of parameters, without those of an adapter.
         num_blocks: Number of blocks that it is sharded along.
         aliases: Names of tied parameters that are not stored -> the names that are.
-        figures: What loading cost.
         tree: The units with their sizes, one line each, with `shard.explain`.
         adapter: The adapter that is trained, if any.
         num_fused: Number of modules with fused kernels.
@@ -56,11 +55,9 @@ class LoadedModel:
         notes: Lines about what of the files is not used: tensors that the model does not have, settings of its config.
     """
 
-    model: ShardedModel
     num_params: int
     num_blocks: int
     aliases: Mapping[str, str]
-    figures: LoadFigures
     tree: list[str] = field(default_factory=list)
     adapter: lora.Adapter | None = None
     num_fused: int = 0
@@ -69,25 +66,84 @@ class LoadedModel:
     notes: list[str] = field(default_factory=list)
 
 
-def load_sharded(
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(ModelDescription):
+    """A sharded model with its weights.
+
+    Attributes:
+        model: The sharded model.
+        figures: What loading cost.
+    """
+
+    model: ShardedModel
+    figures: LoadFigures
+
+
+@dataclass(frozen=True)
+class UnfilledModel:
+    """A model on the meta device, adapted as the settings ask, and where its weights are.
+
+    Attributes:
+        module: The model; it is to be sharded, and then `load` fills it.
+        index: The stored tensors, open.
+        names: Parameter -> stored name, without those of a new adapter and those that are quantized.
+        quantized: The weights of the base that are encoded as they are read, if any.
+        resumed: The step whose adapter is restored, if any.
+        context: The ranks.
+        largest_block_bytes: The largest block.
+        described: What is known of it before it has weights.
+    """
+
+    module: PreTrainedModel
+    index: checkpoint.TensorIndex
+    names: Mapping[str, str]
+    quantized: QuantizedBase | None
+    resumed: Path | None
+    context: DistributedContext
+    largest_block_bytes: int
+    described: ModelDescription
+
+    def load(self, sharded: ShardedModel, seed: int) -> LoadedModel:
+        """Read each rank's shards from the files; a collective.
+
+        Args:
+            sharded: `module`, sharded.
+            seed: Seed of a new adapter's weights.
+        """
+        context, names, quantized, adapter = self.context, self.names, self.quantized, self.described.adapter
+        shards = sharded.local_shards()
+        stored = {name: part for name, part in shards.items() if name in names}
+        run_on_all(context, lambda: checkpoint.load_shards(self.index, stored, names))
+        if quantized is not None:
+            encoded = {name: shards[name] for name in quantized.names}
+            run_on_all(context, lambda: checkpoint.encode_shards(self.index, encoded, quantized.names, quantized.code))
+        if adapter is not None and self.resumed is not None:
+            resumed = self.resumed
+            run_on_all(context, lambda: lora.restore(adapter, shards, resumed))
+        elif adapter is not None:
+            lora.fill_new(shards, names if quantized is None else {**names, **quantized.names}, seed)
+        figures = _figures(shards, self.largest_block_bytes, context)
+        return LoadedModel(**vars(self.described), model=sharded, figures=figures)
+
+
+@contextmanager
+def build_unfilled(
     config: ModelConfig,
-    shard: ShardConfig,
     source: checkpoint.Location,
+    shard: ShardConfig,
+    adapter: AdapterConfig | None,
+    resumed: Path | None,
     context: DistributedContext,
-    adapter: AdapterConfig | None = None,
-    seed: int = 0,
-    resumed: Path | None = None,
-) -> LoadedModel:
-    """Build a model, shard it, and read each rank's shards from the files; a collective.
+) -> Iterator[UnfilledModel]:
+    """Build a model on the meta device, and match its parameters with the stored tensors; a collective.
 
     Args:
         config: Dtype, task and kernels.
-        shard: The wrapper and its settings.
-        source: Where config and weights are.
-        context: The ranks to shard over.
+        source: Where config and weights are, which stay open within the block.
+        shard: How it will be sharded: blocks of one's own, and what the wrapper can quantize.
         adapter: The adapter to add.
-        seed: Seed of a new adapter's weights.
         resumed: Step directory to resume from, with the adapter's weights; None makes a new adapter.
+        context: The ranks to shard over.
 
     Raises:
         ModelError, ConfigError, CheckpointError: On all ranks: model, weights and adapter do not match.
@@ -113,22 +169,35 @@ def load_sharded(
         tree = unit_tree(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
         rebuild_buffers(model, context.device)
-        sharded = shard.shard(model, context)
-        shards = sharded.local_shards()
-        stored = {name: part for name, part in shards.items() if name in names}
-        run_on_all(context, lambda: checkpoint.load_shards(index, stored, names))
-        if quantized is not None:
-            encoded = {name: shards[name] for name in quantized.names}
-            run_on_all(context, lambda: checkpoint.encode_shards(index, encoded, quantized.names, quantized.code))
-    if added is not None and resumed is not None:
-        run_on_all(context, lambda: lora.restore(added, shards, resumed))
-    elif added is not None:
-        lora.fill_new(shards, names if quantized is None else {**names, **quantized.names}, seed)
-    figures = _figures(shards, largest, context)
-    num_params = sum(block.num_params for block in blocks)
-    found = (sharded, num_params, len(blocks), aliases, figures, tree, added, num_fused)
-    notes = [*filter(None, [matched.note]), *layer_drop_notes(config, source)]
-    return LoadedModel(*found, model.config, base, notes)
+        described = ModelDescription(
+            num_params=sum(block.num_params for block in blocks),
+            num_blocks=len(blocks),
+            aliases=aliases,
+            tree=tree,
+            adapter=added,
+            num_fused=num_fused,
+            config=model.config,
+            base=base,
+            notes=[*filter(None, [matched.note]), *layer_drop_notes(config, source)],
+        )
+        yield UnfilledModel(model, index, names, quantized, resumed, context, largest, described)
+
+
+def load_sharded(
+    config: ModelConfig,
+    shard: ShardConfig,
+    source: checkpoint.Location,
+    context: DistributedContext,
+    adapter: AdapterConfig | None = None,
+    seed: int = 0,
+    resumed: Path | None = None,
+) -> LoadedModel:
+    """Build a model, shard it, and read each rank's shards from the files, as `finetune` does; a collective.
+
+    The arguments and errors are those of `build_unfilled`; `seed` is that of a new adapter's weights.
+    """
+    with build_unfilled(config, source, shard, adapter, resumed, context) as model:
+        return model.load(shard.shard(model.module, context), seed)
 
 
 def _base_model(

@@ -115,7 +115,7 @@ def saved_steps(job: Job, run_dir: str, num_saves: int) -> tuple[list[float], li
         model = sharded(job, context, device)
         run = training_run(job, model, context)
         aliases = tied_names(build_on_meta(job.config, job.dtype))
-        loaded = LoadedModel(model, 0, 0, aliases, LoadFigures(0, 0, 0, 0))
+        loaded = LoadedModel(model=model, num_params=0, num_blocks=0, aliases=aliases, figures=LoadFigures(0, 0, 0, 0))
         settings, files = CheckpointConfig(keep_last=1), {"config.json": b"{}"}
         running, plain, after, calls = train(run), [], [], []
 

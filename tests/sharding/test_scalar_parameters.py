@@ -179,7 +179,7 @@ def save(context: DistributedContext, run_dir: Path, layout: str) -> dict[str, f
     optimizer = build_optimizer(optim_of("adamw"), model, context)
     next(losses(model.module, 0, range(context.rank, context.rank + 1))).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    loaded = LoadedModel(model, 0, 0, {}, LoadFigures(0, 0, 0, 0))
+    loaded = LoadedModel(model=model, num_params=0, num_blocks=0, aliases={}, figures=LoadFigures(0, 0, 0, 0))
     settings = CheckpointConfig(layout=layout, asynchronous=False)
     with open_saver(str(run_dir), settings, context, loaded, optimizer, {"config.json": b"{}"}, Quiet()) as saver:
         state = TrainerState(0, "none")

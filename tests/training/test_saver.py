@@ -45,7 +45,9 @@ class Training:
         self.model = sharded(WRAPPERS[wrapper](param_dtype="float32"), context)
         self.optimizer = torch.optim.AdamW(self.model.module.train().parameters(), lr=1e-2)
         self.state = TrainerState(0, "none")
-        loaded = LoadedModel(self.model, 0, 0, tied_names(llama()), LoadFigures(0, 0, 0, 0), [])
+        loaded = LoadedModel(
+            model=self.model, num_params=0, num_blocks=0, aliases=tied_names(llama()), figures=LoadFigures(0, 0, 0, 0)
+        )
         config = CheckpointConfig(**settings)
         beside = {"config.json": b"{}"}
         self.saver: Saver = open_saver(str(run_dir), config, context, loaded, self.optimizer, beside, self)
