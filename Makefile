@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow faults gpu models check lint docs first-hour coverage bench-convert bench-train bench-save bench-inference bench-coverage bench-scale clean
+.PHONY: help install demo test slow faults gpu models check lint docs first-hour coverage bench-convert bench-train bench-save bench-load bench-inference bench-coverage bench-scale clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench-convert  conversions against cp and other libraries, in WORK (needs 30 GB and a quiet machine)"
 	@echo "make bench-train    training against a bare loop and other trainers, in WORK; MODEL=DIR adds a real model"
 	@echo "make bench-save  what a save costs training, against plain copies, plain writes and torch, in WORK (needs 10 GB)"
+	@echo "make bench-load  filling a model that is sharded already, against torch and transformers, in WORK (needs 2 GB)"
 	@echo "make bench-scale  saving, opening and resuming at 64 to 1,024 simulated ranks, in WORK (files with holes; an hour)"
 	@echo "make bench-coverage  every architecture of transformers: built, sharded, trained; goes on where it was stopped, in WORK"
 	@echo "make bench-inference  text from checkpoints, against transformers, accelerate and torch, in WORK (needs 25 GB)"
@@ -81,6 +82,9 @@ bench-train: $(STAMP)
 
 bench-save: $(STAMP)
 	@$(VENV)/bin/python benchmarks/save.py --work "$(WORK)"
+
+bench-load: $(STAMP)
+	@$(VENV)/bin/python benchmarks/load.py --work "$(WORK)"
 
 bench-scale: $(STAMP)
 	@$(VENV)/bin/python benchmarks/scale.py --work "$(WORK)/scale"

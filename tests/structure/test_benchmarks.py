@@ -64,6 +64,16 @@ def test_saves_are_measured(tmp_path: Path) -> None:
     assert all(math.isfinite(row["value"]) for row in rows)
 
 
+def test_loading_is_measured(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    command = [sys.executable, "benchmarks/load.py", "--quick", "--repeats", "1", "--work", str(tmp_path)]
+    result = subprocess.run([*command, "--json", str(table)], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(table.read_text())
+    assert len(rows) == 3
+    assert len({row["sum"] for row in rows}) == 1, "they load the same"
+
+
 def test_architectures_are_counted(tmp_path: Path) -> None:
     report = tmp_path / "coverage.md"
     command = [sys.executable, "-m", "benchmarks.coverage", "--work", str(tmp_path), "--report", str(report)]
