@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -21,15 +23,18 @@ from fsdp_shard.utils import configs, recipes
 from tests.support.commands import OWN_RECIPE, ROOT, Done, environment
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel as a release has it, built by the backend that is installed: nothing is fetched."""
-    target = tmp_path_factory.mktemp("dist")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(ROOT)]
+def _built(kind: str, source: Path, target: Path) -> Path:
+    """A wheel or an sdist as a release has it, built by the backend that is installed: nothing is fetched."""
+    build = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(target), str(source)]
     done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = target.glob("*.whl")
+    (built,) = target.iterdir()
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _built("wheel", ROOT, tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,21 @@ def test_the_wheel_puts_nothing_but_the_package_on_the_path(wheel: Path) -> None
     }
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "fsdp_shard/py.typed" in names
+
+
+def test_the_sdist_builds_the_same_wheel_at_any_time(wheel: Path, tmp_path: Path) -> None:
+    sdist = _built("sdist", ROOT, tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    assert (source / "tests" / "structure" / "test_wheel.py").exists(), "what CI runs can be run from it"
+    assert (source / "Makefile").exists()
+    for file in source.rglob("*"):
+        os.utime(file, (1_600_000_000, 1_600_000_000))
+    again = _built("wheel", source, tmp_path / "wheel")
+    assert again.name == wheel.name
+    assert again.read_bytes() == wheel.read_bytes()
+    assert _built("sdist", source, tmp_path / "sdist-again").read_bytes() == sdist.read_bytes()
 
 
 def test_every_extra_is_documented() -> None:
