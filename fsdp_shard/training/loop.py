@@ -23,7 +23,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.models import running
 from fsdp_shard.sharding import ShardedModel
-from fsdp_shard.training.batch_loader import BatchLoader, DeviceBatch, copy_to
+from fsdp_shard.training.batch_loader import BatchLoader, DeviceBatch, LoadedStep, copy_to
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import source_figures
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
@@ -174,7 +174,6 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     rate = _set_learning_rate(run)
     seed_all(derived_seed(state.seed, state.step, context.data_rank))
     loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
-    samples, parts = loaded.samples, loaded.parts
     context.all_reduce_(loaded.counts)
     run.optimizer.zero_grad()
     # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks.
@@ -189,17 +188,14 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     if math.isfinite(loss) and math.isfinite(grad_norm):
         run.optimizer.step()
     else:
-        bad = [int(i) for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss) for i in part]
-        in_loss = [position for rank in context.all_gather_object(bad) for position in rank]
-        named = run.dataset.describe(in_loss or samples)
-        where = f"loss of samples {named}" if in_loss else f"gradients only, samples {named}"
-        fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite in the {where}"
+        named = _blamed(run, loaded, losses)
+        fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite in the {named}"
     run.optimizer.zero_grad()  # evaluations and saves need the memory
     if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
         raise LossError(_message(fault, state, config))
     num_sources = len(run.dataset.source_names)
     by_name = dict(zip(run.dataset.source_names, map(int, totals.others[:num_sources]), strict=True))
-    state.advance(len(samples), num_tokens, by_name, skipped=bool(fault))
+    state.advance(len(loaded.samples), num_tokens, by_name, skipped=bool(fault))
     state.place = run.dataset.state_dict(state.num_samples)
     seconds = time.perf_counter() - began
     return StepReport(
@@ -220,6 +216,14 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
         total_tokens=state.num_tokens,
         metrics=sums.means(totals.others[num_sources:]),
     )
+
+
+def _blamed(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]) -> str:
+    """Where a step is not finite: in the loss of some samples, or in the gradients only; a collective."""
+    bad = [int(i) for part, loss in zip(loaded.parts, losses, strict=True) if not math.isfinite(loss) for i in part]
+    in_loss = [position for rank in run.context.all_gather_object(bad) for position in rank]
+    named = run.dataset.describe(in_loss or loaded.samples)
+    return f"loss of samples {named}" if in_loss else f"gradients only, samples {named}"
 
 
 def _set_learning_rate(run: TrainingRun) -> float:
