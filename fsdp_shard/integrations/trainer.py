@@ -1,0 +1,397 @@
+"""Checkpoints of fsdp-shard in the Trainer of transformers, and so in those of TRL: a callback in the place of its own
+saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import signal
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, SeedableRandomSampler, get_sampler
+from safetensors.torch import save_file
+from torch.utils.data import IterableDataset, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils.import_utils import is_peft_available
+
+from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, RemoteStore, Store, fetch_latest
+from fsdp_shard.distributed import current_ranks, run_on_main
+from fsdp_shard.errors import CheckpointError, ConfigError, FsdpShardError, Interrupted
+from fsdp_shard.integrations.accelerate import random_state, set_random_state
+from fsdp_shard.training import Checkpointer, Restored
+from fsdp_shard.utils import parse_json, read_bounded
+
+_logger = logging.getLogger("fsdp_shard")
+
+# Settings of TrainingArguments that would save beside the callback, be ignored, or lose the position in the data.
+_REFUSED = {
+    "save_strategy": ("no", "both would save; give `every` to CheckpointerCallback"),
+    "save_total_limit": (None, "it is about the Trainer's own saves; give keep_last to CheckpointerCallback"),
+    "save_only_model": (False, "it is about the Trainer's own saves"),
+    "enable_jit_checkpoint": (False, "CheckpointerCallback saves when the run is asked to stop"),
+    "load_best_model_at_end": (False, "it reads the Trainer's own saves; give `monitor` and load PATH@best"),
+    "ignore_data_skip": (False, "a resumed run would see other batches"),
+    "auto_find_batch_size": (False, "a resumed run may see other batches"),
+}
+
+_NAMES = {
+    "global_batch_size": "the global batch size (per_device_train_batch_size x gradient_accumulation_steps x ranks)",
+    "steps_per_epoch": "the number of steps of an epoch",
+    "num_samples": "the number of samples",
+    "seed": "the seed of their order",
+}
+_NOTHING = "none.safetensors"
+
+
+class CheckpointerCallback(TrainerCallback):
+    """Saves the steps of `Trainer.train` through a `Checkpointer`, and goes on with the last one.
+
+    A run is started and resumed by the same call, `train(resume_from_checkpoint=callback.resume_from(trainer))`.
+    Saved are every so many steps, the last step, and one more when the run is asked to stop (SIGTERM, SIGINT, SIGUSR1
+    or SIGHUP), which ends `train` by `Interrupted`. It works with the models of one device, of DDP, of FSDP and those
+    that transformers shards itself (`DistributedConfig`).
+
+    Args:
+        path: The run directory.
+        every: Save whenever so many more optimizer steps are done; None takes `save_steps` of the Trainer.
+        monitor: The metric of an evaluation by which a step is the best, such as `eval_loss`.
+        settings: Those of `Checkpointer`, such as `keep_last=3` or `mode="max"`.
+
+    Example:
+        >>> from fsdp_shard.integrations import CheckpointerCallback
+        >>> callback = CheckpointerCallback("runs/mine", every=100, keep_last=3)
+        >>> arguments = TrainingArguments(save_strategy="no")  # doctest: +SKIP
+        >>> trainer = Trainer(model, arguments, callbacks=[callback], train_dataset=rows)  # doctest: +SKIP
+        >>> trainer.train(resume_from_checkpoint=callback.resume_from(trainer))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        monitor: str | None = None,
+        **settings: Any,
+    ) -> None:
+        if every is not None and (type(every) is not int or every < 1):
+            raise ConfigError(f"every={every!r} is neither a number of steps of at least 1 nor None.")
+        if "processor" in settings:
+            raise ConfigError(
+                "processor is not a setting of CheckpointerCallback: it saves the Trainer's processing_class."
+            )
+        self._path, self._every, self._monitor, self._settings = Path(path), every, monitor, settings
+        self._trainer: Trainer | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._prepared: TemporaryDirectory[str] | None = None
+        self._step: int | None = None  # that `resume_from` has found
+        self._position: int | None = None  # which the Trainer is told
+        self._saved = 0  # the last step that is saved
+        self._epoch = 0  # of the next batch
+        self._epoch_random: Any = None  # when that epoch began
+        self._step_random: Any = None  # for the first step of a resumed run
+
+    def resume_from(self, trainer: Trainer) -> str | None:
+        """What `trainer.train` takes as `resume_from_checkpoint`: a directory that leads to the last step, or None.
+
+        It is a small one of this rank, with the position for the Trainer and no weights: those and all else are
+        restored when `train` begins, once the model is wrapped. All ranks call it.
+
+        Args:
+            trainer: The Trainer that has this callback.
+
+        Raises:
+            ConfigError: The Trainer saves by itself too, or another run uses the directory.
+        """
+        self._check(trainer.args)
+        if self not in trainer.callback_handler.callbacks:
+            raise ConfigError(
+                "The Trainer does not have this CheckpointerCallback; give it to Trainer(callbacks=[...])."
+            )
+        if trainer.is_deepspeed_enabled:
+            raise ConfigError("CheckpointerCallback does not know how DeepSpeed divides a model; use FSDP or DDP.")
+        self.close()
+        self._trainer = trainer
+        self._checkpointer = Checkpointer(
+            self._path, monitor=self._monitor, processor=_StepFiles(trainer), **self._settings
+        )
+        try:
+            found = run_on_main(current_ranks(CheckpointConfig().timeout_seconds), self._find)
+            self._step = self._position = None if found is None else found["global_step"]
+            if found is None:
+                return None
+            self._prepared = TemporaryDirectory(prefix="fsdp-shard-resume-")
+            self._position = found["global_step"] = _position(trainer, found["global_step"])
+            found["train_batch_size"] = trainer.args.train_batch_size  # of a rank: others are fine on other ranks
+            _prepare(Path(self._prepared.name), trainer.model, found)
+        except FsdpShardError:
+            self.close()
+            raise
+        return self._prepared.name
+
+    def close(self) -> None:
+        """Release the run directory after a `train` that has ended with an error; otherwise that is done."""
+        if self._checkpointer is not None:
+            self._checkpointer.__exit__(RuntimeError, RuntimeError("train() has ended with an error"), None)
+            self._checkpointer = None
+        if self._prepared is not None:
+            self._prepared.cleanup()
+            self._prepared = None
+
+    # ---- the Trainer calls these, in this order
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Refuse what would be done twice or not at all."""
+        self._check(args)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Restore the step: everything is wrapped, and the data has not begun."""
+        checkpointer = self._checkpointer
+        if checkpointer is None or (self._step is not None and state.global_step != self._position):
+            raise ConfigError(
+                "Start and resume the Trainer by trainer.train(resume_from_checkpoint=callback.resume_from(trainer)), "
+                "with the CheckpointerCallback that it has."
+            )
+        self._epoch_random = self._step_random = None
+        try:
+            if self._step is not None:
+                restored = checkpointer.restore(given["model"], given["optimizer"], step=self._step, **_states(given))
+                assert restored is not None
+                state.global_step = self._step
+                self._resume(args, given["train_dataloader"], restored)
+        except FsdpShardError:
+            self.close()
+            raise
+        self._saved = state.global_step
+        self._epoch = _epoch(state.global_step, _steps_per_epoch(args, given["train_dataloader"])) - 1
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Note the random state, on which the order of an epoch may depend; in a resumed run, set it."""
+        self._epoch += 1
+        if self._step_random is not None:
+            if self._epoch_random is not None:
+                set_random_state(self._epoch_random)
+            else:  # the step was saved before this epoch had begun
+                set_random_state(self._step_random)
+                self._step_random = None
+        self._epoch_random = random_state()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Save the step before: only now it has been logged and evaluated."""
+        if self._step_random is not None:
+            set_random_state(self._step_random)
+            self._step_random = None
+        checkpointer, step = self._checkpointer, state.global_step
+        assert checkpointer is not None
+        arguments = self._arguments(args, state, given, self._epoch, self._epoch_random)
+        if step > self._saved and step % self._interval(args, state) == 0:
+            self._save(state, given, arguments)
+        if checkpointer.save_on_signal(step, given["model"], given["optimizer"], **arguments):
+            self._finish()
+            raise Interrupted(
+                f"The run was asked to stop; step {step} is saved in {self._path}, and the same call of train "
+                f"resumes it.",
+                signal_number=signal.SIGTERM,
+            )
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Save the last step, and wait for it."""
+        if state.global_step > self._saved:
+            steps_per_epoch = _steps_per_epoch(args, given["train_dataloader"])
+            has_begun = steps_per_epoch is None or state.global_step % steps_per_epoch > 0
+            epoch = self._epoch if has_begun else _epoch(state.global_step, steps_per_epoch)
+            begun_with = self._epoch_random if has_begun else None
+            self._save(state, given, self._arguments(args, state, given, epoch, begun_with))
+        self._finish()
+
+    # ---- saving and restoring
+
+    def _check(self, args: TrainingArguments) -> None:
+        for name, (needed, why) in _REFUSED.items():
+            if (value := getattr(args, name, needed)) != needed:
+                shown = getattr(value, "value", value)
+                raise ConfigError(
+                    f"TrainingArguments has {name}={shown!r}, and CheckpointerCallback needs {needed!r}: {why}."
+                )
+
+    def _find(self) -> dict[str, Any] | None:
+        """The state of the Trainer in the last step."""
+        store = Store(self._path / CHECKPOINTS)
+        if (remote := self._settings.get("remote")) is not None:
+            fetch_latest(RemoteStore(remote), store)
+        if (step := store.latest()) is None:
+            return None
+        path = store.path(step) / TRAINER_STATE_NAME
+        if not path.is_file():
+            raise CheckpointError(f"{path.parent} has no {path.name}: it was not saved by a CheckpointerCallback.")
+        found = parse_json(read_bounded(path, "tokenizer_bytes"), str(path))
+        if not isinstance(found, dict) or found.get("global_step") != step:
+            raise CheckpointError(f"{path} is not the state of the Trainer at step {step}.")
+        return found
+
+    def _resume(self, args: TrainingArguments, loader: Any, restored: Restored) -> None:
+        now = self._data(args, loader)
+        for name, before in restored.extra["data"].items():
+            if now[name] != before:
+                raise CheckpointError(
+                    f"{restored.directory} was saved with {_NAMES[name]} {before}, and now it is {now[name]}: the "
+                    f"batches that follow would be others. Use the same, or begin a new run with its weights."
+                )
+        if restored.extra["epoch"] != _epoch(restored.step, now["steps_per_epoch"]):
+            raise CheckpointError(
+                f"{restored.directory} was saved in epoch {restored.extra['epoch']} (from 0), where the Trainer finds "
+                f"step {restored.step} in another one: an epoch was ended early, or an IterableDataset before "
+                f"max_steps. The Trainer cannot find that position again; begin a new run with its weights."
+            )
+        if not restored.has_random_state:
+            if not (restored.extra["is_of_any_ranks"] and _is_of_any_ranks(args, loader)):
+                raise CheckpointError(
+                    f"{restored.directory} was saved by another number of ranks, and the order of this training data "
+                    f"depends on them. Resume it on as many ranks."
+                )
+            _logger.warning(
+                "%s was saved by another number of ranks: the random state of each rank (dropout) begins anew.",
+                restored.directory,
+            )
+        else:
+            self._step_random, self._epoch_random = random_state(), restored.extra_per_rank
+        _logger.info("resumed from %s", restored.directory)
+
+    def _data(self, args: TrainingArguments, loader: Any) -> dict[str, Any]:
+        """What the batches of a run depend on."""
+        assert self._trainer is not None
+        return {
+            "global_batch_size": self._trainer.get_total_train_batch_size(args),
+            "steps_per_epoch": _steps_per_epoch(args, loader),
+            "num_samples": len(loader.dataset) if has_length(loader.dataset) else None,
+            "seed": getattr(get_sampler(loader), "initial_seed", None),
+        }
+
+    def _interval(self, args: TrainingArguments, state: TrainerState) -> int:
+        if self._every is not None:
+            return self._every
+        return math.ceil(args.save_steps if args.save_steps >= 1 else args.save_steps * state.max_steps)
+
+    def _arguments(
+        self, args: TrainingArguments, state: TrainerState, given: dict[str, Any], epoch: int, epoch_random: Any
+    ) -> dict[str, Any]:
+        loader = given["train_dataloader"]
+        extra = {
+            "data": self._data(args, loader),
+            "epoch": epoch,
+            "is_of_any_ranks": _is_of_any_ranks(args, loader),
+        }
+        return {
+            **_states(given),
+            "extra": extra,
+            "extra_per_rank": epoch_random,
+            "metrics": self._metrics(state),
+        }
+
+    def _save(self, state: TrainerState, given: dict[str, Any], arguments: dict[str, Any]) -> None:
+        assert self._checkpointer is not None
+        assert self._trainer is not None
+        self._trainer.store_flos()
+        self._checkpointer.save(state.global_step, given["model"], given["optimizer"], **arguments)
+        self._saved = state.global_step
+
+    def _metrics(self, state: TrainerState) -> dict[str, float]:
+        """What was logged of this step; without an evaluation, nothing that `monitor` would miss."""
+        logged: dict[str, Any] = {}
+        for entry in reversed(state.log_history):
+            if entry["step"] != state.global_step:
+                break
+            logged = entry | logged
+        found = {name: float(value) for name, value in logged.items() if isinstance(value, int | float)}
+        is_evaluated = any(name.startswith("eval_") for name in found)
+        return found if self._monitor is None or self._monitor in found or is_evaluated else {}
+
+    def _finish(self) -> None:
+        assert self._checkpointer is not None
+        self._checkpointer.close()
+        self.close()
+
+
+class _StepFiles:
+    """The files of a step beside its weights that the Trainer writes too: those of the tokenizer, and its own state."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def save_pretrained(self, directory: str) -> None:
+        """Write them."""
+        trainer = self._trainer
+        if (processor := trainer.processing_class) is not None:
+            processor.save_pretrained(directory)
+        stateful: list[Any] = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+        stateful.append(trainer.control)
+        state = dataclasses.replace(trainer.state, stateful_callbacks=stateful)
+        state.save_to_json(os.path.join(directory, TRAINER_STATE_NAME))
+
+
+def _prepare(directory: Path, model: Any, state: dict[str, Any]) -> None:
+    """Write what `train` reads before it calls the callback: the position, and weights that change nothing."""
+    (directory / TRAINER_STATE_NAME).write_text(json.dumps(state))
+    if is_peft_available():
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            model.save_pretrained(os.fspath(directory))
+            return
+    save_file({}, directory / _NOTHING)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), _NOTHING)}
+    (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
+
+
+def _position(trainer: Trainer, step: int) -> int:
+    """The step that the Trainer is to go on after.
+
+    It looks whether a run is finished only after a step, so that one that was finished within an epoch would get one
+    more with each start: it is told the end of that epoch, after which there is none.
+    """
+    args = trainer.args
+    if args.max_steps <= 0 and args.num_train_epochs == int(args.num_train_epochs):
+        return step
+    steps_per_epoch = _steps_per_epoch(args, trainer.get_train_dataloader())
+    if steps_per_epoch is None:
+        return step
+    last = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+    return step if step < last else math.ceil(step / steps_per_epoch) * steps_per_epoch
+
+
+def _steps_per_epoch(args: TrainingArguments, loader: Any) -> int | None:
+    """Optimizer steps of an epoch; None if the data has no length."""
+    return max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1) if has_length(loader) else None
+
+
+def _epoch(step: int, steps_per_epoch: int | None) -> int:
+    """The epoch of the step that follows `step`, as the Trainer counts."""
+    return 0 if steps_per_epoch is None else step // steps_per_epoch
+
+
+def _is_of_any_ranks(args: TrainingArguments, loader: Any) -> bool:
+    """Whether the batches of all ranks together are the same ones on any number of ranks."""
+    if isinstance(loader.dataset, IterableDataset):
+        is_divided = isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDatasetShard)
+        return args.world_size == 1 or is_divided
+    return isinstance(get_sampler(loader), SeedableRandomSampler | SequentialSampler)
+
+
+def _states(given: dict[str, Any]) -> dict[str, Any]:
+    """What has a state beside model and optimizer: the schedule, and the scaler of float16."""
+    return {"scheduler": given["lr_scheduler"], "scaler": getattr(given["optimizer"], "scaler", None)}
