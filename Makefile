@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test slow faults gpu models check lint docs first-hour coverage bench-convert bench-train bench-save bench-load bench-inference bench-coverage bench-scale clean
+.PHONY: help install demo test slow faults gpu models check lint docs site first-hour coverage bench-convert bench-train bench-save bench-load bench-checkpointer bench-inference bench-coverage bench-scale clean
 
 help:
 	@echo "make install   a virtual environment in $(VENV), with what was tested"
@@ -16,11 +16,13 @@ help:
 	@echo "make models    dispatch each of MODELS=DIR:DIR under every map, against transformers (minutes for each)"
 	@echo "make lint      repair formatting, and what ruff can"
 	@echo "make docs      write docs/config.md anew from the settings in the code"
+	@echo "make site      the documentation as a site, in build/site"
 	@echo "make first-hour  run the commands of docs/first-hour.md with MODEL=DIR TEXT=FILE, and write what they print"
 	@echo "make coverage  the tests again, with the lines that none of them runs"
 	@echo "make bench-convert  conversions against cp and other libraries, in WORK (needs 30 GB and a quiet machine)"
 	@echo "make bench-train    training against a bare loop and other trainers, in WORK; MODEL=DIR adds a real model"
 	@echo "make bench-save  what a save costs training, against plain copies, plain writes and torch, in WORK (needs 10 GB)"
+	@echo "make bench-checkpointer  kills, flipped bits and costs in a loop of one's own, against other savers, in WORK (half an hour)"
 	@echo "make bench-load  filling a model that is sharded already, against torch and transformers, in WORK (needs 2 GB)"
 	@echo "make bench-scale  saving, opening and resuming at 64 to 1,024 simulated ranks, in WORK (files with holes; an hour)"
 	@echo "make bench-coverage  every architecture of transformers: built, sharded, trained; goes on where it was stopped, in WORK"
@@ -56,6 +58,9 @@ models: $(STAMP)
 lint: $(STAMP)
 	@scripts/lint
 
+site: $(STAMP)
+	@$(VENV)/bin/mkdocs build --strict
+
 docs: $(STAMP)
 	@$(VENV)/bin/python -m fsdp_shard.config.reference > docs/config.md && echo "docs/config.md is written"
 
@@ -82,6 +87,9 @@ bench-train: $(STAMP)
 
 bench-save: $(STAMP)
 	@$(VENV)/bin/python benchmarks/save.py --work "$(WORK)"
+
+bench-checkpointer: $(STAMP)
+	@$(VENV)/bin/python benchmarks/checkpointer.py --work "$(WORK)/checkpointer"
 
 bench-load: $(STAMP)
 	@$(VENV)/bin/python benchmarks/load.py --work "$(WORK)"

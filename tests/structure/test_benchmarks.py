@@ -74,6 +74,19 @@ def test_loading_is_measured(tmp_path: Path) -> None:
     assert len({row["sum"] for row in rows}) == 1, "they load the same"
 
 
+def test_checkpointers_are_compared(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    command = [sys.executable, "benchmarks/checkpointer.py", "--work", str(tmp_path), "--quick", "--kills", "2"]
+    sides = ["--flips", "1", "--only", "ours", "dcp-async", "accelerate", "trainer", "--json", str(table)]
+    result = subprocess.run([*command, *sides], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    ours, *others = json.loads(table.read_text())
+    assert len(others) == 3
+    assert (ours["unreadable"], ours["mixed"], ours["gone"], ours["flips_silent"]) == (0, 0, 0, 0)
+    assert all(one["kills"] == 2 and one["flips"] == 1 and not one["unavailable"] for one in (ours, *others))
+    assert all(set(one["restore"]) == {"1", "2", "3"} and not one["unequal"] for one in (ours, *others))
+
+
 def test_architectures_are_counted(tmp_path: Path) -> None:
     report = tmp_path / "coverage.md"
     command = [sys.executable, "-m", "benchmarks.coverage", "--work", str(tmp_path), "--report", str(report)]
