@@ -1,4 +1,17 @@
-"""Fine-tune a model under FSDP: load, shard, train, evaluate, save. `fsdp-shard cp finetune` makes a copy to edit."""
+"""Fine-tune a model under FSDP: load, shard, train, evaluate, save. `fsdp-shard cp finetune` makes a copy to edit.
+
+Where to change what; every rank runs all of it:
+
+- the loss: `run.functions.loss = f`, where `f(output, batch)` returns a sum and a count; `batch["labels"]` are shifted
+  already, and -100 does not count. `run.functions.metrics` takes more figures.
+- frozen weights: `unfilled.module.model.embed_tokens.requires_grad_(False)`, before they are sharded.
+- the optimizer: any of torch's, of `loaded.model.module.parameters()`; or `build_optimizer` with an `OptimConfig` of
+  your own, which also divides the parameters into those with and without weight decay.
+- the order of the samples: `data.train`, a `Dataset`; extend `Shuffled` and its `index_of`.
+- after a step, or before a save: lines in the loop. `log.note` shows a line once; `run_on_main(context, f)` does
+  something once. `saver.save` still reads the weights until the next step of the optimizer.
+- a setting of your own: a dataclass that extends `FinetuneConfig`, in the place of it.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +61,9 @@ def main(config: FinetuneConfig) -> None:
         open_tokenizer = partial(load_tokenizer, source.tokenizer, trust)
         data = prepare_on_ranks(config.data, open_tokenizer, context, task=task, seed=config.seed)
         # On the meta device; then wrapped along its no-split blocks; then each rank reads its own shards.
-        with build_unfilled(config.model, source, config.shard, config.adapter, start.step, context) as model:
-            sharded = config.shard.shard(model.module, context)
-            loaded = model.load(sharded, config.seed)
+        with build_unfilled(config.model, source, config.shard, config.adapter, start.step, context) as unfilled:
+            sharded = config.shard.shard(unfilled.module, context)
+            loaded = unfilled.load(sharded, config.seed)
         optimizer = build_optimizer(config.optim, loaded.model, context)
         state = restore_state(start, config.seed, data.train, loaded, optimizer, context)
         files = run_on_main(context, lambda: collect_model_files(source, config.model, config.data, loaded.adapter))
@@ -70,8 +83,8 @@ def main(config: FinetuneConfig) -> None:
             saver.note_best(state)
             for report in train(run):
                 log.step(report)
-                saver.poll()
-                evaluator.after_step()
+                saver.poll()  # ends a save in the background
+                evaluator.after_step()  # says whether this step is the best
                 if run.is_over or saver.is_due(state, run.config.num_steps):
                     saver.save(state)
             saver.finish()

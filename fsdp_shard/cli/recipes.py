@@ -21,7 +21,7 @@ from fsdp_shard.cli.machine_check import MachineCheck
 from fsdp_shard.cli.sweep_table import changed_settings_of, sweep_table
 from fsdp_shard.distributed import check_machine, is_joined_rank, joined_rank, launch
 from fsdp_shard.errors import ConfigError, FsdpShardError, InputError, Interrupted, RunError
-from fsdp_shard.utils import RESULT, check_writable, walk, warnings_of
+from fsdp_shard.utils import RESULT, check_writable, shipped, walk, warnings_of
 
 C = TypeVar("C", bound=configs.RunConfig)
 
@@ -232,6 +232,8 @@ def _refuse_unused(config: configs.RunConfig) -> None:
 
 
 def _run(recipe: Recipe[C], config: C, *, may_fork: bool = True) -> None:
+    if recipe.file.parent != shipped("recipes").resolve():
+        config.own_recipe = recipe.file.name
     if config.ranks_are == "started":
         begin = _make_run_dir if recipe.writes_config else configs.write_config
         check: MachineCheck[C] = MachineCheck(lambda config: _check(recipe, config))

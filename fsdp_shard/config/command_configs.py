@@ -40,6 +40,7 @@ class RunConfig:
         takes_training_run: Whether run_dir may be that of a training run, whose files another command would replace.
         headline: Figures of result.json that the table of a sweep shows.
         is_default_run_dir: Whether run_dir was not given.
+        own_recipe: The file name of the recipe that is run, unless it is the shipped one.
     """
 
     command: ClassVar[str] = ""
@@ -55,6 +56,7 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     is_default_run_dir = False  # not annotated, so that it is no setting
+    own_recipe = ""
 
     @property
     def kept_run_dir(self) -> str | None:
@@ -73,7 +75,7 @@ class RunConfig:
             for option, node in OPTIONS.get(member.name, {}).items()
             if type(getattr(self, member.name)) is node
         }
-        return as_yaml(self, command_of(type(self)), chosen)
+        return as_yaml(self, command_of(type(self)), chosen, self.own_recipe)
 
 
 @dataclass

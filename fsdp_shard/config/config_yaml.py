@@ -24,17 +24,19 @@ def is_of_run(directory: Path) -> bool:
         return False
 
 
-def as_yaml(config: Any, command: str, chosen: Mapping[str, str]) -> str:
+def as_yaml(config: Any, command: str, chosen: Mapping[str, str], own_recipe: str = "") -> str:
     """Return all settings of a config dataclass, without secrets, and a defaults list of its groups.
 
     Args:
         config: The config.
         command: The command that has it.
         chosen: The option of each group.
+        own_recipe: The file name of a recipe of one's own that made the run.
     """
     from omegaconf import OmegaConf
 
-    comment = f"{_COMMENT}{command} THIS_FILE run_dir=NEW"
+    program = f"run {own_recipe}" if own_recipe else command
+    comment = f"{_COMMENT}{program} THIS_FILE run_dir=NEW"
     groups = [{name: option} for name, option in chosen.items()]
     defaults = OmegaConf.to_yaml({"defaults": [f"{command}_schema", *groups, "_self_"]})
     settings = OmegaConf.structured(_change_text(config, lambda name, text: escape(redact_setting(name, text))))

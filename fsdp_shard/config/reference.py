@@ -146,12 +146,12 @@ def markdown() -> str:
             f"- `{group}=` {', '.join(f'`{o}`' for o in options)}" for group, options in groups_of(schema).items()
         )
         lines += [*groups, "", "| setting | default | description |", "|---|---|---|"]
-        lines += [f"| `{s.name}` | `{s.default}` | {_cell(s.sentence)} |" for s in settings_of(schema)]
+        lines += [f"| `{s.name}` | `{_cell(str(s.default))}` | {_cell(s.sentence)} |" for s in settings_of(schema)]
     return "\n".join(lines) + "\n"
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.replace("|", "\\|").replace("\n", "\\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp_shard.data import NO_WINDOW, MapDataset
 from fsdp_shard.distributed import DistributedContext
@@ -105,6 +106,9 @@ def evaluate_loss(
             total += float(forward_loss(model, to_device(batch, context.device), 1.0, sums))
             num_tokens += batch.num_predictions
     model.module.train(was_training)
+    for part in model.module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # the root keeps what it has gathered, which a change to its shards would not reach
     # Tensor-parallel ranks evaluate the same samples.
     all_loss, all_tokens = (value / context.num_tensor_ranks for value in context.all_reduce([total, num_tokens]))
     count = float(sums.all_counts()) / context.num_tensor_ranks if sums.needs_output else all_tokens

@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import checkpoint
@@ -265,6 +267,10 @@ def describe_model(
     ]
     if loaded.num_fused:
         lines.append(f"{format_count(loaded.num_fused, 'module')} with fused kernels ({config.kernels})")
+    if loaded.adapter is None:
+        params = [part for part in loaded.model.local_shards().values() if isinstance(part.tensor, nn.Parameter)]
+        frozen = sum(not part.tensor.requires_grad for part in params if prod(part.shape))
+        lines += [f"frozen: {frozen} of {format_count(len(params), 'tensor')}"] if frozen else []
     if loaded.adapter is not None:
         lines.append(loaded.adapter.describe(loaded.model.local_shards()))
     if getattr(loaded.config, "output_router_logits", False):

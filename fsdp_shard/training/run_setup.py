@@ -127,8 +127,9 @@ def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> lis
     """What a run says first: where it resumes, and how long its samples are."""
     lines = [] if start.step is None else [describe_resume(config, start.step, run)]
     lines += [] if start.note is None else [start.note]
-    if config.loss is not None:
-        lines.append(f"loss={config.loss}, not the cross-entropy: model.chunked_loss is off, as it needs whole logits")
+    if (loss := run.functions.loss) is not None:
+        name = config.loss or f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__name__)}"
+        lines.append(f"loss={name}, not the cross-entropy: model.chunked_loss is off, as it needs whole logits")
     context = load_context(start.source.directory, config.model.trust_remote_code)
     return [*lines, *describe_lengths(config.data, context)]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.data import MASKED, DataConfig, Shuffled
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import ConfigError, LossError
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.config import TrainConfig
@@ -135,13 +135,13 @@ def test_whole_logits_where_the_head_would_compute_the_loss(alone: DistributedCo
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda output, batch: output.logits.sum(), "The loss function must be a tuple of a sum"),
+        (lambda output, batch: output.logits.sum(), "The loss function must return a tuple of a sum"),
         (lambda output, batch: (output.logits, 3), "a sum, which is a tensor of one number"),
         (lambda output, batch: (output.logits.sum().detach(), 3), "a sum without a gradient"),
     ],
 )
 def test_what_is_no_loss(alone: DistributedContext, returned: Any, message: str) -> None:
-    with pytest.raises(LossError, match=message):
+    with pytest.raises(ConfigError, match=message):
         Run(alone).go(CONFIG, functions=OwnFunctions(returned))
 
 
@@ -149,13 +149,13 @@ def test_metrics_have_the_same_names_always(alone: DistributedContext) -> None:
     names = iter("aaab")
     functions = OwnFunctions(metrics=lambda output, batch: {next(names): (torch.ones(()), 1)})
     config = dataclasses.replace(CONFIG, global_batch_size=1)
-    with pytest.raises(LossError, match=r"returned \['b'\] after \['a'\]"):
+    with pytest.raises(ConfigError, match=r"returned \['b'\] after \['a'\]"):
         Run(alone).go(config, functions=functions)
 
 
 def other_names(context: DistributedContext) -> str:
     functions = OwnFunctions(metrics=lambda output, batch: {f"of_rank_{context.rank}": (torch.ones(()), 1)})
-    with pytest.raises(LossError) as caught:
+    with pytest.raises(ConfigError) as caught:
         Run(context, model=sharded(WRAPPERS["fsdp2"](param_dtype="float32"), context)).go(CONFIG, functions=functions)
     return str(caught.value)
 

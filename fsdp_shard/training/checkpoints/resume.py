@@ -110,9 +110,9 @@ def check_optimizer(step_directory: Path | None) -> None:
         return
     if _has_updated(step_directory):
         raise CheckpointError(
-            f"{step_directory} cannot be resumed from: it has no {OPTIMIZER}/, because it was saved with "
-            f"checkpoint.optimizer=false or is older than checkpoint.keep_optimizer_last. To train from its weights "
-            f"only, give it as model.path."
+            f"{step_directory} cannot be resumed from: it has no {OPTIMIZER}/. It was saved with "
+            f"checkpoint.optimizer=false, is older than checkpoint.keep_optimizer_last, or its optimizer keeps no "
+            f"state. To train from its weights only, give it as model.path."
         )
 
 
@@ -138,6 +138,7 @@ def restore_optimizer(
     shards = loaded.model.local_shards()
     with run_on_all(context, lambda: checkpoint.open_checkpoint(step_directory / OPTIMIZER)) as index:
         used = checkpoint.used_parameters(index.names, shards)
+        optimizer.state.clear()  # some make it as they are built, also of parameters that never had a gradient
         checkpoint.create_state(optimizer, [shards[name].tensor for name in used])
         load_slots(index, index.names, checkpoint.optimizer_shards(optimizer, shards), context)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from fsdp_shard import checkpoint
-from fsdp_shard.distributed import DistributedContext, run_on_main
+from fsdp_shard.distributed import DistributedContext, LocalShard, run_on_main
+from fsdp_shard.errors import SaveError
 from fsdp_shard.training.checkpoints.step_committer import StepCommitter
 from fsdp_shard.training.checkpoints.step_saver import SaveLog, StepSaver
 from fsdp_shard.training.load_model import LoadedModel
@@ -59,10 +60,19 @@ class Saver(StepSaver):
     def _run_state(self, trainer: TrainerState) -> checkpoint.RunState:
         """This rank's part of what a step directory holds."""
         shards, document = self._loaded.model.local_shards(), json.loads(trainer.to_json())
-        states = checkpoint.optimizer_shards(self._optimizer, shards) if self._config.optimizer else {}
+        states = self._optimizer_states(shards) if self._config.optimizer else {}
         if (adapter := self._loaded.adapter) is not None:
             return checkpoint.RunState(adapter.stored(shards), {}, states, document, self._model_files, adapter.FILE)
         return checkpoint.RunState(shards, self._loaded.aliases, states, document, self._model_files)
+
+    def _optimizer_states(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
+        if values := checkpoint.optimizer_values(self._optimizer, shards):
+            name, value = min(values.items())
+            raise SaveError(
+                f"{type(self._optimizer).__name__} keeps {name}={value!r} in its state, which is no tensor and would "
+                f"be lost in a resume; keep it as a tensor, or set checkpoint.optimizer=false."
+            )
+        return checkpoint.optimizer_shards(self._optimizer, shards)
 
     def note_best(self, state: TrainerState) -> None:
         """Mark the step that the run resumed from as the best, if the evaluation that it still owed says so."""

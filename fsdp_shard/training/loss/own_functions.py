@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import ConfigError, LossError
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import nearest
 
 SumAndCount: TypeAlias = tuple[torch.Tensor, torch.Tensor | float]
@@ -86,15 +86,17 @@ class OwnFunctions:
         """The names of the metrics, in one order on all ranks. The first call is a collective.
 
         Raises:
-            LossError: The names are others than on other ranks or in other steps.
+            ConfigError: The names are others than on other ranks or in other steps.
         """
         if self.names is None:
             of_ranks = context.all_gather_object(sorted(names))
             if not of_ranks[0] or any(found != of_ranks[0] for found in of_ranks):
-                raise LossError(f"The metrics function must return the same names on all ranks, but it has {of_ranks}.")
+                raise ConfigError(
+                    f"The metrics function must return the same names on all ranks, but it has {of_ranks}."
+                )
             self.names = of_ranks[0]
         if sorted(names) != self.names:
-            raise LossError(f"The metrics function returned {sorted(names)} after {self.names}.")
+            raise ConfigError(f"The metrics function returned {sorted(names)} after {self.names}.")
         return self.names
 
 
@@ -126,7 +128,9 @@ class StepSums:
             return None
         total, count = _checked("The loss function", self._functions.loss(output, batch))
         if torch.is_grad_enabled() and not total.requires_grad:
-            raise LossError("The loss function returned a sum without a gradient: it must be computed from the output.")
+            raise ConfigError(
+                "The loss function returned a sum without a gradient: it must be computed from the output."
+            )
         counted = self._number(count)
         self._count = counted if self._count is None else self._count + counted
         return total
@@ -191,4 +195,6 @@ def _checked(what: str, pair: Any) -> SumAndCount:
     match pair:
         case (torch.Tensor() as total, torch.Tensor() | int() | float() as count) if total.numel() == 1:
             return total.reshape(()), count
-    raise LossError(f"{what} must be a tuple of a sum, which is a tensor of one number, and a count; got {pair!r}.")
+    raise ConfigError(
+        f"{what} must return a tuple of a sum, which is a tensor of one number, and a count; it has returned {pair!r}."
+    )
