@@ -251,6 +251,20 @@ def test_retention_and_the_best_step(tmp_path: Path) -> None:
         assert checkpointer.best == 2, "it knows what the best one had"
 
 
+def test_ranks_that_measure_differently_agree_on_the_best_step(tmp_path: Path) -> None:
+    def save(context: DistributedContext) -> tuple[list[int], int | None]:
+        model = DistributedDataParallel(Net())
+        optimizer = torch.optim.SGD(model.parameters())
+        measured = ([0.1, 0.7, 0.3, 0.2], [0.9, 0.1, 0.2, 0.3])[context.rank]
+        with fs.Checkpointer(tmp_path, keep_last=1, monitor="accuracy", mode="max") as checkpointer:
+            for step, accuracy in enumerate(measured, start=1):
+                checkpointer.save(step, model, optimizer, metrics={"accuracy": accuracy})
+            checkpointer.wait()
+            return checkpointer.steps, checkpointer.best
+
+    assert on_ranks(2, save) == [([2, 4], 2)] * 2
+
+
 @pytest.mark.parametrize("layout", ["sharded", "gathered"])
 def test_commands_read_its_steps(layout: str, tmp_path: Path) -> None:
     def save(context: DistributedContext) -> None:

@@ -180,7 +180,7 @@ class Checkpointer:
             extra: Data of rank 0, such as the position in a data set: tensors, None, bool, numbers, strings, bytes, and
                 lists, tuples and dicts of them.
             extra_per_rank: The same, of each rank its own.
-            metrics: Figures of the step.
+            metrics: Figures of the step; those of rank 0 count.
             states: Objects with `state_dict()`, by any name, such as `scheduler=scheduler`. Their states must be the
                 same on all ranks, but for DTensors; None is left out.
 
@@ -193,7 +193,8 @@ class Checkpointer:
         self._saver.wait()
         if type(step) is not int or step < 0:
             raise SaveError(f"The number of a step is a whole number of at least 0, not {step!r}.")
-        ranks, value = self._ranks, self._monitored(metrics)
+        ranks = self._ranks
+        value = run_on_main(ranks, lambda: self._monitored(metrics))  # each rank may have measured its own
         given = GivenState(step, model, bare_optimizers(optimizer), states, extra, extra_per_rank, metrics or {})
         run_on_main(ranks, lambda: self._store.require_new(step))
         parts = run_on_all(ranks, lambda: collect(given, self._processor, ranks))
