@@ -7,9 +7,11 @@ from .sharding import clip_grad_norm_ as clip_grad_norm_, no_sync as no_sync, sh
 from .training import (
     Checkpointer as Checkpointer,
     Restored as Restored,
+    TrainingRun as TrainingRun,
     build_model as build_model,
     load_weights as load_weights,
     save_pretrained as save_pretrained,
+    train as train,
 )
 
 __version__: str

@@ -52,6 +52,10 @@ class TrainingRun:
         profile: Returns the context in which the step with this number is made.
         functions: A loss and metrics of one's own.
         interrupted_by: The signal that stopped the run before its last step, or 0.
+
+    Example:
+        >>> run = TrainingRun(model, optimizer, dataset, TrainConfig(steps=100), context, state)  # doctest: +SKIP
+        >>> run.functions.loss = focal_loss  # doctest: +SKIP
     """
 
     model: ShardedModel
@@ -145,6 +149,10 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     Raises:
         LossError: On all ranks, with the weights of the step before: the loss or the gradients are not finite, and
             `config.non_finite` does not allow to skip the step.
+
+    Example:
+        >>> for report in train(run):  # doctest: +SKIP
+        ...     print(report.step, report.loss)
     """
     run.model.module.train()
     run.dataset.load_state_dict(run.state.place)
