@@ -109,6 +109,18 @@ class Side(ABC):
         return directory / f"step_{step}"
 
     @abstractmethod
+    def run(self, log: Log, last: int) -> None:
+        """Restore the newest step and train up to `last`, with a save every few steps."""
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        return
+
+
+class LoopSide(Side):
+    """One that saves and restores in the loop of `run`."""
+
+    @abstractmethod
     def restore(self) -> int | None:
         """Fill model and optimizer from the newest step that it finds, and return it."""
 
@@ -118,10 +130,6 @@ class Side(ABC):
 
     def wait(self) -> None:
         """Return when the last step is on the disk."""
-        return
-
-    def close(self) -> None:
-        """End what runs in the background."""
         return
 
     def optimizer_step(self) -> None:
@@ -226,7 +234,7 @@ def numbered(directory: Path, pattern: str) -> list[int]:
 # ---- ours
 
 
-class Ours(Side):
+class Ours(LoopSide):
     name = "fs.Checkpointer"
     package = "fsdp_shard"
     note = "As in docs/own-loop.md: restoring compares every byte with its digest first."
@@ -265,7 +273,7 @@ class OursSynchronous(Ours):
 # ---- torch
 
 
-class Dcp(Side):
+class Dcp(LoopSide):
     name = "dcp.save"
     note = (
         "What is torch's own ends with the step's directory. The loop removes what a killed save has left there, "
@@ -347,7 +355,7 @@ class Progress:
         self.step = state["step"]
 
 
-class Accelerate(Side):
+class Accelerate(LoopSide):
     name = "accelerate save_state"
     package = "accelerate"
     note = (
@@ -378,7 +386,7 @@ class Accelerate(Side):
         self.accelerator.save_state()
 
 
-class AccelerateFsdp2(Side):
+class AccelerateFsdp2(LoopSide):
     name = "accelerate, its FSDP2 savers"
     package = "accelerate"
     note = (
@@ -472,12 +480,6 @@ class TrainerSaves(Side):
     def path(cls, directory: Path, step: int) -> Path:
         return directory / f"checkpoint-{step}"
 
-    def restore(self) -> int | None:
-        raise NotImplementedError(f"{self.name}: restoring is a part of `run`")
-
-    def save(self, step: int) -> None:
-        raise NotImplementedError(f"{self.name}: saving is a part of `run`")
-
     def run(self, log: Log, last: int) -> None:
         settings = TrainingArguments(
             str(self.directory),
@@ -530,7 +532,7 @@ class TrainerSharded(TrainerSaves):
 # ---- Meta's package
 
 
-class TorchCheckpointing(Side):
+class TorchCheckpointing(LoopSide):
     name = "torch_checkpointing"
     package = "torch_checkpointing"
     in_background = True

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fsdp_shard.cli.recipes import load_recipe, run_jobs
-from fsdp_shard.config import COMMANDS, RunConfig
+from fsdp_shard.config import COMMANDS, GenerateConfig, RunConfig
 from fsdp_shard.distributed import joined_rank
 from fsdp_shard.errors import ConfigError, RunError
 from fsdp_shard.utils import RESULT, shipped
@@ -61,7 +61,7 @@ def evaluate(settings: Sequence[str]) -> dict[str, Any]:
         ['loss', 'num_tokens']
     """
     with TemporaryDirectory(prefix="fsdp-shard-") as directory:
-        return _figures(_run("evaluate", _with_run_dir(settings, directory)))
+        return _figures(_run("evaluate", settings, directory))
 
 
 def generate(settings: Sequence[str]) -> dict[str, Any]:
@@ -84,28 +84,41 @@ def generate(settings: Sequence[str]) -> dict[str, Any]:
         >>> [row["prompt"] for row in made["completions"]]
         ['Once']
     """
-    if not any(setting.startswith(("prompt=", "prompts=")) for setting in settings):
-        raise ConfigError("generate has neither prompt=TEXT nor prompts=FILE; a conversation is for the terminal.")
     with TemporaryDirectory(prefix="fsdp-shard-") as directory:
-        figures = _figures(_run("generate", _with_run_dir(settings, directory)))
+        figures = _figures(_run("generate", settings, directory))
         rows = Path(figures["output"]).read_text(encoding="utf-8").splitlines() if figures else []
         return figures | {"completions": [json.loads(row) for row in rows]}
 
 
-def _with_run_dir(settings: Sequence[str], directory: str) -> list[str]:
-    is_given = any(setting.startswith("run_dir=") for setting in settings)
-    return [*settings] if is_given else [*settings, f"run_dir={directory}"]
+def _run(command: str, settings: Sequence[str], run_dir: str | None = None) -> RunConfig:
+    """Run a shipped recipe in this process, or in ranks that it starts.
 
+    Args:
+        command: The command.
+        settings: Its settings.
+        run_dir: The run directory if the settings, or a preset among them, give none.
 
-def _run(command: str, settings: Sequence[str]) -> RunConfig:
-    """Run a shipped recipe in this process, or in ranks that it starts; returns its config."""
+    Returns:
+        The config.
+    """
     if isinstance(settings, str) or not all(isinstance(setting, str) for setting in settings):
         raise ConfigError(f"{command} takes a list of settings, such as ['train.steps=4'], not {settings!r}.")
     if flags := [setting for setting in settings if setting.startswith("-")]:
         raise ConfigError(f"{flags[0]} is a flag of the command line, not a setting; {command} takes settings only.")
     file = shipped("recipes") / f"{command}.py"
+
+    def settle(config: RunConfig) -> None:
+        if isinstance(config, GenerateConfig) and config.is_conversation:
+            raise ConfigError(
+                "chat=true alone is a conversation, which is for the terminal; add prompt=TEXT or prompts=FILE."
+            )
+        if run_dir is not None and config.is_default_run_dir:
+            config.run_dir, config.is_default_run_dir = run_dir, False
+
     try:
-        jobs = run_jobs(COMMANDS[command], lambda: load_recipe(file), settings, command, is_program=False)
+        jobs = run_jobs(
+            COMMANDS[command], lambda: load_recipe(file), settings, command, is_program=False, settle=settle
+        )
     except SystemExit as leaving:
         raise RunError("Another rank has found what is wrong, and says it.") from leaving
     return jobs[0].config

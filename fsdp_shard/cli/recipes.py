@@ -99,7 +99,13 @@ class Recipe(Generic[C]):
 
 
 def run_jobs(
-    schema: type[C], find: Callable[[], Recipe[C]], arguments: Sequence[str], program: str, *, is_program: bool = True
+    schema: type[C],
+    find: Callable[[], Recipe[C]],
+    arguments: Sequence[str],
+    program: str,
+    *,
+    is_program: bool = True,
+    settle: Callable[[C], None] = lambda config: None,
 ) -> list[configs.Job[C]]:
     """Run what `arguments` ask of a recipe. A run of a sweep that fails does not keep the others from running.
 
@@ -111,6 +117,7 @@ def run_jobs(
         program: Name of the program in messages.
         is_program: Whether this process is ours alone: of several ranks that find the same mistake one reports it, and
             ranks may be forked from it.
+        settle: Called with each config before it is checked; may change what was left to its default.
 
     Returns:
         The jobs that were run.
@@ -127,6 +134,7 @@ def run_jobs(
         jobs = configs.compose_jobs(schema, [argument for argument in arguments if argument != "--debug"], program)
         for job in jobs:
             job.config.debug |= "--debug" in arguments
+            settle(job.config)
         if len(jobs) > 1:
             _check_sweep(schema, jobs)
         if joined_rank() == 0:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import random
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
-import numpy
-import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler, get_sampler
 from accelerate.scheduler import AcceleratedScheduler
@@ -21,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from fsdp_shard.errors import CheckpointError, ConfigError
-from fsdp_shard.training import Checkpointer, Restored
+from fsdp_shard.training import Checkpointer, Restored, random_state, restore_random_state
 
 _logger = logging.getLogger("fsdp_shard")
 _NAMES = {
@@ -115,7 +112,7 @@ class AcceleratorCheckpointer:
             loader = self._accelerator.skip_first_batches(loader, self._next_batch)
         for batch in loader:
             if self._random is not None:
-                set_random_state(self._random)  # making the iterator has drawn from it once more
+                restore_random_state(self._random, "The step")  # making the iterator has drawn from it once more
                 self._random = None
             self._next_batch += 1
             yield batch
@@ -289,25 +286,3 @@ def has_length(data: Any) -> bool:
     except (TypeError, NotImplementedError):
         return False
     return True
-
-
-def random_state() -> dict[str, Any]:
-    """The state of the generators of this rank, as data."""
-    name, keys, *rest = tuple(numpy.random.get_state(legacy=True))
-    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return {
-        "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if uses_cuda else None,
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to what `random_state` has returned."""
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

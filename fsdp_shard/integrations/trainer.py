@@ -27,8 +27,7 @@ from transformers.utils.import_utils import is_peft_available
 from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, RemoteStore, Store, fetch_latest
 from fsdp_shard.distributed import current_ranks, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError, FsdpShardError, Interrupted
-from fsdp_shard.integrations.accelerate import random_state, set_random_state
-from fsdp_shard.training import Checkpointer, Restored
+from fsdp_shard.training import Checkpointer, Restored, random_state, restore_random_state
 from fsdp_shard.utils import parse_json, read_bounded
 
 _logger = logging.getLogger("fsdp_shard")
@@ -183,9 +182,9 @@ class CheckpointerCallback(TrainerCallback):
         self._epoch += 1
         if self._step_random is not None:
             if self._epoch_random is not None:
-                set_random_state(self._epoch_random)
+                restore_random_state(self._epoch_random, str(self._path))
             else:  # the step was saved before this epoch had begun
-                set_random_state(self._step_random)
+                restore_random_state(self._step_random, str(self._path))
                 self._step_random = None
         self._epoch_random = random_state()
 
@@ -194,7 +193,7 @@ class CheckpointerCallback(TrainerCallback):
     ) -> None:
         """Save the step before: only now it has been logged and evaluated."""
         if self._step_random is not None:
-            set_random_state(self._step_random)
+            restore_random_state(self._step_random, str(self._path))
             self._step_random = None
         checkpointer, step = self._checkpointer, state.global_step
         assert checkpointer is not None

@@ -1,5 +1,6 @@
 from .batch_loader import micro_batches as micro_batches
 from .checkpoints.checkpointer import Checkpointer as Checkpointer, Restored as Restored
+from .checkpoints.loop_state import random_state as random_state, restore_random_state as restore_random_state
 from .checkpoints.resume import (
     check_optimizer as check_optimizer,
     find_step as find_step,

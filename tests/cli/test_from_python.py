@@ -64,10 +64,16 @@ def test_what_a_run_leaves_is_evaluated_and_generated_from(
         ]
     )
     assert evaluated["perplexity"] == pytest.approx(trained["perplexity"], rel=1e-5)
+    (tmp_path / "mine.yaml").write_text(
+        f"checkpoint: {tmp_path}/run\nrun_dir: kept\ndata: {{path: {texts}/held_out.txt}}\n"
+    )
+    fs.evaluate(["mine.yaml"])
+    assert (tmp_path / "kept" / "result.json").is_file(), "the run_dir of a preset counts"
     (tmp_path / "prompts.txt").write_text("first\nsecond\n")
     made = fs.generate([f"checkpoint={tmp_path}/run", "prompts=prompts.txt", "generation.max_new_tokens=2"])
     assert [(row["prompt"], row["num_new_tokens"]) for row in made["completions"]] == [("first", 2), ("second", 2)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["prompts.txt", "run"], "nothing else is left"
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["kept", "mine.yaml", "prompts.txt", "run"], "nothing else is left"
 
 
 def test_ranks_of_its_own_and_ranks_of_others(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
@@ -102,10 +108,14 @@ def test_in_a_thread_signals_stay_with_the_program(tiny_model: Path, texts: Path
 def test_mistakes(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="finetune takes a list of settings"):
         fs.finetune("train.steps=4")
+    with pytest.raises(ConfigError, match="generate takes a list of settings"):
+        fs.generate("prompt=Once")
     with pytest.raises(ConfigError, match="--cfg is a flag of the command line"):
         fs.finetune(["--cfg", "job"])
-    with pytest.raises(ConfigError, match="neither prompt=TEXT nor prompts=FILE"):
+    with pytest.raises(ConfigError, match="exactly one of prompt=TEXT and prompts=FILE"):
         fs.generate([f"checkpoint={tiny_model}"])
+    with pytest.raises(ConfigError, match="a conversation, which is for the terminal"):
+        fs.generate([f"checkpoint={tiny_model}", "chat=true"])
     with pytest.raises(ConfigError, match=r"train\.step .*did you mean train\.steps"):
         fs.finetune(settings(tiny_model, texts, tmp_path / "run", "train.step=4"))
     with pytest.raises(CheckpointError, match="nowhere does not exist"):

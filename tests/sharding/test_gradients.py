@@ -84,7 +84,7 @@ def test_gradients_are_reduced_once(wrapper: str) -> None:
         assert not torch.equal(first[0][0], second[0][0]), "each rank has its own"
 
 
-def test_parts_that_are_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_are_wrapped() -> None:
     def work(context: DistributedContext) -> None:
         inner = nn.Sequential(nn.Linear(2, 2), by_ddp(nn.Linear(2, 2), context))
         fully_shard(inner[0])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from fsdp_shard.data import MASKED, Shuffled, WindowDataset
 from fsdp_shard.distributed import DistributedContext
@@ -324,6 +325,7 @@ def train_sharded(context: DistributedContext, config: TrainConfig, options: dic
             os.kill(os.getpid(), signal.SIGTERM)
         reports = run.go(config, stop=stop, **options)
     held_out = evaluate_loss(model, stream(5 * 8 + 4), 2, context)
+    assert all(isinstance(param, DTensor) for param in model.module.parameters()), "nothing stays gathered"
     return {
         "losses": losses(reports),
         "norms": [report.grad_norm for report in reports],

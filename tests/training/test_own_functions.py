@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -166,11 +167,14 @@ def test_metrics_have_the_same_names_on_all_ranks() -> None:
 
 def test_find_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # where it is on the path already, it keeps its place
+    path = [*sys.path]
     (tmp_path / "my_own_losses.py").write_text("def focal(output, batch):\n    return output, 1\n")
     (tmp_path / "torch").mkdir()  # hides nothing
     assert find_loss(None) is None
     found: Any = find_loss("my_own_losses:focal")
     assert found(3, {}) == (3, 1)
+    assert sys.path == path
     relu: Any = find_loss("torch:relu")
     assert relu is torch.relu
     for name, message in {

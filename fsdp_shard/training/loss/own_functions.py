@@ -59,6 +59,9 @@ def find_loss(name: str | None) -> LossFunction | None:
 def _working_directory_is_importable() -> Iterator[None]:
     # The last of all, so that a directory of the name of a package, such as `datasets`, hides nothing.
     directory = str(Path.cwd())
+    if directory in sys.path:
+        yield
+        return
     sys.path.append(directory)
     try:
         yield
