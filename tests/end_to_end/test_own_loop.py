@@ -7,17 +7,16 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from fsdp_shard import verify
 from fsdp_shard.checkpoint import Store
-from tests.support.commands import FSDP_SHARD, ROOT, environment, run
+from tests.support.commands import FSDP_SHARD, ROOT, run
 from tests.support.tiny import save_model
+from tests.support.torchrun import kill_all, start_script
 
 _STEPS = 12
 _NUM_KILLS = 20 if os.environ.get("FAULTS") == "long" else 2
@@ -25,24 +24,8 @@ _LINE = re.compile(r"^step (\d+) loss ([\d.]+)$", re.M)
 
 
 def start(place: Path, run_dir: str, ranks: int = 2) -> subprocess.Popen[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    arguments = [ROOT / "examples" / "fsdp2_loop.py", run_dir, "model", "text.txt", str(_STEPS)]
-    return subprocess.Popen(
-        [*launcher, *map(str, arguments)],
-        cwd=place,
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def kill_all(pid: int) -> None:
-    """Kill a launcher and its ranks, which are in sessions of their own."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    for number in (pid, *map(int, children)):
-        with suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
+    script = ROOT / "examples" / "fsdp2_loop.py"
+    return start_script(script, run_dir, "model", "text.txt", _STEPS, cwd=place, ranks=ranks)
 
 
 def losses(output: str) -> dict[int, str]:

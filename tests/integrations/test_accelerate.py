@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import redirect_stdout
@@ -27,9 +25,10 @@ from fsdp_shard.checkpoint import Store
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, FsdpShardError
 from fsdp_shard.integrations import AcceleratorCheckpointer
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT
 from tests.support.ranks import on_ranks
 from tests.support.tiny import save_model
+from tests.support.torchrun import kill_all, start_script
 
 _SCRIPT = ROOT / "examples" / "accelerate_loop.py"
 _LINE = re.compile(r"^step (\d+) loss ([\d.]+)$", re.M)
@@ -98,23 +97,11 @@ def test_nothing_is_lost_when_it_is_killed(place: Path) -> None:
     expected: dict[int, str] = on_ranks(2, loop, place / "dropout-whole", "dropout")[0]
     run_dir = place / "killed"
     store = Store(run_dir / "checkpoints")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.Popen(
-        [*launcher, str(_SCRIPT), str(run_dir), "dropout", "text.txt"],
-        cwd=place,
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    process = start_script(_SCRIPT, run_dir, "dropout", "text.txt", cwd=place)
     while (store.latest() or 0) < 6:
         assert process.poll() is None
         time.sleep(0.002)
-    for number in (
-        process.pid,
-        *map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()),
-    ):
-        os.kill(number, signal.SIGKILL)
+    kill_all(process.pid)
     seen = {int(step): loss for step, loss in _LINE.findall(process.communicate()[0])}
     latest = store.latest() or 0
     assert latest < _LAST

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -24,8 +23,9 @@ from fsdp_shard import verify
 from fsdp_shard.checkpoint import Store
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.integrations import LightningCheckpoint, ResumableLoader
-from tests.support.commands import FSDP_SHARD, ROOT, environment, hear_signals, run
+from tests.support.commands import FSDP_SHARD, ROOT, run
 from tests.support.tiny import save_model
+from tests.support.torchrun import kill_all, start_script
 
 pytestmark = pytest.mark.filterwarnings("default")  # Lightning gives many of its own
 
@@ -37,17 +37,8 @@ _LINE = re.compile(r"^step (\d+) loss ([\d.]+)$", re.M)
 
 
 def start(place: Path, run_dir: str, *, ranks: int = 2, strategy: str = "fsdp2") -> subprocess.Popen[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    arguments = [ROOT / "examples" / "lightning_fsdp2.py", run_dir, "model", "text.txt", str(_STEPS), strategy]
-    return subprocess.Popen(
-        [*launcher, *map(str, arguments)],
-        cwd=place,
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=hear_signals,
-    )
+    script = ROOT / "examples" / "lightning_fsdp2.py"
+    return start_script(script, run_dir, "model", "text.txt", _STEPS, strategy, cwd=place, ranks=ranks)
 
 
 def losses(output: str) -> dict[int, str]:
@@ -83,11 +74,8 @@ def whole(place: Path) -> dict[int, str]:
 
 def test_nothing_is_lost_when_all_ranks_are_killed(place: Path, whole: dict[int, str]) -> None:
     process = start(place, "killed")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     head = until(process, "step 7 ")
-    for number in children.read_text().split():
-        os.kill(int(number), signal.SIGKILL)
-    process.kill()
+    kill_all(process.pid)
     seen = losses(head + process.communicate()[0])
     store = Store(place / "killed" / "checkpoints")
     assert store.steps(), "a step is saved within each epoch"

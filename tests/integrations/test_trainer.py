@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -22,9 +20,10 @@ from fsdp_shard.checkpoint import Store
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, FsdpShardError
 from fsdp_shard.integrations import CheckpointerCallback
-from tests.support.commands import ROOT, environment
+from tests.support.commands import ROOT
 from tests.support.ranks import on_ranks
 from tests.support.tiny import llama, save_model
+from tests.support.torchrun import kill_all, start_script
 
 _SCRIPT = ROOT / "examples" / "trainer.py"
 _LAST = 15
@@ -99,23 +98,12 @@ def whole(place: Path) -> list[float]:
 def test_nothing_is_lost_when_it_is_killed(place: Path) -> None:
     assert on_ranks(2, train, place / "dropout-whole", "dropout") == ["", ""]
     run_dir = place / "killed"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.Popen(
-        [*launcher, str(_SCRIPT), str(run_dir), "dropout", "text.txt"],
-        cwd=place,
-        env={**environment(), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start_script(_SCRIPT, run_dir, "dropout", "text.txt", cwd=place)
     while (store(run_dir).latest() or 0) < 6:
         assert process.poll() is None
         time.sleep(0.002)
-    for number in (
-        process.pid,
-        *map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()),
-    ):
-        os.kill(number, signal.SIGKILL)
-    process.wait()
+    kill_all(process.pid)
+    process.communicate()
     assert (store(run_dir).latest() or 0) < _LAST
 
     assert on_ranks(2, train, run_dir, "dropout") == ["", ""]
