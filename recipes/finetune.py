@@ -4,6 +4,7 @@ Where to change what; every rank runs all of it:
 
 - the loss: `run.functions.loss = f`, where `f(output, batch)` returns a sum and a count; `batch["labels"]` are shifted
   already, and -100 does not count. `run.functions.metrics` takes more figures.
+- what is shown at each evaluation: `run.functions.samples = f`, where `f(model)` returns prompts and completions.
 - frozen weights: `unfilled.module.model.embed_tokens.requires_grad_(False)`, before they are sharded.
 - the optimizer: any of torch's, of `loaded.model.module.parameters()`; or `build_optimizer` with an `OptimConfig` of
   your own, which also divides the parameters into those with and without weight decay.
@@ -41,6 +42,7 @@ from fsdp_shard.training import (
     open_saver,
     restore_state,
     run_files,
+    sample_completions,
     start_run,
     train,
 )
@@ -72,6 +74,7 @@ def main(config: FinetuneConfig) -> None:
         run = TrainingRun(loaded.model, optimizer, data.train, config.train, context, state, stop)
         run.sync_every_micro_batch = config.shard.sync_every_micro_batch
         run.functions.loss = find_loss(config.loss)
+        run.functions.samples = sample_completions(config, open_tokenizer, context)
         run.profile = StepProfiler(config.train.profile, config.run_dir, context).profile
         with (
             open_log(config, run, start, loaded) as log,

@@ -20,4 +20,9 @@ from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
 from .samples.windows import MaskedWindows as MaskedWindows, WindowDataset as WindowDataset
 from .task import SpecialTokens as SpecialTokens, Task as Task, check_task as check_task
 from .tokenized.token_file import Examples as Examples
-from .validate import check_data as check_data, check_source as check_source, check_tokenizer as check_tokenizer
+from .validate import (
+    check_data as check_data,
+    check_source as check_source,
+    check_tokenizer as check_tokenizer,
+    encode_prompts as encode_prompts,
+)

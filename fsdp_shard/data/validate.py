@@ -1,5 +1,6 @@
 """Checks of data settings against the files and the tokenizer, before any rank starts."""
 
+from collections.abc import Sequence
 from itertools import islice
 
 from fsdp_shard.data.config import DataConfig, all_sources, is_running_text, kind_of, sources_of
@@ -45,6 +46,28 @@ def check_tokenizer(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL
     for source in all_sources(config):
         if not is_running_text(source, task):
             kind_of(source, task).check_tokenizer(with_chat_template(tokenizer, source))
+
+
+def encode_prompts(config: DataConfig, texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Tokenize prompts as rows of `config` begin, of a mixture those of its first source; for causal models.
+
+    Args:
+        config: The settings of the data.
+        texts: The prompts; with data.kind=chat messages of a user, with data.kind=instruction instructions.
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        Token ids of each prompt.
+
+    Raises:
+        DataError: The chat template refuses a prompt, or a prompt has no tokens.
+    """
+    source = all_sources(config)[0]
+    kind, tokenizer = kind_of(source), with_chat_template(tokenizer, source)
+    encoded = [kind.encode_prompt(text, tokenizer) for text in texts]
+    if empty := [text for text, ids in zip(texts, encoded, strict=True) if not ids]:
+        raise DataError(f"The prompt {empty[0]!r} has no tokens in the model's tokenizer; give other text.")
+    return encoded
 
 
 def _require_rows(source: Source, kind: Kind) -> None:

@@ -14,7 +14,8 @@ from .checkpoints.step_saver import BackgroundSave as BackgroundSave
 from .config import TrainConfig as TrainConfig
 from .figures import data_figures as data_figures
 from .finetune_checks import check_finetune as check_finetune
-from .held_out import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as evaluate_loss
+from .held_out.evaluator import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as evaluate_loss
+from .held_out.sample_completions import sample_completions as sample_completions
 from .load_model import (
     LoadedModel as LoadedModel,
     LoadFigures as LoadFigures,

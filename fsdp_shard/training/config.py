@@ -62,6 +62,12 @@ class TrainConfig:
     final_lr_fraction: float = setting(0.0, "Final learning rate as a fraction of optim.lr.", minimum=0.0, maximum=1.0)
     eval_every: int = setting(0, "Steps between evaluations; 0: before the first and after the last only.", minimum=0)
     eval_windows: int | None = setting(None, "Maximum number of held-out windows to evaluate; null: all.", minimum=1)
+    sample_prompts: list[str] = setting(
+        [],
+        "Prompts to complete at each evaluation, as data.kind writes them (kind=chat: a user's message): into the log, "
+        "samples.jsonl and the trackers.",
+    )
+    sample_tokens: int = setting(64, "Maximum number of tokens of a completion, the most likely ones.", minimum=1)
     patience: int | None = setting(None, "Stop after this many evaluations in a row without improvement.", minimum=1)
     min_delta: float = setting(0.0, "With patience: minimum decrease of the held-out loss to count.", minimum=0.0)
     non_finite: str = setting(
@@ -102,6 +108,12 @@ class TrainConfig:
             )
         if self.patience is None:
             refuse_changed(self, ["min_delta"], prefix, f"has no effect without {prefix}patience.")
+        if not self.sample_prompts:
+            refuse_changed(self, ["sample_tokens"], prefix, f"has no effect without {prefix}sample_prompts.")
+        if "" in map(str.strip, self.sample_prompts):
+            raise ConfigError(
+                f"{prefix}sample_prompts={list(self.sample_prompts)} has an empty prompt; give some text."
+            )
         if self.non_finite != "skip":
             refuse_changed(self, ["max_skips"], prefix, f"has no effect without {prefix}non_finite=skip.")
         if not {*self.trackers} - {"tensorboard"}:
@@ -231,10 +243,11 @@ def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> 
 
 
 def check_held_out(config: TrainConfig, data: DataConfig) -> None:
-    """Raise ConfigError if a setting asks for evaluations but no text is held out."""
+    """Raise ConfigError if a setting asks for evaluations but there is nothing to evaluate."""
     if data.eval_path is not None or data.eval_fraction:
         return
-    for name in ("patience", "eval_every", "eval_windows"):
+    names = ["patience", "eval_windows", *([] if config.sample_prompts else ["eval_every"])]
+    for name in names:
         if value := getattr(config, name):
             raise ConfigError(
                 f"train.{name}={value} needs held-out text to evaluate on; set data.eval_path or data.eval_fraction."

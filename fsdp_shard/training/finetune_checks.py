@@ -11,6 +11,7 @@ from fsdp_shard.errors import ConfigError, ModelError
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.run_lock import check_free
 from fsdp_shard.training.config import FinetuneSettings, check_batch, check_held_out
+from fsdp_shard.training.held_out.sample_completions import check_samples
 from fsdp_shard.training.load_model import check_adapter, chunk_loss
 from fsdp_shard.training.logging.loss_plot import check_plots
 from fsdp_shard.training.logging.trackers import check_trackers
@@ -88,6 +89,10 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     context = models.context_of(model_config, config.model.trust_remote_code)
     settle_run_length(config.data, resumed, context)
     describe_lengths(config.data, context)
+    if config.train.sample_prompts:
+        if task != data.CAUSAL:
+            raise ConfigError(f"train.sample_prompts is for model.task={data.CAUSAL}, not {task}; leave it out.")
+        check_samples(config, models.load_tokenizer(source.tokenizer, config.model.trust_remote_code), context)
     if task == data.SEQ2SEQ:
         decoder_start(model)
     sharding.check_shardable(model, shard)

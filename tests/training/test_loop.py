@@ -21,7 +21,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import Fsdp2Config
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.held_out import evaluate_loss
+from fsdp_shard.training.held_out.evaluator import evaluate_loss
 from fsdp_shard.training.loop import StepReport, TrainingRun, train
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.optim.torch_optim import AdamWConfig

@@ -19,7 +19,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.held_out import evaluate_loss
+from fsdp_shard.training.held_out.evaluator import evaluate_loss
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.loss.own_functions import OwnFunctions, find_loss
 from fsdp_shard.training.optim.build import build_optimizer

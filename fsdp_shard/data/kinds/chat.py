@@ -80,6 +80,17 @@ class ChatKind(Kind):
             for ids, offsets, (_, spans) in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
         ]
 
+    def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        message = {"role": "user", "content": text}
+        try:
+            ids: Any = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # a template is a program
+            raise DataError(
+                f"The chat template of {tokenizer_files(tokenizer)} fails with a single user's message: "
+                f"{first_line(error)} Set data.chat_template to another one."
+            ) from error
+        return list(ids)
+
 
 def _read_template(value: str | None, name: str) -> str | None:
     """Return the content of the file `value`; None if it is no file, but may be the name of a template."""

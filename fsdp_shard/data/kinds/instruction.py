@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fsdp_shard.data.kinds.kind import CAUSAL, SEQ2SEQ, Kind, RowSettings
+from fsdp_shard.data.kinds.kind import CAUSAL, SEQ2SEQ, Kind, RowSettings, Tokenizer
 from fsdp_shard.data.kinds.prompt_and_answer import PromptKind, fill
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import ConfigError, DataError
@@ -35,6 +35,9 @@ class InstructionKind(PromptKind):
             raise DataError(f"{row.where} has a history, which data.kind=instruction would ignore; set data.kind=chat.")
         template = self.prompt if given.strip() else self.prompt_no_input
         return (fill(template, instruction=instruction, input=given), response) if response.strip() else None
+
+    def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        return super().encode_prompt(fill(self.prompt_no_input, instruction=text), tokenizer)
 
 
 @dataclass

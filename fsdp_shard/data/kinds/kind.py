@@ -65,6 +65,14 @@ class Kind(ABC):
     def examples(self, read: list[Any], tokenizer: Tokenizer) -> list[list[Example]]:
         """Return the examples of each row that has been read."""
 
+    def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        """Return the tokens of a prompt as a trained model expects it, such as an instruction without its response.
+
+        Raises:
+            DataError: The tokenizer's chat template refuses it.
+        """
+        return [*beginning(tokenizer), *plain_ids([text], tokenizer)[0]]
+
     def check_row(self, row: Row) -> bool:
         """Return whether `row` has anything to train on; raise DataError if a column is missing or of a wrong type."""
         return self.read(row) is not None

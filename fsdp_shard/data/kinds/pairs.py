@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fsdp_shard.data.kinds.kind import CAUSAL, SEQ2SEQ, Kind, RowSettings
+from fsdp_shard.data.kinds.kind import CAUSAL, SEQ2SEQ, Kind, RowSettings, Tokenizer
 from fsdp_shard.data.kinds.prompt_and_answer import PromptKind, fill
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import ConfigError
@@ -25,6 +25,9 @@ class PairsKind(PromptKind):
         source = self.text_in(row, "source")
         target = self.text_in(row, "target") if source.strip() else ""
         return (fill(self.format, source=source), target) if target.strip() else None
+
+    def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        return super().encode_prompt(fill(self.format, source=text), tokenizer)
 
 
 @dataclass

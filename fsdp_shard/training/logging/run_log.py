@@ -3,14 +3,15 @@
 Every rank has one, but only that of rank 0 shows and writes anything, so recipes need not ask for the rank.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
 from typing import Any, Self
 
 from fsdp_shard.errors import Interrupted, LossError
-from fsdp_shard.training.held_out import EvalReport
+from fsdp_shard.training.held_out.evaluator import EvalReport
 from fsdp_shard.training.logging.loss_plot import plot_losses
 from fsdp_shard.training.logging.metrics_log import MetricsLog, read_rows
 from fsdp_shard.training.logging.progress import Progress
@@ -19,7 +20,7 @@ from fsdp_shard.training.loop import StepReport, TrainingRun
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT, format_count, write_result
 
-METRICS, EVALUATIONS, PLOT = "metrics.jsonl", "evaluations.jsonl", "loss.png"
+METRICS, EVALUATIONS, SAMPLES, PLOT = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "loss.png"
 
 
 def interrupted(run: TrainingRun, run_dir: str, resume: str) -> Interrupted:
@@ -88,6 +89,8 @@ class RunLog:
                 METRICS: MetricsLog(self._run_dir / METRICS, resumed),
                 EVALUATIONS: MetricsLog(self._run_dir / EVALUATIONS, evaluated),
             }
+            if self._run.functions.samples is not None:
+                self._files[SAMPLES] = MetricsLog(self._run_dir / SAMPLES, evaluated)
             for file in self._files.values():
                 self._exit.callback(file.close)
         return self
@@ -100,16 +103,18 @@ class RunLog:
                 hint = f"The last good checkpoint is {self._checkpoint}; resume from it with resume=auto or its path."
             raise LossError(f"{error} {hint}") from error
 
-    def _append(self, name: str, group: str, row: Mapping[str, Any]) -> None:
-        if not self._is_main:
-            return
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
         error = self._files[name].write(row)
         if error is None:
             self._unwritten.discard(name)
         elif name not in self._unwritten:
             self._unwritten.add(name)
             self.note(f"{self._run_dir / name} cannot be written: {error.strerror or error}. Rows wait in memory.")
-        self._trackers.log(group, row)
+
+    def _record(self, name: str, group: str, row: Mapping[str, Any]) -> None:
+        if self._is_main:
+            self._append(name, row)
+            self._trackers.log(group, row)
 
     def note(self, lines: str | Iterable[str]) -> None:
         """Show lines to whoever watches the run."""
@@ -129,14 +134,25 @@ class RunLog:
         self._progress.show(report, mfu)
         if report.fault:
             self.note(f"step {report.step} changed no weights: {report.fault} ({report.skipped} skipped so far)")
-        self._append(METRICS, "train", report.row() if mfu is None else {**report.row(), "mfu": mfu})
+        self._record(METRICS, "train", report.row() if mfu is None else {**report.row(), "mfu": mfu})
 
     def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
         """Log an evaluation, which `state` has recorded unless it was before the first step."""
         perplexity = "" if report.perplexity is None else f", perplexity {report.perplexity:.3f}"
         trend = _trend(state, self._config.patience)
         self.note(f"held out after step {step}: loss {report.loss:.4f}{perplexity}{trend}")
-        self._append(EVALUATIONS, "held_out", {"step": step, **vars(report)})
+        self._record(EVALUATIONS, "held_out", {"step": step, **vars(report)})
+
+    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+        """Log prompts and what the model makes of them after `step`."""
+        if not self._is_main:
+            return
+        for prompt, completion in samples:
+            shown = (json.dumps(text, ensure_ascii=False) for text in (prompt, completion))  # on one line
+            self.note(f"sample after step {step}: {' -> '.join(shown)}")
+            self._append(SAMPLES, {"step": step, "prompt": prompt, "completion": completion})
+        texts = {str(number): f"{prompt}{completion}" for number, (prompt, completion) in enumerate(samples)}
+        self._trackers.log("samples", {"step": step, **texts})
 
     def saved(self, checkpoint: Path) -> None:
         """Log a saved checkpoint."""

@@ -1,6 +1,7 @@
-"""Functions of one's own that a step calls with the output of the model: a loss instead of the cross-entropy, metrics.
+"""Functions of one's own that a run calls: a loss instead of the cross-entropy, metrics, samples of what it writes.
 
-Both return sums and counts, so that a mean is over all ranks and micro-batches of a step, however they divide it.
+Loss and metrics return sums and counts, so that a mean is over all ranks and micro-batches of a step, however they
+divide it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.utils import nearest
 
 SumAndCount: TypeAlias = tuple[torch.Tensor, torch.Tensor | float]
 LossFunction: TypeAlias = Callable[[Any, Mapping[str, torch.Tensor]], SumAndCount]
 MetricsFunction: TypeAlias = Callable[[Any, Mapping[str, torch.Tensor]], Mapping[str, SumAndCount]]
+SamplesFunction: TypeAlias = Callable[[ShardedModel], Sequence[tuple[str, str]]]
 
 
 def find_loss(name: str | None) -> LossFunction | None:
@@ -71,18 +74,20 @@ def _working_directory_is_importable() -> Iterator[None]:
 
 @dataclass
 class OwnFunctions:
-    """The functions of one's own that a run calls in each step.
+    """The functions of one's own that a run calls, the first two in each step.
 
     Attributes:
         loss: Takes the model's output and the batch, a dict of the arguments of the model and `labels` (int64; already
             shifted: the token that follows at each position, and -100 where none is to be predicted). Returns the sum
             of the losses, a scalar in nats, and the count that all sums of a step together are divided by.
         metrics: Takes the same. Returns a sum and a count by name, the same names always.
+        samples: Takes the model in eval mode, on every rank, whenever a run evaluates. Returns prompts and completions.
         names: Those of the metrics, sorted, once they are known.
     """
 
     loss: LossFunction | None = None
     metrics: MetricsFunction | None = None
+    samples: SamplesFunction | None = None
     names: list[str] | None = field(default=None, init=False)
 
     def agree(self, names: list[str], context: DistributedContext) -> list[str]:

@@ -1,8 +1,9 @@
-"""Evaluation on held-out samples during training."""
+"""Evaluation during training: the loss on held-out samples, and completions to look at."""
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,13 +41,18 @@ class EvaluationLog(Protocol):
     def evaluation(self, step: int, report: EvalReport, state: TrainerState) -> None:
         """Record the evaluation after `step`."""
 
+    def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
+        """Record prompts and their completions after `step`."""
+
 
 class HeldOutEvaluator:
-    """Evaluates a run on held-out samples when `train.eval_every` asks for it, for the log and for early stopping.
+    """Evaluates a run when `train.eval_every` asks for it, for the log and for early stopping.
+
+    It computes the loss on held-out samples, and calls `run.functions.samples`.
 
     Args:
         run: The run.
-        held_out: The samples, of which the first `train.eval_windows` are used; None evaluates nothing.
+        held_out: The samples, of which the first `train.eval_windows` are used; None computes no loss.
         log: Receives the evaluations.
     """
 
@@ -62,19 +68,39 @@ class HeldOutEvaluator:
     def after_step(self) -> None:
         """Evaluate if it is due; a collective. An interrupted run leaves it to the run that resumes it."""
         run, step = self._run, self._run.state.step
-        due = self._samples is not None and is_due(step, run.config.eval_every, run.config.num_steps)
+        has_work = self._samples is not None or run.functions.samples is not None
+        due = has_work and is_due(step, run.config.eval_every, run.config.num_steps)
         run.state.owes_evaluation = due
         if due and not run.interrupted_by:
             self._evaluate()
 
     def _evaluate(self) -> None:
         run, state = self._run, self._run.state
-        if self._samples is None:
-            return
-        report = evaluate_loss(run.model, self._samples, run.config.micro_batch_size, run.context, run.functions)
-        if state.owes_evaluation:
-            state.evaluated(report.loss, run.config.min_delta)
-        self._log.evaluation(state.step, report, state)
+        if self._samples is not None:
+            report = evaluate_loss(run.model, self._samples, run.config.micro_batch_size, run.context, run.functions)
+            if state.owes_evaluation:
+                state.evaluated(report.loss, run.config.min_delta)
+            self._log.evaluation(state.step, report, state)
+        if run.functions.samples is not None:
+            with evaluating(run.model):
+                samples = run.functions.samples(run.model)
+            self._log.samples(state.step, samples)
+        state.owes_evaluation = False
+
+
+@contextmanager
+def evaluating(model: ShardedModel) -> Iterator[None]:
+    """Put `model` in eval mode, without gradients; afterwards it is in the mode of before, and nothing is gathered."""
+    was_training = model.module.training
+    model.module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.module.train(was_training)
+    for part in model.module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # the root keeps what it has gathered, which a change to its shards would not reach
 
 
 def evaluate_loss(
@@ -96,19 +122,13 @@ def evaluate_loss(
     Raises:
         LossError: The loss is not finite.
     """
-    began, was_training = time.perf_counter(), model.module.training
-    model.module.eval()
-    total, num_tokens = 0.0, 0
+    began, total, num_tokens = time.perf_counter(), 0.0, 0
     sums = StepSums(OwnFunctions(loss=None if functions is None else functions.loss), context)
-    with torch.no_grad():
+    with evaluating(model):
         for indices in evaluation_batches(len(dataset), micro_batch_size, context.data_rank, context.num_data_ranks):
             batch = dataset.batch(indices)
             total += float(forward_loss(model, to_device(batch, context.device), 1.0, sums))
             num_tokens += batch.num_predictions
-    model.module.train(was_training)
-    for part in model.module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()  # the root keeps what it has gathered, which a change to its shards would not reach
     # Tensor-parallel ranks evaluate the same samples.
     all_loss, all_tokens = (value / context.num_tensor_ranks for value in context.all_reduce([total, num_tokens]))
     count = float(sums.all_counts()) / context.num_tensor_ranks if sums.needs_output else all_tokens

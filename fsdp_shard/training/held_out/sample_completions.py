@@ -1,0 +1,120 @@
+"""Completions of a few prompts by the model in training, so that people see what it writes and not only its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_shard.data import encode_prompts
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.models import Context, running
+from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.training.config import FinetuneSettings
+from fsdp_shard.training.loss.own_functions import SamplesFunction
+
+
+def sample_completions(
+    config: FinetuneSettings, open_tokenizer: Callable[[], PreTrainedTokenizerBase], context: DistributedContext
+) -> SamplesFunction | None:
+    """Return what completes `train.sample_prompts` greedily, for `run.functions.samples`; None without prompts.
+
+    Args:
+        config: The settings of the run; `data.kind` says how a prompt is written.
+        open_tokenizer: Opens the model's tokenizer.
+        context: The ranks, which divide the prompts.
+    """
+    texts, num_new = config.train.sample_prompts, config.train.sample_tokens
+    if not texts:
+        return None
+    tokenizer = open_tokenizer()
+    prompts = encode_prompts(config.data, texts, tokenizer)
+
+    def samples(model: ShardedModel) -> list[tuple[str, str]]:
+        ends = _end_tokens(model, tokenizer)
+        answers = complete_greedily(model, prompts, num_new, ends, context)
+        return [
+            (text, str(tokenizer.decode(ids, skip_special_tokens=True)))
+            for text, ids in zip(texts, answers, strict=True)
+        ]
+
+    return samples
+
+
+def check_samples(config: FinetuneSettings, tokenizer: PreTrainedTokenizerBase, context: Context) -> None:
+    """Raise ConfigError or DataError if a prompt cannot be written as `data.kind` does, or leaves no room to complete.
+
+    Args:
+        config: The settings of the run.
+        tokenizer: The model's.
+        context: The positions that the model has.
+    """
+    num_new = config.train.sample_tokens
+    encoded = encode_prompts(config.data, config.train.sample_prompts, tokenizer)
+    for number, ids in enumerate(encoded):
+        if context.length is not None and len(ids) + num_new > context.length:
+            raise ConfigError(
+                f"train.sample_prompts[{number}] has {len(ids)} tokens, which with train.sample_tokens={num_new} "
+                f"exceeds the model's context of {context.length} tokens; shorten it, or lower train.sample_tokens."
+            )
+
+
+def complete_greedily(
+    model: ShardedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    ends: Collection[int],
+    context: DistributedContext,
+) -> list[list[int]]:
+    """Complete each prompt with the most likely tokens, up to the first of `ends`; a collective.
+
+    Each forward pass goes through the wrapped module, as in training. `generate` of transformers would call the
+    module inside, without what FSDP1 gathers for the root.
+
+    Args:
+        model: The model, in eval mode.
+        prompts: Token ids, at least one for each prompt.
+        max_new_tokens: Maximum number of new tokens.
+        ends: Tokens that end a completion; the first of them is part of it.
+        context: The ranks; tensor-parallel ranks work on the same prompt.
+
+    Returns:
+        The new tokens of each prompt, on all ranks.
+    """
+    answers: dict[int, list[int]] = {}
+    for first in range(0, len(prompts), context.num_data_ranks):
+        # Every rank makes as many forward passes; those without a prompt repeat the last one.
+        own = min(first + context.data_rank, len(prompts) - 1)
+        new = _continue(model, prompts[own], max_new_tokens, context.device)
+        for number, ids in context.all_gather_object((own, new)):
+            answers[number] = ids
+    return [_until_end(answers[number], ends) for number in range(len(prompts))]
+
+
+def _continue(model: ShardedModel, prompt: Sequence[int], count: int, device: torch.device) -> list[int]:
+    """The `count` tokens after `prompt`, whatever they are, as other ranks wait for each forward pass."""
+    ids = torch.tensor([list(prompt)], device=device)  # [1, length]
+    given, cache = ids, None
+    # Each length would be compiled anew.
+    with torch.compiler.set_stance("force_eager"), running(model.module):
+        for _ in range(count):
+            output = model.module(input_ids=given, past_key_values=cache, use_cache=True)
+            new = output.logits[:, -1].argmax(-1, keepdim=True)  # [1, 1]
+            ids = torch.cat([ids, new], 1)
+            cache = getattr(output, "past_key_values", None)
+            given = ids if cache is None else new  # recurrent models keep their state elsewhere
+    return [int(token) for token in ids[0, len(prompt) :].tolist()]
+
+
+def _until_end(ids: list[int], ends: Collection[int]) -> list[int]:
+    stop = next((position for position, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: stop + 1]
+
+
+def _end_tokens(model: ShardedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end an answer, by the model's generation config and by its tokenizer."""
+    own = getattr(getattr(model.module, "generation_config", None), "eos_token_id", None)
+    given = [*own] if isinstance(own, (list, tuple)) else [own]
+    return {token for token in (*given, tokenizer.eos_token_id) if isinstance(token, int)}
