@@ -1,20 +1,15 @@
 """Dry run of finetune: report the problems that it would hit with these settings. Trains nothing."""
 
-from __future__ import annotations
-
 from functools import cache
 
+import fsdp_shard as fs
 from fsdp_shard import doctor
-from fsdp_shard.cli import load_recipe, recipe
-from fsdp_shard.config import DoctorConfig
-from fsdp_shard.utils import shipped
 
 
-@recipe(DoctorConfig)
-def main(config: DoctorConfig) -> None:
+@fs.recipe(fs.DoctorConfig)
+def main(config: fs.DoctorConfig) -> None:
     """Check the machine, the settings as finetune would, and the ranks; print a line for each finding."""
     report = doctor.Report()
-    finetune = load_recipe(shipped("recipes") / "finetune.py")
     plan = cache(lambda: doctor.plan_run(config))
     samples = cache(lambda: doctor.prepare_samples(config))
     report.add("software", doctor.check_software())
@@ -22,7 +17,7 @@ def main(config: DoctorConfig) -> None:
     report.add("run_dir", doctor.check_run_directory(config))
     report.add("disk", doctor.check_disk(config.run_dir))
     report.add("remote", doctor.check_remote(config.checkpoint.remote))
-    report.add("settings", doctor.check_settings(config, finetune.check))
+    report.add("settings", doctor.check_settings(config, fs.check_finetune))
     report.add("memory", doctor.check_memory(config, plan))
     report.add("data", doctor.check_data(config, samples))
     report.add("space", doctor.check_disk_space(config, plan, samples))

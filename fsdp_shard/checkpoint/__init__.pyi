@@ -12,7 +12,7 @@ from .config import (
     ConvertSettings as ConvertSettings,
     SourceSettings as SourceSettings,
 )
-from .conversion import convert as convert, run_conversion as run_conversion
+from .conversion import check_conversion as check_conversion, convert as convert, run_conversion as run_conversion
 from .formats.peft import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
     ADAPTER_WEIGHTS as ADAPTER_WEIGHTS,

@@ -39,7 +39,16 @@ from fsdp_shard.checkpoint.steps import (
 )
 from fsdp_shard.checkpoint.transfer import Digests, Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
-from fsdp_shard.utils import check, format_count, fsync_path, peak_resident_bytes, report_progress, write_file
+from fsdp_shard.utils import (
+    check,
+    check_writable,
+    format_count,
+    format_size,
+    fsync_path,
+    peak_resident_bytes,
+    report_progress,
+    write_file,
+)
 
 _WEIGHTS = frozenset({".safetensors", ".distcp", ".bin", ".pt", ".pth", ".gguf"})
 _STATES = ("optimizer", "scheduler", "rng_state", "training_args", "scaler")  # other files of trainers
@@ -70,6 +79,17 @@ class ConvertReport:
     verified: bool
     left_out: dict[str, int]
     notes: tuple[str, ...] = ()
+
+    def describe(self, target: str) -> str:
+        """What was converted, left out and checked, for people; `target` is the directory."""
+        left_out = [f"left out: {format_count(count, f'{kind} tensor')}" for kind, count in self.left_out.items()]
+        lacking = (
+            "no config.json was found with the weights: give config=PATH (a directory or hub id) for a whole model"
+        )
+        has_config = Path(target).expanduser().joinpath("config.json").exists()
+        checked = "read back and compared" if self.verified else "not read back"
+        done = f"{target}: {format_count(self.num_tensors, 'tensor')}, {format_size(self.num_bytes)}, {checked}"
+        return "\n".join([*self.notes, *left_out, *([] if has_config else [lacking]), done])
 
 
 def convert(
@@ -134,8 +154,22 @@ def convert(
     return run_conversion(settings)
 
 
+def check_conversion(settings: ConvertSettings) -> None:
+    """Raise ConfigError if nothing can be written where the target is to be; reads nothing.
+
+    Example:
+        >>> fs.check_conversion(config)  # doctest: +SKIP
+    """
+    check_writable(Path(settings.target).expanduser().parent, f"target={settings.target}")
+
+
 def run_conversion(settings: ConvertSettings) -> ConvertReport:
-    """Convert as checked settings say; see `convert`."""
+    """Convert as the settings of `fsdp-shard convert` say; see `convert`.
+
+    Example:
+        >>> fs.run_conversion(config).num_tensors  # doctest: +SKIP
+        273
+    """
 
     def find() -> Location:
         return locate(settings.source, base=settings.base, config=settings.config, tokenizer=settings.tokenizer)

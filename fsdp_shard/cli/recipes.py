@@ -33,11 +33,6 @@ def recipe(
 ) -> Callable[[Callable[[C], None]], Recipe[C]]:
     """Make a function of a config into a recipe.
 
-    Example:
-        @recipe(FinetuneConfig)
-        def main(config: FinetuneConfig) -> None:
-            ...
-
     Args:
         schema: A config dataclass of `fsdp_shard.config`, or a dataclass that extends one.
         check: Called with the config once before any rank starts; raises an InputError if a file that the config names
@@ -46,6 +41,10 @@ def recipe(
 
     Returns:
         The decorator.
+
+    Example:
+        >>> @fs.recipe(fs.FinetuneConfig, check=fs.check_finetune, writes_config=True)  # doctest: +SKIP
+        ... def main(config: fs.FinetuneConfig) -> None: ...
     """
     configs.command_of(schema)
     return lambda work: Recipe(schema, work, check, writes_config=writes_config)

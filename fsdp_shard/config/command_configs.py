@@ -80,7 +80,13 @@ class RunConfig:
 
 @dataclass
 class FinetuneConfig(RunConfig):
-    """Fine-tune a causal language model under FSDP."""
+    """Fine-tune a causal language model under FSDP.
+
+    Example:
+        >>> @dataclasses.dataclass  # doctest: +SKIP
+        ... class MyConfig(fs.FinetuneConfig):
+        ...     gamma: float = 2.0  # as gamma=3 on the command line of a copied recipe
+    """
 
     # `shard`, `adapter` and `optim` have the common type of all options of their group; conf/finetune.yaml chooses one.
     command: ClassVar[str] = "finetune"
@@ -152,7 +158,12 @@ class FinetuneConfig(RunConfig):
 
 @dataclass
 class ConvertConfig(RunConfig, ConvertSettings):
-    """Write the weights of any checkpoint in another layout, file size or dtype."""
+    """Write the weights of any checkpoint in another layout, file size or dtype.
+
+    Example:
+        >>> fs.ConvertConfig(source="outputs/run", target="model").max_shard_size
+        '5GB'
+    """
 
     command: ClassVar[str] = "convert"
     headline: ClassVar[tuple[str, ...]] = ("num_bytes", "seconds")
@@ -163,7 +174,12 @@ class ConvertConfig(RunConfig, ConvertSettings):
 
 @dataclass
 class EvaluateConfig(RunConfig, EvaluateSettings):
-    """Evaluate a checkpoint: perplexity on a text, or tasks of lm-evaluation-harness."""
+    """Evaluate a checkpoint: perplexity on a text, or tasks of lm-evaluation-harness.
+
+    Example:
+        >>> fs.EvaluateConfig(checkpoint="outputs/run@best").task
+        'perplexity'
+    """
 
     command: ClassVar[str] = "evaluate"
     headline: ClassVar[tuple[str, ...]] = ("perplexity", "loss", "seconds")
@@ -177,6 +193,10 @@ class GenerateConfig(RunConfig, GenerateSettings):
     """Generate text from a checkpoint, with its blocks dispatched over GPUs, CPU and disk.
 
     Several ranks each load the model, and divide the prompts.
+
+    Example:
+        >>> fs.GenerateConfig(checkpoint="outputs/run", prompt="Once").generation.max_new_tokens
+        64
     """
 
     command: ClassVar[str] = "generate"
@@ -193,7 +213,12 @@ class GenerateConfig(RunConfig, GenerateSettings):
 
 @dataclass
 class PlanConfig(RunConfig, PlanSettings):
-    """Plan the memory that each rank of a run would need, from the config alone."""
+    """Plan the memory that each rank of a run would need, from the config alone.
+
+    Example:
+        >>> fs.PlanConfig().train.micro_batch_size
+        1
+    """
 
     command: ClassVar[str] = "plan"
     headline: ClassVar[tuple[str, ...]] = ("peak_bytes", "fits")
@@ -220,7 +245,12 @@ class PlanConfig(RunConfig, PlanSettings):
 
 @dataclass
 class DoctorConfig(FinetuneConfig):
-    """Dry run of finetune: report the problems that it would hit with these settings."""
+    """Dry run of finetune: report the problems that it would hit with these settings.
+
+    Example:
+        >>> fs.DoctorConfig().resume
+        'auto'
+    """
 
     command: ClassVar[str] = "doctor"
     ranks_are: ClassVar[Ranks] = "planned"

@@ -240,6 +240,9 @@ def write_config(config: RunConfig) -> None:
 
     Raises:
         ConfigError: `run_dir` cannot be written.
+
+    Example:
+        >>> fs.write_config(config)  # doctest: +SKIP
     """
     if config.kept_run_dir is None:
         return

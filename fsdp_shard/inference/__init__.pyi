@@ -11,6 +11,6 @@ from .dispatch import (
     plan_from_config as plan_from_config,
 )
 from .generation.kv_cache_size import KVCacheBudget as KVCacheBudget
-from .generation.text_generation import generate as generate, join_ranks as join_ranks
+from .generation.text_generation import complete_prompts as complete_prompts, join_ranks as join_ranks
 from .offload.mmap_tensors import MappedFiles as MappedFiles
 from .preflight import check_checkpoint as check_checkpoint, check_generation as check_generation

@@ -10,7 +10,11 @@ from fsdp_shard.models import check_model_config
 
 
 def check_checkpoint(source: Location) -> None:
-    """Raise CheckpointError or ModelError unless `source` has weights, whose headers are read, and a config."""
+    """Raise CheckpointError or ModelError unless `source` has weights, whose headers are read, and a config.
+
+    Example:
+        >>> fs.check_checkpoint(config.source)  # doctest: +SKIP
+    """
     check_loadable(source.model_index)
     check_model_config(source.directory)
 
@@ -27,6 +31,9 @@ def check_generation(settings: GenerateSettings, launch: LaunchConfig, run_dir: 
     Raises:
         ConfigError: The settings do not suit the number of ranks.
         DataError: Prompts cannot be read, or the output file cannot be used.
+
+    Example:
+        >>> fs.check_generation(config, config.launch, config.kept_run_dir, config.seed)  # doctest: +SKIP
     """
     num_ranks = max(world_sizes(launch))
     check_standard_input(settings, is_shared=num_ranks > 1 and not shares_memory(launch))

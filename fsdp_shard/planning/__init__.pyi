@@ -1,4 +1,3 @@
 from .config import PlannedDispatchConfig as PlannedDispatchConfig, PlanSettings as PlanSettings
 from .memory import MemoryPlan as MemoryPlan, PlannedRun as PlannedRun, plan_memory as plan_memory
-from .report import figures as figures, plan_report as plan_report
-from .resumed_model import planned_model as planned_model
+from .planned_run import RunPlan as RunPlan, check_plan as check_plan, plan_run as plan_run

@@ -9,23 +9,19 @@ from .checkpoints.resume import (
 )
 from .checkpoints.resume_report import describe_finished as describe_finished
 from .checkpoints.run_lock import LOCK as LOCK, holder as holder
-from .checkpoints.saver import Saver as Saver, open_saver as open_saver
+from .checkpoints.saver import Saver as Saver, new_saver as new_saver
 from .checkpoints.step_saver import BackgroundSave as BackgroundSave
 from .config import TrainConfig as TrainConfig
 from .figures import data_figures as data_figures
 from .finetune_checks import check_finetune as check_finetune
 from .held_out.evaluator import HeldOutEvaluator as HeldOutEvaluator, evaluate_loss as evaluate_loss
-from .held_out.sample_completions import sample_completions as sample_completions
 from .load_model import (
     LoadedModel as LoadedModel,
     LoadFigures as LoadFigures,
     UnfilledModel as UnfilledModel,
-    build_unfilled as build_unfilled,
-    describe_model as describe_model,
     load_sharded as load_sharded,
 )
-from .logging.profiler import StepProfiler as StepProfiler
-from .logging.run_log import RunLog as RunLog, interrupted as interrupted
+from .logging.run_log import RunLog as RunLog
 from .loop import StepReport as StepReport, TrainingRun as TrainingRun, train as train
 from .loss.cross_entropy import cross_entropy as cross_entropy
 from .loss.linear_cross_entropy import (
@@ -38,7 +34,6 @@ from .loss.own_functions import (
     LossFunction as LossFunction,
     MetricsFunction as MetricsFunction,
     OwnFunctions as OwnFunctions,
-    find_loss as find_loss,
 )
 from .model_identity import check_base_model as check_base_model
 from .model_origin import (
@@ -58,9 +53,13 @@ from .peft.config import AdapterConfig as AdapterConfig, LoraConfig as LoraConfi
 from .peft.lora import check_continues as check_continues, inject_lora as inject_lora
 from .peft.qlora import quantize_base as quantize_base
 from .run_setup import (
-    find_start as find_start,
+    RunStart as RunStart,
+    build_unfilled as build_unfilled,
+    finish_run as finish_run,
+    open_data as open_data,
     open_log as open_log,
-    restore_state as restore_state,
+    open_run as open_run,
+    open_saver as open_saver,
     run_files as run_files,
     start_run as start_run,
 )

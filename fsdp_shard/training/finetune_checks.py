@@ -29,6 +29,12 @@ def check_finetune(config: FinetuneSettings) -> None:
     """Raise an InputError for everything that can be found wrong with a run before it starts.
 
     Sets `data.sequence_length` if it is null, so that the ranks, and all that is recorded, have a number.
+
+    Args:
+        config: The settings of `finetune`.
+
+    Example:
+        >>> fs.check_finetune(config)  # doctest: +SKIP
     """
     on_gpu = uses_gpus(config.launch)
     for num_ranks in world_sizes(config.launch):

@@ -129,7 +129,7 @@ class UnfilledModel:
 
 
 @contextmanager
-def build_unfilled(
+def unfilled_model(
     config: ModelConfig,
     source: checkpoint.Location,
     shard: ShardConfig,
@@ -196,9 +196,9 @@ def load_sharded(
 ) -> LoadedModel:
     """Build a model, shard it, and read each rank's shards from the files, as `finetune` does; a collective.
 
-    The arguments and errors are those of `build_unfilled`; `seed` is that of a new adapter's weights.
+    The arguments and errors are those of `unfilled_model`; `seed` is that of a new adapter's weights.
     """
-    with build_unfilled(config, source, shard, adapter, resumed, context) as model:
+    with unfilled_model(config, source, shard, adapter, resumed, context) as model:
         return model.load(shard.shard(model.module, context), seed)
 
 

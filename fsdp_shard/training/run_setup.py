@@ -1,53 +1,84 @@
-"""Starting a training run: its process group, its run directory, and the step that it resumes from."""
+"""The stages of `finetune` around its loop: each is one line of `recipes/finetune.py`."""
+
+from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard.checkpoint import BASE_MODEL, RUN_CONFIG, Location
-from fsdp_shard.data import Dataset
+from fsdp_shard.data import Dataset, Samples, prepare_on_ranks
 from fsdp_shard.distributed import DistributedContext, init_distributed, is_restarted, run_on_main
-from fsdp_shard.models import load_context
+from fsdp_shard.models import load_context, load_tokenizer
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.resume_report import describe_finished, describe_resume
 from fsdp_shard.training.checkpoints.run_lock import run_lock
+from fsdp_shard.training.checkpoints.saver import Saver, new_saver
 from fsdp_shard.training.config import FinetuneSettings
-from fsdp_shard.training.load_model import LoadedModel
+from fsdp_shard.training.figures import data_figures
+from fsdp_shard.training.held_out.sample_completions import sample_completions
+from fsdp_shard.training.load_model import LoadedModel, UnfilledModel, describe_model, unfilled_model
 from fsdp_shard.training.logging.mfu import utilization
-from fsdp_shard.training.logging.run_log import RunLog
+from fsdp_shard.training.logging.profiler import StepProfiler
+from fsdp_shard.training.logging.run_log import RunLog, interrupted
 from fsdp_shard.training.logging.trackers import public_settings
 from fsdp_shard.training.loop import TrainingRun
+from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
-from fsdp_shard.training.model_origin import model_source
+from fsdp_shard.training.model_origin import collect_model_files, data_task, model_source
 from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal
-from fsdp_shard.training.trainer_state import TrainerState
-from fsdp_shard.utils import say
+from fsdp_shard.utils import format_count, keep_freed_memory, say
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run starts: the `source` of its model, and the directory of the `step` to resume from, if any.
+    """Where a run of `finetune` starts, and its ranks.
 
-    `note` says if the model that the run began from could not be compared with `model.path`.
+    Attributes:
+        context: The ranks that train.
+        source: Where config, tokenizer and weights are.
+        step: The directory of the step to resume from, if any.
+        is_finished: Whether the run has ended before, so that nothing is left to do.
+        stop: The signals that ask the run to stop.
+        note: A line if the model that the run began from could not be compared with `model.path`.
+        trust_remote_code: Whether code that comes with the model may run.
     """
 
+    context: DistributedContext
     source: Location
-    step: Path | None
+    step: Path | None = None
+    is_finished: bool = False
+    stop: StopSignal = field(default_factory=StopSignal)
     note: str | None = None
+    trust_remote_code: bool = False
+
+    def open_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Open the tokenizer of `source`."""
+        return load_tokenizer(self.source.tokenizer, self.trust_remote_code)
 
 
 @contextmanager
-def start_run(config: FinetuneSettings) -> Iterator[tuple[DistributedContext, StopSignal]]:
-    """Join the process group, lock the run directory and catch stop signals, until the block ends.
+def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
+    """Join the ranks, lock the run directory, catch signals to stop, and find the step to resume from.
+
+    A collective; rank 0 says so if the run is finished already.
+
+    Args:
+        config: The settings of `finetune`.
 
     Raises:
-        ConfigError: On all ranks: another run uses the directory.
+        ConfigError, CheckpointError: On all ranks: another run uses the directory, or the run cannot be resumed.
+
+    Example:
+        >>> with fs.start_run(config) as start:  # doctest: +SKIP
+        ...     print(start.context.world_size, start.step)
     """
     launch, shard = config.launch, config.shard
     with (
@@ -63,64 +94,133 @@ def start_run(config: FinetuneSettings) -> Iterator[tuple[DistributedContext, St
         run_lock(config.run_dir, context),
         StopSignal() as stop,
     ):
-        yield context, stop
+        if context.device.type == "cpu":
+            keep_freed_memory()  # a tenth of a step's time
+        yield _find_start(config, context, stop)
 
 
-def find_start(config: FinetuneSettings, context: DistributedContext) -> RunStart | None:
-    """Find the step to resume from and verify it; a collective.
-
-    Returns:
-        Where the run starts, or None if it is already finished, which rank 0 says.
-
-    Raises:
-        ConfigError, CheckpointError: On all ranks: the run cannot be resumed.
-    """
-    remote = config.checkpoint.remote
+def _find_start(config: FinetuneSettings, context: DistributedContext, stop: StopSignal) -> RunStart:
+    """Find the step to resume from and verify it; a collective."""
+    remote, trust = config.checkpoint.remote, config.model.trust_remote_code
     step = run_on_main(
         context, lambda: resume.find_step(config.resume, config.run_dir, remote, is_again=is_restarted())
     )
     note = run_on_main(context, lambda: check_base_model(config, step))
+    source = model_source(config, step)
     if step is not None and run_on_main(context, lambda: resume.is_finished(step, config.run_dir, config.train)):
         run_on_main(context, lambda: say(describe_finished(config, step), sys.stderr))
-        return None
+        return RunStart(context, source, step, is_finished=True)
     resume.verify_resumed(step, config.checkpoint, context)
-    return RunStart(model_source(config, step), step, note)
+    return RunStart(context, source, step, stop=stop, note=note, trust_remote_code=trust)
 
 
-def restore_state(
-    start: RunStart, seed: int, data: Dataset, loaded: LoadedModel, optimizer: Optimizer, context: DistributedContext
-) -> TrainerState:
-    """Restore the optimizer and the progress of the run from the step to resume from, if any; a collective.
+def open_data(config: FinetuneSettings, start: RunStart) -> Samples:
+    """Tokenize the data of a run on rank 0, unless it is cached, and open it on every rank; a collective.
 
     Args:
+        config: The settings of `finetune`.
+        start: Its model and ranks.
+
+    Returns:
+        `train`, a `Dataset` in the order in which it is trained; `held_out`, or None; and `notes` for people.
+
+    Raises:
+        DataError, ConfigError: On all ranks: the data cannot be read, or has nothing to train on.
+
+    Example:
+        >>> data = fs.open_data(config, start)  # doctest: +SKIP
+        >>> data.train.batch([0, 1]).input_ids.shape  # doctest: +SKIP
+        (2, 2048)
+    """
+    task = data_task(config.model, start.source)
+    return prepare_on_ranks(config.data, start.open_tokenizer, start.context, task=task, seed=config.seed)
+
+
+def build_unfilled(config: FinetuneSettings, start: RunStart) -> AbstractContextManager[UnfilledModel]:
+    """Build the model of a run on the meta device, with its adapter, and find its weights; a collective.
+
+    Args:
+        config: The settings of `finetune`.
+        start: Where weights or, of the step to resume from, an adapter are.
+
+    Returns:
+        A context manager that keeps the files open. Its value has the `module`, to be sharded, and
+        `load(sharded, seed)`, which reads each rank's own shards.
+
+    Raises:
+        ModelError, ConfigError, CheckpointError: On all ranks: model, weights and adapter do not match.
+
+    Example:
+        >>> with fs.build_unfilled(config, start) as unfilled:  # doctest: +SKIP
+        ...     unfilled.module.model.embed_tokens.requires_grad_(False)
+        ...     loaded = unfilled.load(fs.shard(unfilled.module, start.context), config.seed)
+    """
+    return unfilled_model(config.model, start.source, config.shard, config.adapter, start.step, start.context)
+
+
+def open_run(
+    config: FinetuneSettings, start: RunStart, loaded: LoadedModel, optimizer: Optimizer, dataset: Dataset
+) -> TrainingRun:
+    """Make the run that `train` drives, at the step to resume from, with its optimizer restored; a collective.
+
+    Args:
+        config: The settings of `finetune`.
         start: Where the run starts.
-        seed: Seed of the run.
-        data: The training data.
         loaded: The model.
         optimizer: Its optimizer; its state is filled.
-        context: The ranks.
+        dataset: The training data.
+
+    Returns:
+        The run. `functions` has the loss of `loss=` and the samples of `train.sample_prompts`, if they are set.
 
     Raises:
         ConfigError, CheckpointError: On all ranks: the step was saved with another seed, data or optimizer.
+
+    Example:
+        >>> run = fs.open_run(config, start, loaded, optimizer, data.train)  # doctest: +SKIP
+        >>> run.functions.loss = my_loss  # doctest: +SKIP
     """
-    state = run_on_main(context, lambda: resume.open_trainer(start.step, seed, data.identity))
+    context = start.context
+    state = run_on_main(context, lambda: resume.open_trainer(start.step, config.seed, dataset.identity))
     if start.step is not None:
         resume.restore_optimizer(optimizer, loaded, start.step, context)
-    return state
+    run = TrainingRun(loaded.model, optimizer, dataset, config.train, context, state, start.stop)
+    run.sync_every_micro_batch = config.shard.sync_every_micro_batch
+    run.functions.loss = find_loss(config.loss)
+    run.functions.samples = sample_completions(config, start.open_tokenizer, context)
+    run.profile = StepProfiler(config.train.profile, config.run_dir, context).profile
+    return run
 
 
-def open_log(config: FinetuneSettings, run: TrainingRun, start: RunStart, loaded: LoadedModel) -> RunLog:
-    """Create the log of a run, with its settings for the trackers; open it as a context.
+def open_log(
+    config: FinetuneSettings, run: TrainingRun, start: RunStart, loaded: LoadedModel, notes: Iterable[str] = ()
+) -> RunLog:
+    """Create the log of a run: progress for people, metrics.jsonl, trackers and, at the end, result.json.
 
-    A collective.
+    A collective. Every rank has one; that of rank 0 shows and writes.
+
+    Args:
+        config: The settings of `finetune`.
+        run: The run.
+        start: Where it starts.
+        loaded: The model, which is described first.
+        notes: More lines to show first.
+
+    Returns:
+        The log, to be used as a context manager.
 
     Raises:
         CheckpointError: On all ranks: the step to resume from has no valid settings or position in the data.
+
+    Example:
+        >>> with fs.open_log(config, run, start, loaded) as log:  # doctest: +SKIP
+        ...     log.note("shown once")
     """
     opening = run_on_main(run.context, lambda: _opening(config, run, start))
+    described = describe_model(loaded, config.model, config.shard, run.context)
     settings = public_settings(config) | {"train.steps": run.config.num_steps}
     mfu = utilization(loaded, config.shard.param_dtype, config.data.window_length, run.context)
-    return RunLog(config.run_dir, run, start.step, settings, mfu, opening)
+    return RunLog(config.run_dir, run, start.step, settings, mfu, [*opening, *described, *notes])
 
 
 def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> list[str]:
@@ -131,7 +231,39 @@ def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> lis
         name = config.loss or f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__name__)}"
         lines.append(f"loss={name}, not the cross-entropy: model.chunked_loss is off, as it needs whole logits")
     context = load_context(start.source.directory, config.model.trust_remote_code)
-    return [*lines, *describe_lengths(config.data, context)]
+    lines += describe_lengths(config.data, context)
+    if (epochs := run.config.epochs) is not None:
+        steps = format_count(run.config.num_steps, "step")
+        lines.append(f"train.epochs={epochs:g} of {run.state.samples_per_epoch:,} samples: {steps}")
+    return lines
+
+
+def open_saver(config: FinetuneSettings, run: TrainingRun, start: RunStart, loaded: LoadedModel, log: RunLog) -> Saver:
+    """Create what saves the steps of a run, each with the files that make it a model; a collective.
+
+    What an interrupted save left is deleted, and a step that lacks at `checkpoint.remote` is uploaded.
+
+    Args:
+        config: The settings of `finetune`.
+        run: The run.
+        start: Where it starts.
+        loaded: Its model.
+        log: Reports saves.
+
+    Returns:
+        The saver, to be used as a context manager.
+
+    Raises:
+        RemoteError: A step could not be uploaded.
+
+    Example:
+        >>> with fs.open_saver(config, run, start, loaded, log) as saver:  # doctest: +SKIP
+        ...     saver.save(run.state)
+    """
+    source, adapter = start.source, loaded.adapter
+    files = run_on_main(run.context, lambda: collect_model_files(source, config.model, config.data, adapter))
+    files |= run_files(config, loaded)
+    return new_saver(config.run_dir, config.checkpoint, run.context, loaded, run.optimizer, files, log)
 
 
 def run_files(config: FinetuneSettings, loaded: LoadedModel) -> dict[str, bytes]:
@@ -143,3 +275,24 @@ def run_files(config: FinetuneSettings, loaded: LoadedModel) -> dict[str, bytes]
     files = {RUN_CONFIG: config.to_yaml().encode()}
     # An adapter has its base among its own files.
     return files if loaded.base is None or loaded.adapter is not None else files | {BASE_MODEL: loaded.base.to_json()}
+
+
+def finish_run(config: FinetuneSettings, run: TrainingRun, loaded: LoadedModel, log: RunLog) -> None:
+    """Write result.json, which says that the run is complete.
+
+    Args:
+        config: The settings of `finetune`.
+        run: The run, after its last step, which is saved.
+        loaded: Its model.
+        log: Its log.
+
+    Raises:
+        Interrupted: A signal has ended the run before its last step; the message says how to resume.
+
+    Example:
+        >>> fs.finish_run(config, run, loaded, log)  # doctest: +SKIP
+    """
+    if run.interrupted_by:
+        raise interrupted(run, config.run_dir, config.resume)
+    figures = data_figures(run.dataset, run.state.num_samples, run.state.source_tokens)
+    log.finish(config.model.path, {"num_params": loaded.num_params, "load": asdict(loaded.figures), **figures})

@@ -72,6 +72,9 @@ def write_result(run_dir: str | os.PathLike[str], figures: Mapping[str, Any]) ->
 
     Returns:
         Path of the file.
+
+    Example:
+        >>> fs.write_result(config.run_dir, {"perplexity": 15.06})  # doctest: +SKIP
     """
     path = Path(run_dir) / RESULT
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from fsdp_shard import open_checkpoint
 from tests.support.commands import Done, fsdp_shard
 from tests.support.tiny import save_model
 
-OPTIMIZER = "        optimizer = build_optimizer(config.optim, loaded.model, context)\n"
+OPTIMIZER = "        optimizer = fs.build_optimizer(config.optim, loaded.model, context)\n"
 SHARD = "            sharded = config.shard.shard(unfilled.module, context)\n"
 OWN = '''
 class Counting(torch.optim.SGD):
@@ -33,7 +33,7 @@ def _copy(directory: Path, name: str, optimizer: str) -> None:
     assert text.count(OPTIMIZER) == text.count(SHARD) == 1
     text = text.replace(OPTIMIZER, f"        optimizer = {optimizer}(loaded.model.module.parameters(), lr=1e-3)\n")
     frozen = "            unfilled.module.model.layers[0].requires_grad_(False)\n"
-    text = text.replace(SHARD, frozen + SHARD).replace("@recipe(", f"import torch\n{OWN}\n@recipe(", 1)
+    text = text.replace(SHARD, frozen + SHARD).replace("@fs.recipe(", f"import torch\n{OWN}\n@fs.recipe(", 1)
     (directory / name).write_text(text)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings, generate, load_dispatched
+from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings, complete_prompts, load_dispatched
 from fsdp_shard.models import build_on_meta
 from tests.gpu.child import Bench, apart
 from tests.gpu.device import IS_REHEARSAL, Device, open_device, resident_bytes
@@ -127,7 +127,7 @@ def generation_speeds(directory: str, num_tokens: int) -> dict[str, tuple[float,
             dispatch=DispatchConfig(device_map={"*": _HERE}),
             generation=GenerationSettings(max_new_tokens=num_tokens, batch_size=rows, **options),
         )
-        ours[kind] = float(generate(settings, None, 0)["tokens_per_second"])
+        ours[kind] = float(complete_prompts(settings, None, 0)["tokens_per_second"])
         gc.collect()
         device.reset()
     after = {kind: by_transformers(*each) for kind, each in _KINDS.items()}

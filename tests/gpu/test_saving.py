@@ -25,12 +25,10 @@ from fsdp_shard.training import (
     LoadedModel,
     LoadFigures,
     TrainConfig,
-    TrainingRun,
     build_optimizer,
-    find_start,
     load_sharded,
-    open_saver,
-    restore_state,
+    new_saver,
+    open_run,
     run_files,
     start_run,
     train,
@@ -126,7 +124,7 @@ def saved_steps(job: Job, run_dir: str, num_saves: int) -> tuple[list[float], li
             device.synchronize()
             return time.perf_counter() - began
 
-        with open_saver(run_dir, settings, context, loaded, run.optimizer, files, _Quiet()) as saver:
+        with new_saver(run_dir, settings, context, loaded, run.optimizer, files, _Quiet()) as saver:
             step()
             for number in range(num_saves + 1):  # the first makes the memory of the copies
                 plain += [step() for _ in range(3)]
@@ -171,15 +169,14 @@ def resumable(run_dir: str, path: str, length: int, stop_after: int) -> tuple[li
         checkpoint=CheckpointConfig(every=3),
     )
     data, losses = Job(config_of("100M", layers=4), length).data(), []
-    with start_run(config) as (context, stop):
-        start = find_start(config, context)
-        assert start is not None
+    with start_run(config) as start:
+        context = start.context
         loaded = load_sharded(config.model, config.shard, start.source, context, None, config.seed, start.step)
         optimizer = build_optimizer(config.optim, loaded.model, context)
-        state = restore_state(start, config.seed, data, loaded, optimizer, context)
-        run = TrainingRun(loaded.model, optimizer, data, settings, context, state, stop)
+        run = open_run(config, start, loaded, optimizer, data)
+        state = run.state
         files = run_files(config, loaded) | {"config.json": loaded.model.module.config.to_json_string().encode()}
-        with open_saver(run_dir, config.checkpoint, context, loaded, optimizer, files, _Quiet()) as saver:
+        with new_saver(run_dir, config.checkpoint, context, loaded, optimizer, files, _Quiet()) as saver:
             for report in train(run):
                 losses.append(report.loss)
                 if saver.is_due(state, 6) and state.step < 6:

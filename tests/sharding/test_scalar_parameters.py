@@ -40,7 +40,7 @@ from fsdp_shard.training import (
     OptimConfig,
     TrainerState,
     build_optimizer,
-    open_saver,
+    new_saver,
 )
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assembled
@@ -181,7 +181,7 @@ def save(context: DistributedContext, run_dir: Path, layout: str) -> dict[str, f
     optimizer.step()
     loaded = LoadedModel(model=model, num_params=0, num_blocks=0, aliases={}, figures=LoadFigures(0, 0, 0, 0))
     settings = CheckpointConfig(layout=layout, asynchronous=False)
-    with open_saver(str(run_dir), settings, context, loaded, optimizer, {"config.json": b"{}"}, Quiet()) as saver:
+    with new_saver(str(run_dir), settings, context, loaded, optimizer, {"config.json": b"{}"}, Quiet()) as saver:
         state = TrainerState(0, "none")
         state.advance(1, 1, {}, skipped=False)
         saver.save(state)

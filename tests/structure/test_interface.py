@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import doctest
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import fsdp_shard
+
+_RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
 
 
 @pytest.mark.parametrize("name", fsdp_shard.__all__)
@@ -30,3 +35,28 @@ def test_what_moves_bytes_only_loads_no_torch() -> None:
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("file", _RECIPES, ids=lambda file: file.name)
+def test_recipes_use_public_names_only(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    imported = [one for one in ast.walk(tree) if isinstance(one, (ast.Import, ast.ImportFrom))]
+    ours = {ast.unparse(one) for one in imported if "fsdp_shard" in ast.unparse(one)}
+    assert ours <= {"import fsdp_shard as fs", "from fsdp_shard import doctor"}
+    used = {
+        one.attr
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id == "fs"
+    }
+    assert used
+    assert used <= set(fsdp_shard.__all__)
+    (main,) = (one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == "main")
+    assert main.end_lineno is not None
+    assert main.end_lineno - main.lineno < 60, "it fits a screen"
+
+
+def test_examples_of_configs_run() -> None:
+    for name in ("ConvertConfig", "DoctorConfig", "EvaluateConfig", "GenerateConfig", "PlanConfig"):
+        (found,) = doctest.DocTestFinder(recurse=False).find(getattr(fsdp_shard, name), name, globs={"fs": fsdp_shard})
+        result = doctest.DocTestRunner().run(found)
+        assert (result.attempted, result.failed) == (1, 0)

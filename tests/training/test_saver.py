@@ -28,7 +28,7 @@ from fsdp_shard.checkpoint import (
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ConfigError, SaveError, StorageError
 from fsdp_shard.models import tied_names
-from fsdp_shard.training import Saver, open_saver
+from fsdp_shard.training import Saver, new_saver
 from fsdp_shard.training.checkpoints.resume import check_optimizer, find_step
 from fsdp_shard.training.load_model import LoadedModel, LoadFigures
 from fsdp_shard.training.trainer_state import TrainerState
@@ -50,7 +50,7 @@ class Training:
         )
         config = CheckpointConfig(**settings)
         beside = {"config.json": b"{}"}
-        self.saver: Saver = open_saver(str(run_dir), config, context, loaded, self.optimizer, beside, self)
+        self.saver: Saver = new_saver(str(run_dir), config, context, loaded, self.optimizer, beside, self)
 
     def note(self, lines: str) -> None:
         self.told.append(lines)

@@ -23,13 +23,18 @@ _write = partial(print, end="", flush=True)
 
 
 def join_ranks(launch: LaunchConfig, tensor_parallel: int) -> AbstractContextManager[DistributedContext | None]:
-    """The ranks that divide the prompts, and each layer if `tensor_parallel` > 1; None for a single process."""
+    """The ranks that divide the prompts, and each layer if `tensor_parallel` > 1; None for a single process.
+
+    Example:
+        >>> with fs.join_ranks(config.launch, config.tensor_parallel) as context:  # doctest: +SKIP
+        ...     print(context is None or context.is_main)
+    """
     if max(world_sizes(launch)) == 1:
         return nullcontext()
     return init_distributed(launch.device, timeout_seconds=launch.timeout_seconds, tensor_parallel=tensor_parallel)
 
 
-def generate(
+def complete_prompts(
     settings: GenerateSettings, run_dir: str | None, seed: int, context: DistributedContext | None = None
 ) -> dict[str, Any]:
     """Complete the prompts into a file, or hold a conversation on the terminal.
@@ -43,6 +48,10 @@ def generate(
 
     Returns:
         The figures of result.json; of all ranks on rank 0, of little use elsewhere.
+
+    Example:
+        >>> fs.complete_prompts(config, config.run_dir, config.seed)["tokens_per_second"]  # doctest: +SKIP
+        41.7
     """
     source, is_main = settings.source, context is None or context.is_main
     log: Log = say if is_main else lambda text: None

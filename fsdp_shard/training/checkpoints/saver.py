@@ -80,7 +80,7 @@ class Saver(StepSaver):
             run_on_main(self._context, lambda: self._committer.mark_best(state.step))
 
 
-def open_saver(
+def new_saver(
     run_dir: str,
     config: checkpoint.CheckpointConfig,
     context: DistributedContext,

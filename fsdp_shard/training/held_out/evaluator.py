@@ -54,6 +54,11 @@ class HeldOutEvaluator:
         run: The run.
         held_out: The samples, of which the first `train.eval_windows` are used; None computes no loss.
         log: Receives the evaluations.
+
+    Example:
+        >>> evaluator = fs.HeldOutEvaluator(run, data.held_out, log)  # doctest: +SKIP
+        >>> for report in fs.train(run):  # doctest: +SKIP
+        ...     evaluator.after_step()
     """
 
     def __init__(self, run: TrainingRun, held_out: MapDataset | None, log: EvaluationLog) -> None:

@@ -73,11 +73,6 @@ class RunLog:
         self._progress = Progress(config.num_steps, state.step, config.log_every, enabled=self._is_main)
         self._exit.callback(self._progress.close)
         self.note(self._opening)
-        if config.epochs is not None:
-            self.note(
-                f"train.epochs={config.epochs:g} of {state.samples_per_epoch:,} samples: "
-                f"{format_count(config.num_steps, 'step')}"
-            )
         names = config.trackers if self._is_main else []
         trackers = Trackers(names, config.tracker_project, self._run_dir, self._settings, self.note)
         self._trackers = self._exit.enter_context(trackers)

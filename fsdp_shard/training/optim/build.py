@@ -23,6 +23,9 @@ def build_optimizer(config: OptimConfig, model: ShardedModel, context: Distribut
 
     Raises:
         ConfigError: The optimizer needs full parameters, but layers or experts are divided over ranks.
+
+    Example:
+        >>> optimizer = fs.build_optimizer(config.optim, loaded.model, start.context)  # doctest: +SKIP
     """
     shards = {name: shard for name, shard in model.local_shards().items() if isinstance(shard.tensor, nn.Parameter)}
     shapes = {name: shard.shape for name, shard in shards.items()}
