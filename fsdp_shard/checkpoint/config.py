@@ -137,8 +137,9 @@ class ConvertSettings(SourceSettings):
     )
     nest: str | None = setting(
         None,
-        "Key for the tensors of format=dcp, such as model for programs that load {'model': state_dict}, as accelerate "
-        "does. null: none.",
+        "Keys for the tensors of format=dcp, with dots between them: model for programs that load "
+        "{'model': state_dict}, as accelerate does; app.model for the AppState of torch's tutorial, saved as "
+        "{'app': AppState(...)}. null: none, as torchtitan loads them.",
     )
     dtype: str = setting(
         "keep",
@@ -171,8 +172,11 @@ class ConvertSettings(SourceSettings):
             raise ConfigError(
                 f"{prefix}max_shard_size is for format=huggingface; format={self.format} writes one file per rank."
             )
-        if self.nest is not None and (self.format != "dcp" or not self.nest):
-            raise ConfigError(f"{prefix}nest={self.nest!r} needs format=dcp and a key, such as nest=model.")
+        if self.nest is not None and (self.format != "dcp" or not all(self.nest.split("."))):
+            raise ConfigError(
+                f"{prefix}nest={self.nest!r} needs format=dcp and keys, such as nest=model or nest=app.model; leave it "
+                "out for a state dict that is not nested."
+            )
         if self.overwrite and not self.sync:
             raise ConfigError(
                 f"{prefix}overwrite=true needs {prefix}sync=true: a power failure could destroy the new checkpoint "

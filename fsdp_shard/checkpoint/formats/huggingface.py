@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.formats.dcp_safetensors import INFO_KEY, refuse_parts
+from fsdp_shard.checkpoint.formats.dcp.dcp_safetensors import INFO_KEY, refuse_parts
 from fsdp_shard.checkpoint.formats.several_files import add_entry
 from fsdp_shard.checkpoint.index import TensorIndex, aliases_in
 from fsdp_shard.checkpoint.io import TensorSpec, has_file, member, read_header

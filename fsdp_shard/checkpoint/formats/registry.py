@@ -62,16 +62,17 @@ class Writer(Protocol):
 FORMATS = (
     "native_sharded",
     "peft",
-    "dcp_safetensors",
+    "dcp.dcp_safetensors",
     "huggingface",
-    "dcp",
+    "dcp.dcp_reader",
     "gguf",
     "deepspeed",
     "torch_rank_files",
+    "torch_checkpointing",
     "torch_file",
 )
 # The values of `ConvertSettings.format` -> the modules that write them.
-WRITERS = {"huggingface": "huggingface", "sharded": "native_sharded", "dcp": "dcp"}
+WRITERS = {"huggingface": "huggingface", "sharded": "native_sharded", "dcp": "dcp.dcp_reader"}
 
 
 def recognize(path: Path) -> Format | None:

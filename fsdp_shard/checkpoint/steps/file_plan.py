@@ -57,8 +57,8 @@ class Extent:
 class WriteRequest:
     """What to write, for any format; each uses what applies to it, and `ConvertSettings.check` refuses the rest.
 
-    `ranks` is None if the user gave no number; `nest` is a key to put the tensors under (`model`). `phases` has the
-    offset in its source file of each tensor that is copied unchanged (see `build_header`).
+    `ranks` is None if the user gave no number; `nest` has the keys to put the tensors under (`app.model`). `phases` has
+    the offset in its source file of each tensor that is copied unchanged (see `build_header`).
     """
 
     max_shard_bytes: int | None

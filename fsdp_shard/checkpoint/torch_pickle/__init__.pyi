@@ -11,7 +11,7 @@ from .metadata_classes import (
     text as text,
 )
 from .pickler import Call as Call, Global as Global, Instance as Instance, Items as Items, dumps as dumps
-from .placements import local_boxes as local_boxes, local_spans as local_spans
+from .placements import Placement as Placement, local_boxes as local_boxes, local_spans as local_spans
 from .state_dict import (
     extra_of as extra_of,
     plain_entry as plain_entry,

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -109,12 +110,15 @@ def test_a_state_dict_without_nesting(tmp_path: Path) -> None:
         assert {kind: extra.num_tensors for kind, extra in index.extras.items()} == {"optimizer": 2, "other": 1}
 
 
-@pytest.mark.parametrize(("ranks", "nest"), [(None, None), (3, "model")])
+@pytest.mark.parametrize(("ranks", "nest"), [(None, None), (3, "model"), (2, "app.model")])
 def test_torch_loads_what_we_write(tmp_path: Path, ranks: int | None, nest: str | None) -> None:
     write_huggingface(tmp_path / "source", plain())
     convert(tmp_path / "source", tmp_path / "dcp", format="dcp", ranks=ranks, nest=nest)
     found = {name: torch.empty_like(tensor) for name, tensor in plain().items()}
-    quietly(lambda: dcp.load({nest: found} if nest else found, checkpoint_id=tmp_path / "dcp"))
+    state: dict[str, Any] = found
+    for key in reversed(nest.split(".") if nest else []):
+        state = {key: state}
+    quietly(lambda: dcp.load(state, checkpoint_id=tmp_path / "dcp"))
     for name, tensor in plain().items():
         assert torch.equal(
             found[name].view(torch.uint8) if tensor.dim() else found[name],
@@ -126,6 +130,18 @@ def test_torch_loads_what_we_write(tmp_path: Path, ranks: int | None, nest: str 
     with open_checkpoint(tmp_path / "dcp") as index:
         assert_same(index, plain())
         assert index.world_size == (ranks or 1)
+
+
+def test_the_nesting_is_that_of_the_keys(tmp_path: Path) -> None:
+    """torch's own converter makes nested dictionaries of what `.metadata` says of the keys."""
+    weights = Mlp().state_dict()
+    write_huggingface(tmp_path / "source", weights)
+    convert(tmp_path / "source", tmp_path / "dcp", format="dcp", nest="app.model")
+    quietly(lambda: dcp_to_torch_save(tmp_path / "dcp", tmp_path / "file.pt"))
+    found = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert found.keys() == {"app"}
+    assert found["app"].keys() == {"model"}
+    assert all(torch.equal(found["app"]["model"][name], tensor) for name, tensor in weights.items())
 
 
 def load_on_ranks(context: DistributedContext, root: Path) -> dict[str, torch.Tensor]:
@@ -192,6 +208,9 @@ def test_settings_of_other_formats_are_refused(tmp_path: Path) -> None:
     write_huggingface(tmp_path / "source", {"a": torch.ones(2)})
     with pytest.raises(ConfigError, match="nest='model' needs format=dcp"):
         convert(tmp_path / "source", tmp_path / "x", nest="model")
+    for nest in ("", "app.", ".model", "app..model"):
+        with pytest.raises(ConfigError, match="needs format=dcp and keys"):
+            convert(tmp_path / "source", tmp_path / "x", format="dcp", nest=nest)
     with pytest.raises(ConfigError, match="max_shard_size is for format=huggingface"):
         convert(tmp_path / "source", tmp_path / "x", format="dcp", max_shard_size="1MB")
 

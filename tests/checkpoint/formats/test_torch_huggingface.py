@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from fsdp_shard.checkpoint.conversion import convert
-from fsdp_shard.checkpoint.formats.dcp_safetensors import INFO_KEY, parse_name
+from fsdp_shard.checkpoint.formats.dcp.dcp_safetensors import INFO_KEY, parse_name
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError

@@ -6,9 +6,10 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import gguf
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -127,6 +128,60 @@ def _save_rank(context: DistributedContext, root: Path, state: dict[str, torch.T
     torch.save(sharded, root / f"model_world_size_{context.world_size}_rank_{context.rank}.pt")
 
 
+def _torch_checkpointing(root: Path) -> None:
+    """As torch_checkpointing 0.1.1 leaves 2 ranks with a resharder, which is not needed for it: see `_describe`."""
+    _model_files(root)
+    on_ranks(2, _save_items, root, _state())
+
+
+def _save_items(context: DistributedContext, root: Path, state: dict[str, torch.Tensor]) -> None:
+    """The model as safetensors of local tensors, the optimizer by torch.save, and what describes both."""
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    model = {name: distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None) for name, tensor in state.items()}
+    optimizer = {"state": {name: {"exp_avg": torch.zeros_like(tensor)} for name, tensor in model.items()}}
+    files = [f"part-{rank}.safetensors" for rank in range(context.world_size)]
+    save_file({name: tensor.to_local().contiguous() for name, tensor in model.items()}, root / files[context.rank])
+    torch.save(optimizer, root / f"optimizer_{context.rank}.pt")
+    if context.rank == 0:
+        moments = {f'["state","{name}","exp_avg"]': tensor for name, tensor in model.items()}
+        document = {
+            "metadata": {
+                "model": _describe({f'["{name}"]': tensor for name, tensor in model.items()}, files),
+                "optimizer": _describe(moments, [None] * context.world_size),
+            },
+            "world_size": context.world_size,
+            "version": "2.0",
+        }
+        (root / "metadata.pkl").write_bytes(pickle.dumps(document))
+
+
+def _describe(tensors: dict[str, Any], files: Sequence[str | None]) -> dict[str, Any]:
+    """An item in its `metadata.pkl`, as in tests/checkpoint/formats/by_torch_checkpointing, which it wrote itself."""
+    ranks = tuple(range(len(files)))
+    mesh = {"device_type": "cpu", "mesh_shape": (len(files),), "mesh_data": ranks, "mesh_dim_names": None}
+    found = {
+        path: {
+            "global_shape": list(tensor.shape),
+            "dtype": str(tensor.dtype),
+            "stride": list(tensor.stride()),
+            "mesh_spec": mesh,
+            "placements": [{"type": "Shard", "dim": 0}],
+        }
+        for path, tensor in tensors.items()
+    }
+    layouts = [
+        {"file_path": file, "serialization_format": {"type": "SafetensorsSerialization"}} if file else None
+        for file in files
+    ]
+    return {
+        "nested_path_to_metadata": {
+            path: [{"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": ranks}]
+            for path, data in found.items()
+        },
+        "rank_to_layout_info": dict(enumerate(layouts)),
+    }
+
+
 def _torch_huggingface(root: Path) -> None:
     """safetensors files of 2 ranks, by torch's writer."""
     _model_files(root)
@@ -231,6 +286,7 @@ BASES: dict[str, Callable[[Path], None]] = {
     "legacy": _legacy,
     "dcp": _dcp,
     "torch-ranks": _torch_ranks,
+    "torch-checkpointing": _torch_checkpointing,
     "torch-huggingface": _torch_huggingface,
     "deepspeed": _deepspeed,
     "gguf": _gguf,

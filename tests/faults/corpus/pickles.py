@@ -24,7 +24,7 @@ NAMES = [
     *("model.safetensors.index.json", "pytorch_model.bin.index.json", "manifest.json", "trainer.json", "config.json"),
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"),
     *("merges.txt", "special_tokens_map.json", "shard-00000-of-00001.safetensors", "model.gguf", "model.pkl"),
-    *("model.npy", "model.npz"),
+    *("model.npy", "model.npz", "metadata.pkl", "model_0.pt"),
 ]
 
 

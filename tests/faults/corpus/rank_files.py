@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -218,6 +219,82 @@ _TORCH_HF: dict[str, Damage] = {
 }
 
 
+def _described(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    """What `metadata.pkl` says of the item `model`, changed in place; or as `change` returns it."""
+
+    def apply(root: Path) -> None:
+        document = pickle.loads((root / "metadata.pkl").read_bytes())
+        changed = change(document["metadata"]["model"])
+        if isinstance(changed, dict):
+            document["metadata"]["model"] = changed
+        (root / "metadata.pkl").write_bytes(pickle.dumps(document))
+
+    return apply
+
+
+def _data(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    """How a tensor is sharded."""
+    path = f'["{_NAME}"]'
+    return _described(
+        lambda item: change(item["nested_path_to_metadata"][path][0]["sharding_metadata"]["data"]) and None
+    )
+
+
+def _layout(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    return _described(lambda item: change(item["rank_to_layout_info"][1]) and None)
+
+
+def _repeated(item: dict[str, Any]) -> dict[str, Any]:
+    """One list of groups of many ranks, under many paths: a pickle has it once."""
+    (groups,) = list(item["nested_path_to_metadata"].values())[:1]
+    many = tuple(range(100_000))
+    group = {**groups[0], "ranks": many}
+    groups = [group] * 1000
+    return {**item, "nested_path_to_metadata": {f'["{number}"]': groups for number in range(20_000)}}
+
+
+_PART = "part-1.safetensors"
+_CHECKPOINTING: dict[str, Damage] = {
+    "a rank gone": edits.gone(_PART),
+    "a rank cut short": edits.cut(_PART, -100),
+    "a rank empty": edits.content(_PART, b""),
+    "a rank a FIFO": edits.fifo(_PART),
+    "metadata cut short": edits.cut("metadata.pkl", 5000),
+    "a file outside": _layout(lambda layout: layout.update(file_path="../part.safetensors")),
+    "a file by its whole path": _layout(lambda layout: layout.update(file_path="/etc/hostname")),
+    "a file of a number": _layout(lambda layout: layout.update(file_path=5)),
+    "a file of another rank": _layout(lambda layout: layout.update(file_path="part-0.safetensors")),
+    "another serialization": _layout(lambda layout: layout.update(serialization_format={"type": "TorchSerialization"})),
+    "a serialization null": _layout(lambda layout: layout.update(serialization_format=None)),
+    "no layouts": _described(lambda item: item.update(rank_to_layout_info=None)),
+    "no tensors": _described(lambda item: item.update(nested_path_to_metadata={})),
+    "tensors a list": _described(lambda item: item.update(nested_path_to_metadata=[])),
+    "a path deep": _described(lambda item: item["nested_path_to_metadata"].update({DEEP: []})),
+    "a path of 5,000 digits": _described(lambda item: item["nested_path_to_metadata"].update({f"[{DIGITS}]": []})),
+    "many paths with one list": _described(_repeated),
+    "a shape of 2^70": _data(lambda data: data.update(global_shape=[2**70, 85])),
+    "a shape of texts": _data(lambda data: data.update(global_shape=["x"])),
+    "a shape of one dimension": _data(lambda data: data.update(global_shape=[36])),
+    "a wider shape": _data(lambda data: data.update(global_shape=[72, 85])),
+    "a dtype of nothing": _data(lambda data: data.update(dtype="torch.float31")),
+    "another dtype": _data(lambda data: data.update(dtype="torch.int32")),
+    "a mesh null": _data(lambda data: data.update(mesh_spec=None)),
+    "a mesh of other ranks": _data(lambda data: data.update(mesh_spec={"mesh_shape": (2,), "mesh_data": (1, 2)})),
+    "a mesh of one rank twice": _data(lambda data: data.update(mesh_spec={"mesh_shape": (2,), "mesh_data": (0, 0)})),
+    "a mesh of 10^6 ranks": _data(
+        lambda data: data.update(mesh_spec={"mesh_shape": (10**6,), "mesh_data": tuple(range(10**6))})
+    ),
+    "placements null": _data(lambda data: data.update(placements=None)),
+    "placements partial": _data(lambda data: data.update(placements=[{"type": "Partial"}])),
+    "a shard of dimension 9": _data(lambda data: data.update(placements=[{"type": "Shard", "dim": 9}])),
+    "a shard of 0 parts": _data(
+        lambda data: data.update(placements=[{"type": "StridedShard", "dim": 0, "split_factor": 0}])
+    ),
+    "a shard of dimension -1": _data(lambda data: data.update(placements=[{"type": "Shard", "dim": -1}])),
+    "replicated": _data(lambda data: data.update(placements=[{"type": "Replicate"}])),
+}
+
+
 def _linked(root: Path) -> None:
     """A rank's file is a link to another one's, inside the directory."""
     (root / _TORCH).unlink()
@@ -229,5 +306,6 @@ CASES = [
     *(Case(f"ours: {name}", damaged("sharded", damage), damages="storages") for name, damage in _FILES.items()),
     *(Case(f"torch.save: {name}", damaged("torch-ranks", damage)) for name, damage in _TORCH_RANKS.items()),
     Case("torch.save: a rank a link to another", damaged("torch-ranks", _linked)),
+    *(Case(f"items: {name}", damaged("torch-checkpointing", damage)) for name, damage in _CHECKPOINTING.items()),
     *(Case(f"safetensors: {name}", damaged("torch-huggingface", damage)) for name, damage in _TORCH_HF.items()),
 ]

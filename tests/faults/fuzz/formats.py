@@ -77,6 +77,14 @@ FORMATS: dict[str, Format] = {
     ),
     "dcp": Format("dcp", (Part(".metadata", "pickle"), Part("__0_0.distcp", "binary"))),
     "torch ranks": Format("torch-ranks", (Part(_RANK, "pickle", "zip:data.pkl"), Part(_RANK, "binary"))),
+    "torch checkpointing": Format(
+        "torch-checkpointing",
+        (
+            Part("metadata.pkl", "pickle"),
+            Part("part-1.safetensors", "json", "header"),
+            Part("optimizer_1.pt", "pickle", "zip:data.pkl"),
+        ),
+    ),
     "torch huggingface": Format(
         "torch-huggingface", (Part(_HF, "json", "header"), Part(_HF, "json", "metadata:DCP_SHARDING_INFO"))
     ),

@@ -71,7 +71,8 @@ def _metadata(
     """The `Metadata` object that `dcp.load` reads."""
     by_name = {spec.name: spec for spec in specs}
     stored = {name: name for name in by_name} | dict(aliases)
-    keys = {name: f"{nest}.{name}" if nest else name for name in stored}
+    outer = tuple(nest.split(".")) if nest else ()
+    keys = {name: ".".join((*outer, name)) for name in stored}
     storage = [
         (_index(keys[name], chunk, number), _storage(chunk))
         for name, target in stored.items()
@@ -79,7 +80,7 @@ def _metadata(
     ]
     state = {
         "state_dict_metadata": {keys[name]: _tensor(by_name[kept], chunks[kept]) for name, kept in stored.items()},
-        "planner_data": {keys[name]: (nest, name) if nest else (name,) for name in stored},
+        "planner_data": {keys[name]: (*outer, name) for name in stored},
         "storage_data": Items(tuple(storage)),
         "storage_meta": None,
         "version": "1.0.0",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_shard.checkpoint import torch_pickle
-from fsdp_shard.checkpoint.formats.dcp_writer import plan_dcp as plan
+from fsdp_shard.checkpoint.formats.dcp.dcp_writer import plan_dcp as plan
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import Checksum, find_torch_name, has_file, itemsize, member
 from fsdp_shard.checkpoint.steps import DCP_METADATA

@@ -1,0 +1,1 @@
+"""What `torch.distributed.checkpoint` writes: directories with `.metadata`, and rank files of safetensors."""
