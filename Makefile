@@ -44,7 +44,7 @@ slow: faults
 	@$(VENV)/bin/python -m pytest -q -m slow --timeout 1500
 
 faults: $(STAMP)
-	@FAULTS=long $(VENV)/bin/python -m pytest -q -s --timeout 1500 tests/faults
+	@FAULTS=long $(VENV)/bin/python -m pytest -q -s --timeout 1500 tests/faults tests/end_to_end/test_own_loop.py
 
 # On a machine that is there for its GPU: no install, no network. $(VENV) is used if there is one and PYTHON is not given.
 gpu:

@@ -2,7 +2,7 @@
 
     python benchmarks/checkpointer.py --work /big/disk/bench --kills 20
 
-All sides (`checkpointers.py`) train the same model from a config, on two gloo ranks under `fully_shard` with AdamW,
+All sides (`checkpointers/`) train the same model from a config, on two gloo ranks under `fully_shard` with AdamW,
 unless their note says otherwise. For each side:
 
 - kills: all ranks, and what they have started, get SIGKILL at a random moment of a run that saves every few steps, and

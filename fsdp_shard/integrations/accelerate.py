@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Iterator
 from types import TracebackType
@@ -18,14 +17,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from fsdp_shard.errors import CheckpointError, ConfigError
+from fsdp_shard.integrations.resumption import data_of, has_length, report, require_same_data
 from fsdp_shard.training import Checkpointer, Restored, random_state, restore_random_state
 
-_logger = logging.getLogger("fsdp_shard")
-_NAMES = {
-    "global_batch_size": "the global batch size (of a batch of all ranks x gradient_accumulation_steps)",
-    "num_samples": "the number of samples",
-    "seed": "the seed of their order",
-}
+_FACTORS = "of a batch of all ranks x gradient_accumulation_steps"
 
 
 class AcceleratorCheckpointer:
@@ -136,14 +131,7 @@ class AcceleratorCheckpointer:
                 f"Step {step} was to be saved while gradients are accumulated, which are not saved; save when "
                 f"accelerator.sync_gradients is True."
             )
-        self._checkpointer.save(
-            step,
-            self._models,
-            self._optimizers,
-            **self._arguments(extra),
-            extra_per_rank=extra_per_rank,
-            metrics=metrics,
-        )
+        self._checkpointer.save(step, **self._arguments(extra), extra_per_rank=extra_per_rank, metrics=metrics)
 
     def save_on_signal(self, step: int, *, extra: Any = None, extra_per_rank: Any = None, metrics: Any = None) -> bool:
         """Save a step if a rank was asked to stop, as `Checkpointer.save_on_signal` does; True ends the loop.
@@ -153,12 +141,7 @@ class AcceleratorCheckpointer:
         if not self._accelerator.sync_gradients:
             return False
         return self._checkpointer.save_on_signal(
-            step,
-            self._models,
-            self._optimizers,
-            **self._arguments(extra),
-            extra_per_rank=extra_per_rank,
-            metrics=metrics,
+            step, **self._arguments(extra), extra_per_rank=extra_per_rank, metrics=metrics
         )
 
     def restore(self, *, step: int | str = "latest") -> Restored | None:
@@ -176,14 +159,8 @@ class AcceleratorCheckpointer:
         restored = self._checkpointer.restore(self._models, self._optimizers, step=step, **self._states)
         if restored is None:
             return None
-        kept, now = restored.extra, self._data()
-        for name, before in kept["data"].items():
-            if now.get(name) != before:
-                raise CheckpointError(
-                    f"{restored.directory} was saved with {_NAMES[name]} {before}, and now it is {now.get(name)}: the "
-                    f"batches that follow would be others. Use the same, or begin a new run with its weights."
-                )
-        num_processes = self._accelerator.num_processes
+        require_same_data(restored, self._data(), _FACTORS)
+        kept, num_processes = restored.extra, self._accelerator.num_processes
         if kept["num_processes"] != num_processes and any(map(_steps_for_each_process, self._schedulers)):
             raise CheckpointError(
                 f"{restored.directory} was saved by {kept['num_processes']} processes, and now there are "
@@ -194,13 +171,8 @@ class AcceleratorCheckpointer:
         self._epoch, self._next_batch = kept["epoch"], 0
         if self._loader is not None:
             self._next_batch = kept["next_sample"] // _total_batch_size(self._loader)
-        if not restored.has_random_state:
-            _logger.warning(
-                "%s was saved by another number of ranks: the random state of each rank (dropout) begins anew.",
-                restored.directory,
-            )
         self._random = random_state() if restored.has_random_state and self._next_batch else None
-        _logger.info("resumed from %s", restored.directory)
+        report(restored)
         return dataclasses.replace(restored, extra=kept["extra"])
 
     def wait(self) -> None:
@@ -231,18 +203,13 @@ class AcceleratorCheckpointer:
             "num_processes": self._accelerator.num_processes,
             "extra": extra,
         }
-        return {"extra": kept, **self._states}
+        return {"model": self._models, "optimizer": self._optimizers, "extra": kept, **self._states}
 
     def _data(self) -> dict[str, Any]:
         """What the batches of a run depend on."""
-        loader: Any = self._loader
-        if loader is None:
+        if self._loader is None:
             return {}
-        return {
-            "global_batch_size": _total_batch_size(loader) * self._accelerator.gradient_accumulation_steps,
-            "num_samples": len(loader.dataset) if has_length(loader.dataset) else None,
-            "seed": getattr(get_sampler(loader), "initial_seed", None),
-        }
+        return data_of(self._loader, _total_batch_size(self._loader) * self._accelerator.gradient_accumulation_steps)
 
 
 def _check_loader(loader: Any) -> None:
@@ -277,12 +244,3 @@ def _numbered(name: str, objects: list[Any]) -> Any:
     if len(objects) <= 1:
         return objects[0] if objects else None
     return {f"{name}_{number}": one for number, one in enumerate(objects)}
-
-
-def has_length(data: Any) -> bool:
-    """Whether a data set or a loader has a length: a DataLoader has `__len__` in any case."""
-    try:
-        len(data)
-    except (TypeError, NotImplementedError):
-        return False
-    return True

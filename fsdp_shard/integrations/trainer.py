@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import os
-import signal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,17 +18,15 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import has_length
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.import_utils import is_peft_available
 
 from fsdp_shard.checkpoint import CHECKPOINTS, CheckpointConfig, RemoteStore, Store, fetch_latest
 from fsdp_shard.distributed import current_ranks, run_on_main
-from fsdp_shard.errors import CheckpointError, ConfigError, FsdpShardError, Interrupted
+from fsdp_shard.errors import CheckpointError, ConfigError, FsdpShardError
+from fsdp_shard.integrations.resumption import check_every, data_of, has_length, report, require_same_data, stopped
 from fsdp_shard.training import Checkpointer, Restored, random_state, restore_random_state
 from fsdp_shard.utils import parse_json, read_bounded
-
-_logger = logging.getLogger("fsdp_shard")
 
 # Settings of TrainingArguments that would save beside the callback, be ignored, or lose the position in the data.
 _REFUSED = {
@@ -43,12 +39,7 @@ _REFUSED = {
     "auto_find_batch_size": (False, "a resumed run may see other batches"),
 }
 
-_NAMES = {
-    "global_batch_size": "the global batch size (per_device_train_batch_size x gradient_accumulation_steps x ranks)",
-    "steps_per_epoch": "the number of steps of an epoch",
-    "num_samples": "the number of samples",
-    "seed": "the seed of their order",
-}
+_FACTORS = "per_device_train_batch_size x gradient_accumulation_steps x ranks"
 _NOTHING = "none.safetensors"
 
 
@@ -82,8 +73,7 @@ class CheckpointerCallback(TrainerCallback):
         monitor: str | None = None,
         **settings: Any,
     ) -> None:
-        if every is not None and (type(every) is not int or every < 1):
-            raise ConfigError(f"every={every!r} is neither a number of steps of at least 1 nor None.")
+        check_every(every)
         if "processor" in settings:
             raise ConfigError(
                 "processor is not a setting of CheckpointerCallback: it saves the Trainer's processing_class."
@@ -202,11 +192,7 @@ class CheckpointerCallback(TrainerCallback):
             self._save(state, given, arguments)
         if checkpointer.save_on_signal(step, given["model"], given["optimizer"], **arguments):
             self._finish()
-            raise Interrupted(
-                f"The run was asked to stop; step {step} is saved in {self._path}, and the same call of train "
-                f"resumes it.",
-                signal_number=signal.SIGTERM,
-            )
+            raise stopped(step, self._path, "train")
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Save the last step, and wait for it."""
@@ -245,41 +231,27 @@ class CheckpointerCallback(TrainerCallback):
 
     def _resume(self, args: TrainingArguments, loader: Any, restored: Restored) -> None:
         now = self._data(args, loader)
-        for name, before in restored.extra["data"].items():
-            if now[name] != before:
-                raise CheckpointError(
-                    f"{restored.directory} was saved with {_NAMES[name]} {before}, and now it is {now[name]}: the "
-                    f"batches that follow would be others. Use the same, or begin a new run with its weights."
-                )
+        require_same_data(restored, now, _FACTORS)
         if restored.extra["epoch"] != _epoch(restored.step, now["steps_per_epoch"]):
             raise CheckpointError(
                 f"{restored.directory} was saved in epoch {restored.extra['epoch']} (from 0), where the Trainer finds "
                 f"step {restored.step} in another one: an epoch was ended early, or an IterableDataset before "
                 f"max_steps. The Trainer cannot find that position again; begin a new run with its weights."
             )
-        if not restored.has_random_state:
-            if not (restored.extra["is_of_any_ranks"] and _is_of_any_ranks(args, loader)):
-                raise CheckpointError(
-                    f"{restored.directory} was saved by another number of ranks, and the order of this training data "
-                    f"depends on them. Resume it on as many ranks."
-                )
-            _logger.warning(
-                "%s was saved by another number of ranks: the random state of each rank (dropout) begins anew.",
-                restored.directory,
-            )
-        else:
+        if restored.has_random_state:
             self._step_random, self._epoch_random = random_state(), restored.extra_per_rank
-        _logger.info("resumed from %s", restored.directory)
+        elif not (restored.extra["is_of_any_ranks"] and _is_of_any_ranks(args, loader)):
+            raise CheckpointError(
+                f"{restored.directory} was saved by another number of ranks, and the order of this training data "
+                f"depends on them. Resume it on as many ranks."
+            )
+        report(restored)
 
     def _data(self, args: TrainingArguments, loader: Any) -> dict[str, Any]:
         """What the batches of a run depend on."""
         assert self._trainer is not None
-        return {
-            "global_batch_size": self._trainer.get_total_train_batch_size(args),
-            "steps_per_epoch": _steps_per_epoch(args, loader),
-            "num_samples": len(loader.dataset) if has_length(loader.dataset) else None,
-            "seed": getattr(get_sampler(loader), "initial_seed", None),
-        }
+        found = data_of(loader, self._trainer.get_total_train_batch_size(args))
+        return found | {"steps_per_epoch": _steps_per_epoch(args, loader)}
 
     def _interval(self, args: TrainingArguments, state: TrainerState) -> int:
         if self._every is not None:

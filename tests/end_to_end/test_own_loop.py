@@ -1,10 +1,8 @@
-"""A loop of one's own that is killed, asked to stop, and started again on other ranks: the script in `examples/`."""
+"""Loops of one's own that are killed, asked to stop, and started again on other ranks: the scripts in `examples/`."""
 
 from __future__ import annotations
 
 import os
-import random
-import re
 import signal
 import subprocess
 import time
@@ -12,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_shard import verify
 from fsdp_shard.checkpoint import Store
+from tests.end_to_end.killed_scripts import ForkedScript, kill_at_random, losses
 from tests.support.commands import FSDP_SHARD, ROOT, run
 from tests.support.tiny import save_model
-from tests.support.torchrun import kill_all, start_script
+from tests.support.torchrun import start_script
 
 _STEPS = 12
-_NUM_KILLS = 20 if os.environ.get("FAULTS") == "long" else 2
-_LINE = re.compile(r"^step (\d+) loss ([\d.]+)$", re.M)
+_NUM_KILLS = 20 if os.environ.get("FAULTS") == "long" else 1  # of each script
+_SCRIPTS = {"fsdp2_loop.py": (_STEPS,), "trainer.py": (), "accelerate_loop.py": ()}
 
 
 def start(place: Path, run_dir: str, ranks: int = 2) -> subprocess.Popen[str]:
@@ -28,15 +26,13 @@ def start(place: Path, run_dir: str, ranks: int = 2) -> subprocess.Popen[str]:
     return start_script(script, run_dir, "model", "text.txt", _STEPS, cwd=place, ranks=ranks)
 
 
-def losses(output: str) -> dict[int, str]:
-    return {int(step): loss for step, loss in _LINE.findall(output)}
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and a text of 72 rows for the Trainer and accelerate: whole batches in each epoch."""
     place = tmp_path_factory.mktemp("loop")
     save_model(place / "model")
-    (place / "text.txt").write_text("".join(f"{number} green bottles hang on the wall. " for number in range(99)))
+    text = "".join(f"{number} green bottles hang on the wall. " for number in range(99))
+    (place / "text.txt").write_text(text[: 72 * 32])
     return place
 
 
@@ -49,24 +45,19 @@ def whole(place: Path) -> dict[int, str]:
     return found
 
 
-def test_nothing_is_lost_when_it_is_killed(place: Path, whole: dict[int, str]) -> None:
-    seen: dict[int, str] = {}
-    store = Store(place / "killed" / "checkpoints")
-    for number in range(_NUM_KILLS):
-        before = store.latest()
-        process = start(place, "killed")
-        time.sleep(random.Random(number).uniform(4.0, 12.0))
-        kill_all(process.pid)
-        seen |= losses(process.communicate()[0])
-        assert (store.latest() or 0) >= (before or 0)
-        for step in store.steps():
-            assert verify(store.path(step)).is_sound
-    output = start(place, "killed").communicate(timeout=120)[0]
-    seen |= losses(output)
-    assert store.latest() == _STEPS, output
-    assert seen == whole, "each step of each part has the loss that it has without a kill"
-    said = run([*FSDP_SHARD, "generate", "checkpoint=killed", "prompt=one green", "generation.max_new_tokens=4"], place)
-    assert said.status == 0, said.err
+@pytest.mark.parametrize("script", _SCRIPTS)
+def test_nothing_is_lost_when_it_is_killed(script: str, place: Path, tmp_path: Path) -> None:
+    def begin(run_dir: str) -> ForkedScript:
+        given = ("model", "text.txt", *_SCRIPTS[script])
+        return ForkedScript(ROOT / "examples" / script, tmp_path / run_dir, *given, cwd=place)
+
+    began = time.monotonic()
+    expected = losses(begin("whole").wait())
+    seconds = time.monotonic() - began
+    assert sorted(expected) == list(range(1, max(expected) + 1))
+    found = kill_at_random(begin, tmp_path, expected, seconds, _NUM_KILLS)
+    print(f"{script}: {found.number} kills, {found.in_saves} while a step was written, {len(found.lost)} lost")
+    assert not found.lost
 
 
 def test_it_stops_when_it_is_asked_to_and_goes_on_with_other_ranks(place: Path, whole: dict[int, str]) -> None:
@@ -82,3 +73,5 @@ def test_it_stops_when_it_is_asked_to_and_goes_on_with_other_ranks(place: Path, 
     again = losses(start(place, "asked", ranks=3).communicate(timeout=120)[0])
     assert sorted(again) == list(range(max(seen) + 1, _STEPS + 1))
     assert [float(again[step]) for step in again] == pytest.approx([float(whole[step]) for step in again], abs=1e-5)
+    said = run([*FSDP_SHARD, "generate", "checkpoint=asked", "prompt=one green", "generation.max_new_tokens=4"], place)
+    assert said.status == 0, said.err

@@ -1,0 +1,128 @@
+"""A loader that is resumed within an epoch on any number of ranks; it needs nothing but torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from fsdp_shard.errors import CheckpointError, ConfigError
+
+
+class ResumableLoader:
+    """A DataLoader whose position can be resumed within an epoch, on any number of ranks.
+
+    Each batch is a consecutive part of one order of the data set, and each rank takes its part of the batch: the steps
+    are the same ones on any number of ranks that divides `global_batch_size`. What is left at the end of an epoch and
+    is no whole batch is left out.
+
+    Args:
+        dataset: The data set, which has `__len__` and `__getitem__`.
+        global_batch_size: Samples of one batch of all ranks together.
+        shuffle: Whether each epoch has an order of its own.
+        seed: What the orders depend on.
+        num_replicas: Ranks that take different samples; by default, all ranks. With tensor parallelism, give
+            `**trainer.strategy.distributed_sampler_kwargs`.
+        rank: The number of this one among them.
+        options: Those of `torch.utils.data.DataLoader`, such as `num_workers` and `collate_fn`.
+
+    Example:
+        >>> from fsdp_shard.integrations import ResumableLoader
+        >>> [batch.tolist() for batch in ResumableLoader([1, 2, 3, 4], global_batch_size=2)]  # doctest: +SKIP
+        [[1, 2], [3, 4]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        global_batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(dataset, Sized) or len(dataset) < global_batch_size:
+            found = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
+            raise ConfigError(f"dataset has {found}, and global_batch_size={global_batch_size} is at least needed.")
+        if reserved := sorted(options.keys() & {"batch_size", "sampler", "batch_sampler", "drop_last", "generator"}):
+            raise ConfigError(f"{reserved[0]} is not an option of ResumableLoader: it divides the batches itself.")
+        self._dataset: Any = dataset
+        self._global_batch_size, self._shuffle, self._seed, self._options = global_batch_size, shuffle, seed, options
+        self._given = (num_replicas, rank)
+        self._epoch = self._next = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that it is in, or that the next iteration is."""
+        return self._epoch
+
+    @property
+    def sampler(self) -> Self:
+        """What has `set_epoch`: Lightning and Fabric call it where a DataLoader has its sampler."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; the one that it is in already goes on."""
+        if epoch != self._epoch:
+            self._epoch, self._next = epoch, 0
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self._dataset) // self._global_batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's part of the batches from the position on."""
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        num_replicas, rank = self._ranks()
+        order = torch.arange(len(self._dataset))
+        if self._shuffle:
+            order = torch.randperm(len(order), generator=generator)
+        batches = order[: len(self) * self._global_batch_size].view(len(self), num_replicas, -1)[:, rank].tolist()
+        for batch in DataLoader(
+            self._dataset, batch_sampler=batches[self._next :], generator=generator, **self._options
+        ):
+            self._next += 1
+            yield batch
+        self._epoch, self._next = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, which is the same on all ranks."""
+        return {"epoch": self._epoch, "next_batch": self._next, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a position; CheckpointError if it is one of other batches."""
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise CheckpointError(
+                    f"The step was saved with {name}={state.get(name)!r} of ResumableLoader, and now it is {value!r}: "
+                    f"the batches that follow would be others. Use the same."
+                )
+        self._epoch, self._next = int(state["epoch"]), int(state["next_batch"])
+
+    def require_ranks(self, num_replicas: int, rank: int) -> None:
+        """Raise ConfigError unless the batches are divided among these ranks."""
+        if self._ranks() != (num_replicas, rank):
+            raise ConfigError(
+                f"ResumableLoader divides batches as rank {self._ranks()[1]} of {self._ranks()[0]}, where the strategy "
+                f"has {rank} of {num_replicas}; give it **trainer.strategy.distributed_sampler_kwargs."
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        names = {"global_batch_size": self._global_batch_size, "shuffle": self._shuffle, "seed": self._seed}
+        return {**names, "num_samples": len(self._dataset)}
+
+    def _ranks(self) -> tuple[int, int]:
+        is_one = not dist.is_initialized()
+        num_replicas = self._given[0] or (1 if is_one else dist.get_world_size())
+        rank = self._given[1] if self._given[1] is not None else 0 if is_one else dist.get_rank()
+        if self._global_batch_size % num_replicas:
+            raise ConfigError(
+                f"global_batch_size={self._global_batch_size} is not divisible by the {num_replicas} ranks that share "
+                f"it; use a multiple."
+            )
+        return num_replicas, rank
