@@ -1,7 +1,8 @@
 """Many ranks of one save as threads of one process: the real code, with what each rank sends and opens counted.
 
 Collectives hand Python objects from thread to thread. What they would send is the size of the pickled objects; the
-processor time of a rank is that of its thread, so that ranks which wait cost nothing.
+processor time of a rank is that of its thread, so that ranks which wait cost nothing. One rank works at a time: a
+thousand threads that want Python's lock would wake each other up without end.
 """
 
 from __future__ import annotations
@@ -28,14 +29,23 @@ class _Meeting:
         self.values: list[Any] = [None] * world_size
         self.loaded: list[Any] = []
         self.barrier = threading.Barrier(world_size)
+        self.turn = threading.Lock()
         self.received: Counter[int] = Counter()
+
+    def wait(self) -> None:
+        """Let others work until all ranks are here."""
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         """The values of all ranks."""
         self.values[rank] = value
-        self.barrier.wait()
+        self.wait()
         found = list(self.values)
-        self.barrier.wait()
+        self.wait()
         return found
 
 
@@ -69,7 +79,7 @@ class SimulatedRank(Communicator):
         own = [pickle.loads(each) for each in found] if self.rank < NUM_MEASURED else []
         if self.is_main:
             self.meeting.loaded = own
-        self.meeting.barrier.wait()
+        self.meeting.wait()
         return own or list(self.meeting.loaded)
 
     def gather_object(self, value: Any) -> list[Any]:
@@ -118,7 +128,8 @@ def simulate(world_size: int, work: Callable[[SimulatedRank], None]) -> list[Ran
         by_thread[threading.get_ident()] = rank
         context = SimulatedRank(rank=rank, world_size=world_size, meeting=meeting, mesh=_OneDimension(world_size))
         try:
-            work(context)
+            with meeting.turn:
+                work(context)
         except threading.BrokenBarrierError:
             pass
         except BaseException as error:

@@ -23,7 +23,16 @@ from fsdp_shard.checkpoint.integrity.verify_report import ByteRange, Problem, Ve
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
 from fsdp_shard.checkpoint.location import Location, local_path, locate, refuse_unused_base
 from fsdp_shard.checkpoint.model_files import CONFIG
-from fsdp_shard.checkpoint.steps import MANIFEST, OPTIMIZER, SHARD_INDEX, Manifest, read_kept, read_manifest
+from fsdp_shard.checkpoint.steps import (
+    MANIFEST,
+    OPTIMIZER,
+    SHARD_INDEX,
+    Manifest,
+    has_described_headers,
+    read_kept,
+    read_manifest,
+    read_shard_index,
+)
 from fsdp_shard.errors import CheckpointError
 
 
@@ -294,6 +303,8 @@ def _index_problems(root: Path) -> Iterator[Problem]:
         if not has_file(folder, SHARD_INDEX):
             continue
         where, held = ByteRange(str((folder / SHARD_INDEX).relative_to(root))), f"{folder / SHARD_INDEX}"
+        if has_described_headers(folder, read_shard_index(folder)):
+            continue
         said, found = native_sharded.read(folder), native_sharded.read_headers(folder)
         if (said.step, said.metadata, said.aliases) != (found.step, found.metadata, found.aliases):
             yield Problem(f"{held} is of another save than the rank files.", (where,))
@@ -311,16 +322,21 @@ def _index_problems(root: Path) -> Iterator[Problem]:
 
 def _frame_problems(index: TensorIndex, manifest: Manifest, known: Collection[str | None]) -> Iterator[Problem]:
     """Weight files of other formats whose bytes outside of tensors are not those that were written."""
+    framed = {
+        name: record.header_digest
+        for name, record in manifest.files.items()
+        if record.header_digest is not None and not name.endswith(".safetensors") and name not in known
+    }
+    if not framed:
+        return
     owned: dict[str, list[tuple[int, int]]] = {}
     for entry in index.tensors.values():
         for piece in entry.pieces:
             num_bytes = math.prod(piece.shape) * itemsize(entry.dtype) if piece.codec is None else piece.codec.num_bytes
             owned.setdefault(piece.file, []).append((piece.start, piece.start + num_bytes))
-    for name, record in manifest.files.items():
-        if record.header_digest is None or name.endswith(".safetensors") or name in known:
-            continue
+    for name, written in framed.items():
         path = member(index.root, name)
-        if frame_digest(path, owned.get(name, ())) != record.header_digest:
+        if frame_digest(path, owned.get(name, ())) != written:
             yield Problem(
                 f"{path}: the bytes around its tensors, which describe them, are not those that were written.",
                 (ByteRange(name),),

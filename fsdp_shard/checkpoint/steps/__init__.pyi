@@ -26,6 +26,7 @@ from .manifest import (
     read_manifest as read_manifest,
 )
 from .pruned_step import read_kept as read_kept
+from .shard_headers import has_described_headers as has_described_headers
 from .shard_index import (
     SHARD_INDEX as SHARD_INDEX,
     RankReport as RankReport,

@@ -36,55 +36,68 @@ _BOX_BYTES, _MEMORY_BYTES, _MEMORY_PER_BYTE = 16, 64 << 20, 40
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says of its file to the one that writes the index, small enough to be sent: dtype, shape, first
-    flat element, number of elements and absolute offset of each tensor that it holds, and the boxes among them.
+    """What one rank says of its file to the one that writes the index, small enough to be sent.
+
+    Attributes:
+        header: What the header of the file is.
+        content: Name, dtype, number of the part, and offset behind the header of each tensor in the file. Most ranks
+            say the same here, which is then read once for all of them.
+        parts: Full shape, and first flat element and number of elements, or offsets and shape of a box.
     """
 
     header: FileHeader
     content: bytes
+    parts: tuple[tuple[list[int], list[Any]], ...]
 
     @classmethod
     def of(
         cls, file: FilePlan, pieces: Sequence[tuple[TensorSpec, int, int]], boxes: Mapping[str, Box] | None = None
     ) -> "RankReport":
         """The report on the file that `plan_sharded` has planned for these pieces."""
-        held = {
-            spec.name: [spec.dtype, spec.shape, start, count, file.tensors[spec.name], (boxes or {}).get(spec.name)]
-            for spec, start, count in pieces
-            if spec.name in file.tensors
-        }
-        digest = xxhash.xxh3_128_hexdigest(file.header)
-        return cls(FileHeader(file.num_bytes, len(file.header), digest), zlib.compress(json.dumps(held).encode(), 1))
+        header = file.header
+        numbers: dict[tuple[Any, ...], int] = {}
+        tensors = []
+        for spec, start, count in pieces:
+            if spec.name in file.tensors:
+                held = (boxes or {}).get(spec.name) or (start, count)
+                number = numbers.setdefault((spec.shape, held), len(numbers))
+                tensors.append([spec.name, spec.dtype, number, file.tensors[spec.name] - len(header)])
+        parts = tuple((list(shape), json.loads(json.dumps(held))) for shape, held in numbers)
+        digest = xxhash.xxh3_128_hexdigest(header)
+        content = zlib.compress(json.dumps(tensors).encode(), 1)
+        return cls(FileHeader(file.num_bytes, len(header), digest), content, parts)
 
 
 def build_shard_index(reports: Sequence[RankReport], step: int | None, save: str, aliases: Mapping[str, str]) -> bytes:
-    """The content of the index of the files that the ranks report, in the order of ranks."""
-    held: dict[str, list[Any]] = {}
-    specs: dict[str, tuple[str, Any]] = {}
-    offsets: list[dict[str, int]] = []
-    for rank, report in enumerate(reports):
-        offsets.append({})
-        for name, (dtype, shape, start, count, offset, box) in json.loads(zlib.decompress(report.content)).items():
-            assert specs.setdefault(name, (dtype, shape)) == (dtype, shape), f"ranks disagree on {name}"
-            held.setdefault(name, []).append([rank, *(box or (start, count))])
-            offsets[rank][name] = offset - report.header.header_bytes
+    """The content of the index of the files that the ranks report, in the order of ranks.
+
+    The work grows with the ranks and with the tensors, not with the pieces, if most ranks have the same content.
+    """
+    contents = {content: at for at, content in enumerate(dict.fromkeys(report.content for report in reports))}
+    dtypes: dict[str, str] = {}
+    parts_of: dict[str, list[tuple[int, int]]] = {}  # of each tensor: (number of the content, number of the part)
+    offsets: list[tuple[tuple[int, int], ...]] = []
+    for content, at in contents.items():
+        held = json.loads(zlib.decompress(content))
+        for name, dtype, part, _ in held:
+            assert dtypes.setdefault(name, dtype) == dtype, f"ranks disagree on {name}"
+            parts_of.setdefault(name, []).append((at, part))
+        number = {name: at for at, name in enumerate(parts_of)}
+        offsets.append(tuple((number[name], offset) for name, *_, offset in held))
+    texts: dict[tuple[tuple[int, int], ...], str] = {}
     divisions: dict[str, int] = {}
     tensors = {}
-    for name, parts in held.items():
-        dtype, shape = specs[name]
-        division = json.dumps({"shape": shape, "held": parts}, separators=(",", ":"))
-        if division not in divisions:
-            divisions[division] = len(divisions)
-            problem = Division(tuple(shape), tuple(map(_held, parts))).problem()
-            assert problem is None, f"{name} is not written whole: {problem}"
-        tensors[name] = [dtype, divisions[division]]
-    number = {name: at for at, name in enumerate(tensors)}
+    for name, parts in parts_of.items():
+        key = tuple(parts)
+        if key not in texts:
+            texts[key] = _division_text(name, dict(parts), contents, reports)
+        tensors[name] = [dtypes[name], divisions.setdefault(texts[key], len(divisions))]
     layouts: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
     files = []
-    for report, of_rank in zip(reports, offsets, strict=True):
+    for report in reports:
         size, start, digest = report.header.num_bytes, report.header.header_bytes, report.header.digest
         # The same offsets up to the same end: so each tensor takes the same bytes.
-        layout = (size - start, tuple((number[name], offset) for name, offset in of_rank.items()))
+        layout = (size - start, offsets[contents[report.content]])
         files.append([size, start, digest, layouts.setdefault(layout, len(layouts))])
     document = {"kind": _KIND, "format_version": _VERSION, "step": step, "save": save, "aliases": dict(aliases)}
     document |= {"files": files, "layouts": [pairs for _, pairs in layouts], "tensors": tensors}
@@ -93,15 +106,37 @@ def build_shard_index(reports: Sequence[RankReport], step: int | None, save: str
     return seal("{\n" + ",\n".join(lines) + ",\n").encode()
 
 
+def _division_text(
+    name: str, part_of: Mapping[int, int], contents: Mapping[bytes, int], reports: Sequence[RankReport]
+) -> str:
+    """The division of a tensor, of which a rank has the part `part_of` the number of its content."""
+    shapes, held = [], []
+    for rank, report in enumerate(reports):
+        number = part_of.get(contents[report.content])
+        if number is not None:
+            shape, part = report.parts[number]
+            shapes.append(shape)
+            held.append([rank, *part])
+    assert all(shape == shapes[0] for shape in shapes), f"ranks disagree on {name}"
+    problem = Division(tuple(shapes[0]), tuple(map(_held, held))).problem()
+    assert problem is None, f"{name} is not written whole: {problem}"
+    return json.dumps({"shape": shapes[0], "held": held}, separators=(",", ":"))
+
+
 @dataclass(frozen=True)
 class ShardIndex:
-    """A checked index: the tensors with their pieces, the headers that the files must have, and what made them."""
+    """A checked index: the tensors with their pieces, the headers that the files must have, and what made them.
+
+    `divisions` has how each tensor is divided, in their order, `files` where the ranks have them.
+    """
 
     step: int | None
     save: str
     aliases: dict[str, str]
     tensors: dict[str, TensorEntry]
     headers: dict[str, FileHeader] = field(repr=False)
+    divisions: Sequence[Division] = field(repr=False)
+    files: RankFiles = field(repr=False)
 
     @property
     def world_size(self) -> int:
@@ -169,7 +204,7 @@ class _Checker:
         for alias, kept in aliases.items():
             if _text(kept) not in tensors:
                 raise _Wrong(f"ties tensor {alias} to {kept[:200]}, which no file holds")
-        return ShardIndex(step, save, aliases, tensors, headers)
+        return ShardIndex(step, save, aliases, tensors, headers, [of for *_, of in specs], files)
 
     def _files(self) -> tuple[dict[str, FileHeader], list[int]]:
         rows = self._document["files"]

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -109,3 +112,26 @@ def test_a_save_that_has_ended_needs_no_copy() -> None:
     copy.end()
     copy.settle()
     assert set(memory.tolist()) == {255}
+
+
+def test_the_thread_of_a_save_waits_on_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread is on GPU 0, where waiting would make a context; torch.cuda is stood in for."""
+    here = threading.local()
+    waited: list[int] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        here.number = device.index
+        yield
+        here.number = 0
+
+    transfer = SimpleNamespace(
+        device=torch.device("cuda", 1), synchronize=lambda: waited.append(getattr(here, "number", 0))
+    )
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr("fsdp_shard.checkpoint.sharded_state.staging._start_transfer", lambda jobs: transfer)
+    _, copy = Staging().stage(RunState({"weight": shard(nn.Parameter(torch.ones(8)))}, {}))
+    saving = threading.Thread(target=copy.wait)
+    saving.start()
+    saving.join()
+    assert waited == [1]

@@ -17,10 +17,22 @@ import torch
 
 from fsdp_shard.checkpoint.formats import native_sharded
 from fsdp_shard.checkpoint.integrity.verify import verify
+from fsdp_shard.checkpoint.io import TensorSpec
 from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.checkpoint.sharded_state.load_shards import load_shards
 from fsdp_shard.checkpoint.sharded_state.save_step import RunState, save_step
-from fsdp_shard.checkpoint.steps import MANIFEST, SHARD_INDEX, Store, check_content
+from fsdp_shard.checkpoint.steps import (
+    MANIFEST,
+    SHARD_INDEX,
+    SHARD_KEY,
+    RankReport,
+    Store,
+    check_content,
+    chunk_rows,
+    has_described_headers,
+    plan_sharded,
+    read_shard_index,
+)
 from fsdp_shard.distributed import DistributedContext, LocalShard
 from fsdp_shard.errors import CheckpointError
 from tests.faults.corpus.edits import seal
@@ -85,6 +97,7 @@ def test_the_index_says_what_the_headers_say(ranks: int, division: Division, col
     step = saved(tmp_path, ranks, division, columns=columns)
     for folder in (step, step / "optimizer"):
         said, found = native_sharded.read(folder), native_sharded.read_headers(folder)
+        assert has_described_headers(folder, read_shard_index(folder)), "so that verify makes no pieces of them"
         assert said.headers
         assert not found.headers
         assert said.tensors.keys() == found.tensors.keys()
@@ -224,6 +237,71 @@ def test_a_lie_that_contradicts_nothing_is_found_by_verify(
     assert any(SHARD_INDEX in problem.message for problem in verify(step).problems)
 
 
+Document = dict[str, Any]
+
+
+def edit_header(path: Path, change: Callable[[Document, Document], object]) -> None:
+    """Change a header and our entry in its metadata, and let it have as many bytes as before."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    document = json.loads(content[8 : 8 + length])
+    info = json.loads(document["__metadata__"][SHARD_KEY])
+    change(document, info)
+    document["__metadata__"][SHARD_KEY] = json.dumps(info, separators=(",", ":"))
+    header = json.dumps(document, separators=(",", ":")).encode()
+    assert len(header) <= length
+    path.write_bytes(content[:8] + header.ljust(length) + content[8 + length :])
+
+
+def swap(one: Document, two: Document, key: str) -> None:
+    one[key], two[key] = two[key], one[key]
+
+
+B, C = "b.weight.exp_avg", "c.weight.exp_avg"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header, info: swap(header[B], header[C], "data_offsets"),
+        lambda header, info: header[B].update(dtype="I32"),
+        lambda header, info: header[B].update(shape=[50, 3]),
+        lambda header, info: (header.pop(B), info["tensors"].pop(B)),
+        lambda header, info: info["tensors"][B].update(start=50),
+        lambda header, info: info["tensors"][B].update(shape=[50, 6]),
+        lambda header, info: info.update(rank=1),
+        lambda header, info: info.update(world_size=3),
+        lambda header, info: info.update(step=2),
+        lambda header, info: info.update(save=info["save"][::-1]),
+        lambda header, info: info.update(format_version=2),
+    ],
+)
+def test_a_header_that_the_index_does_not_describe_is_found_by_verify(
+    change: Callable[[Document, Document], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a file of optimizer state, which nothing else than the manifest compares."""
+    monkeypatch.setitem(SHAPES, "c.weight", (6, 50))
+    step = saved(tmp_path, 2)
+    (step / MANIFEST).unlink()
+    folder = step / "optimizer"
+    edit_header(folder / "shard-00000-of-00002.safetensors", lambda header, info: None)
+    assert has_described_headers(folder, read_shard_index(folder)), "spaces say nothing"
+    edit_header(folder / "shard-00000-of-00002.safetensors", change)
+    assert not has_described_headers(folder, read_shard_index(folder))
+    open_checkpoint(step).close()
+    assert verify(step).problems
+
+
+@pytest.mark.parametrize("change", [{"offsets": [0, 1]}, {"shape": [6, 49]}])
+def test_a_box_that_the_index_does_not_describe_is_found(change: Document, tmp_path: Path) -> None:
+    step = saved(tmp_path, 2, columns=True)
+    assert has_described_headers(step, read_shard_index(step))
+    edit_header(
+        step / "shard-00000-of-00002.safetensors", lambda header, info: info["tensors"]["b.weight"].update(change)
+    )
+    assert not has_described_headers(step, read_shard_index(step))
+
+
 def test_a_planted_index_is_refused(tmp_path: Path) -> None:
     step = saved(tmp_path, 2)
     seal(step, lambda document: document["files"].pop(SHARD_INDEX) and None)
@@ -251,3 +329,16 @@ def test_ragged_ranges_are_more_than_one_piece() -> None:
     edges = [ragged((6, 50), rank, 4) for rank in range(4)]
     assert all(one[0] + one[1] == two[0] for one, two in pairwise(edges))
     assert any(start % 50 for start, _ in edges)
+
+
+def test_ranks_that_hold_alike_report_alike() -> None:
+    """So what rank 0 reads for the index of a thousand ranks is what a few of them say."""
+    specs = [TensorSpec("embed", "BF16", (1000, 8)), TensorSpec("norm", "F32", (90,)), TensorSpec("one", "F32", ())]
+    parts = {spec.name: chunk_rows(spec, 64) for spec in specs}
+    reports = []
+    for rank in range(64):
+        pieces = [(spec, *parts[spec.name][rank]) for spec in specs]
+        reports.append(RankReport.of(plan_sharded(pieces, rank, 64), pieces))
+    assert len({report.content for report in reports}) == 4, "with the scalar, both, embed alone, nothing"
+    assert len({str(report.parts) for report in reports}) > 60
+    assert all(len(report.content) < 200 for report in reports)
