@@ -16,6 +16,7 @@ from .config import (
     write_config as write_config,
 )
 from .distributed import init_distributed as init_distributed
+from .evaluation import check_evaluation as check_evaluation, run_evaluation as run_evaluation
 from .inference import (
     check_checkpoint as check_checkpoint,
     check_generation as check_generation,

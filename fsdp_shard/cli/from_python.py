@@ -57,8 +57,9 @@ def evaluate(settings: Sequence[str]) -> dict[str, Any]:
 
     Example:
         >>> import fsdp_shard as fs
-        >>> sorted(fs.evaluate([f"checkpoint={model}", f"data.path={text}"]))[:2]
-        ['loss', 'num_tokens']
+        >>> figures = fs.evaluate([f"checkpoint={model}", f"data.path={text}"])
+        >>> [name for name in ("perplexity", "loss", "bits_per_byte") if figures[name] > 0]
+        ['perplexity', 'loss', 'bits_per_byte']
     """
     with TemporaryDirectory(prefix="fsdp-shard-") as directory:
         return _figures(_run("evaluate", settings, directory))

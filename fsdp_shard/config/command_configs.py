@@ -15,7 +15,7 @@ from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import PlannedDispatchConfig, PlanSettings
 from fsdp_shard.sharding import WRAPPERS, ShardConfig
 from fsdp_shard.training import OPTIMIZERS, AdapterConfig, LoraConfig, OptimConfig, TrainConfig
-from fsdp_shard.utils import setting
+from fsdp_shard.utils import refuse_changed, setting
 
 Ranks = Literal["started", "planned", "one"]
 
@@ -183,9 +183,16 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
 
     command: ClassVar[str] = "evaluate"
     headline: ClassVar[tuple[str, ...]] = ("perplexity", "loss", "seconds")
-    unused: ClassVar[tuple[str, ...]] = ("seed", "launch")
+    unused: ClassVar[tuple[str, ...]] = ("launch",)
 
     run_dir: str = default_run_dir("evaluate")
+
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError for a seed that draws nothing, besides what the settings themselves refuse."""
+        super().check(prefix)
+        if self.perplexity.by != "documents":
+            why = f"has no effect: it draws documents for intervals, with {prefix}perplexity.by=documents. Remove it."
+            refuse_changed(self, ["seed"], prefix, why)
 
 
 @dataclass

@@ -1,4 +1,10 @@
 from .config import DataConfig as DataConfig, all_sources as all_sources, cache_directory as cache_directory
+from .documents import (
+    DocumentRow as DocumentRow,
+    Documents as Documents,
+    prepare_documents as prepare_documents,
+    read_texts as read_texts,
+)
 from .kinds.chat import with_chat_template as with_chat_template
 from .kinds.kind import (
     CAUSAL as CAUSAL,
@@ -14,12 +20,21 @@ from .pipeline import (
     prepare_on_ranks as prepare_on_ranks,
     tokenize_all as tokenize_all,
 )
-from .samples.batch import MASKED as MASKED, NO_WINDOW as NO_WINDOW, Batch as Batch
+from .samples.batch import (
+    MASKED as MASKED,
+    NO_WINDOW as NO_WINDOW,
+    Batch as Batch,
+    Ints as Ints,
+    Sample as Sample,
+    attended as attended,
+    padded as padded,
+)
 from .samples.protocol import Dataset as Dataset, MapDataset as MapDataset, Shuffled as Shuffled
 from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
 from .samples.windows import MaskedWindows as MaskedWindows, WindowDataset as WindowDataset
 from .task import SpecialTokens as SpecialTokens, Task as Task, check_task as check_task
-from .tokenized.token_file import Examples as Examples
+from .tokenized.encoder import tokenizer_state as tokenizer_state
+from .tokenized.token_file import Array as Array, Examples as Examples
 from .validate import (
     check_data as check_data,
     check_source as check_source,

@@ -111,7 +111,8 @@ def open_samples(
         streams, notes = _open_streams(config, open_tokenizer(), task, seed, ranks)
         parts.update(streams)
     else:
-        files, held_out, notes = _open_files(config, tokenized, task, seed)
+        files, divided, notes = _open_files(config, tokenized, task, seed)
+        held_out.update(divided)
         for name, file in files.items():
             parts[name] = Shuffled(file, seed_of(seed, name) if counts else seed)
     if tokenized.held_out is not None:
@@ -128,10 +129,10 @@ def open_samples(
 
 def _open_files(
     config: DataConfig, tokenized: Tokenized, task: Task, seed: int
-) -> tuple[dict[str, SourceDataset], dict[str, MapDataset], list[str]]:
+) -> tuple[dict[str, SourceDataset], dict[str, SourceDataset], list[str]]:
     """Return what is trained of each source, the part of it that is held out, and notes."""
     train: dict[str, SourceDataset] = {}
-    held_out: dict[str, MapDataset] = {}
+    held_out: dict[str, SourceDataset] = {}
     notes, counts = [], _counts(config)
     for name, source in sources_of(config).items():
         train[name], note = SampleFactory(source, task, tokenized.special, seed).open(tokenized.train[name])
@@ -183,12 +184,16 @@ def prepare_data(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | Non
     return open_samples(config, tokenize_all(config, tokenizer, cache_dir), open_tokenizer=lambda: deepcopy(tokenizer))
 
 
-def prepare_held_out(config: DataConfig, tokenizer: Tokenizer) -> MapDataset:
-    """Return what training would hold out, or all of data.path if it would hold out nothing, in one process."""
+def prepare_held_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[SourceDataset, str]:
+    """Return what training would hold out, or all of data.path if it would hold out nothing, in one process.
+
+    The text says what became of the rows, such as how many were truncated.
+    """
     if config.eval_path is not None:  # data.path is not needed
-        return SampleFactory(config, Task(), None, 0).open(_tokenize(config, True, tokenizer, None, CAUSAL))[0]
-    train, held_out, _ = _open_files(config, tokenize_all(config, tokenizer), Task(), 0)
-    return (held_out or train)[""]  # evaluations reject mixtures and streamed data
+        return SampleFactory(config, Task(), None, 0).open(_tokenize(config, True, tokenizer, None, CAUSAL))
+    train, held_out, notes = _open_files(config, tokenize_all(config, tokenizer), Task(), 0)
+    own = {**train, **held_out}  # evaluations reject mixtures and streamed data
+    return own[""], notes[0].partition(": ")[2]
 
 
 def prepare_on_ranks(

@@ -9,9 +9,10 @@ from fsdp_shard.checkpoint import Location, SourceSettings, locate
 from fsdp_shard.data import CAUSAL, DataConfig, check_source, check_task
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference import DispatchConfig
-from fsdp_shard.utils import REQUIRED, Parsed, changed_settings, require_package, setting
+from fsdp_shard.utils import REQUIRED, Parsed, changed_settings, refuse_changed, require_package, setting
 
 PERPLEXITY, LM_EVAL = "perplexity", "lm_eval"
+WINDOWS, DOCUMENTS = "windows", "documents"
 
 
 def parse_names(value: Any, setting: str) -> list[str]:
@@ -20,6 +21,27 @@ def parse_names(value: Any, setting: str) -> list[str]:
     if any(isinstance(name, (Mapping, list)) for name in given):
         raise ConfigError(f"{setting}={value} is not a list of names, such as [hellaswag, arc_easy].")
     return [str(name) for name in given if name not in (None, "")]
+
+
+@dataclass
+class PerplexityConfig:
+    """Settings of `task=perplexity`: what is scored as one text, and the statistics over documents."""
+
+    by: str = setting(
+        WINDOWS,
+        "windows: those of training's held-out evaluation, in which documents continue from window to window. "
+        "documents: each document (a row, or what data.sample_by says) alone, whatever its length, with a row in "
+        "RUN_DIR/documents.jsonl and a confidence interval over them.",
+        choices=(WINDOWS, DOCUMENTS),
+    )
+    num_resamples: int = setting(
+        10_000, "by=documents: resamples of documents for intervals, and permutations for p-values.", minimum=100
+    )
+
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError for a setting that would have no effect."""
+        if self.by == WINDOWS:
+            refuse_changed(self, ["num_resamples"], prefix, f"is for {prefix}by={DOCUMENTS}; leave it out.")
 
 
 @dataclass
@@ -67,7 +89,20 @@ class EvaluateSettings(SourceSettings):
         "of lm_eval.tasks (needs the extra `eval`).",
         choices=(PERPLEXITY, LM_EVAL),
     )
+    against: str | None = setting(
+        None,
+        "task=perplexity: a second checkpoint, such as the model that `checkpoint` was tuned from, given like it. It "
+        "is evaluated on the same tokens, and their difference is tested.",
+    )
+    stride: int | None = setting(
+        None,
+        "task=perplexity: tokens by which windows of data.sequence_length advance, as in transformers' guide to the "
+        "perplexity of models with a fixed length; those that a window shares with the one before are only context. "
+        "Default: windows as in training, which share nothing.",
+        minimum=1,
+    )
     data: DataConfig = field(default_factory=DataConfig)
+    perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     lm_eval: LmEvalConfig = field(default_factory=LmEvalConfig)
     batch_size: int = setting(8, "Windows, or questions, per batch.", minimum=1)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
@@ -77,19 +112,55 @@ class EvaluateSettings(SourceSettings):
         """What `checkpoint` leads to, located once."""
         return locate(self.checkpoint, base=self.base, config=self.config, tokenizer=self.tokenizer)
 
+    @cached_property
+    def other_source(self) -> Location | None:
+        """What `against` leads to, located once."""
+        return None if self.against is None else locate(self.against)
+
+    @property
+    def sources(self) -> list[Location]:
+        """What `checkpoint` and `against` lead to."""
+        return [self.source, *([self.other_source] if self.other_source else [])]
+
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings of the other task, and for lm_eval without names of tasks."""
-        other, unused = (PERPLEXITY, "data") if self.task == LM_EVAL else (LM_EVAL, "lm_eval")
+        if self.task == LM_EVAL:
+            for name in ("data", "perplexity"):
+                self._refuse_section(name, PERPLEXITY, prefix)
+            why = f"is for {prefix}task={PERPLEXITY}, not {self.task}; remove one of them."
+            refuse_changed(self, ["against", "stride"], prefix, why)
+            if not LmEvalConfig.names.of(self.lm_eval, f"{prefix}lm_eval."):
+                raise ConfigError(
+                    f"{prefix}task={LM_EVAL} needs the names of tasks: add {prefix}lm_eval.tasks=[hellaswag] or others "
+                    f"(`lm_eval ls tasks` lists them)."
+                )
+            return
+        self._refuse_section("lm_eval", LM_EVAL, prefix)
+        self._check_texts(prefix)
+
+    def _refuse_section(self, unused: str, other: str, prefix: str) -> None:
         section = getattr(self, unused)
         for name, value in changed_settings(section, [one.name for one in fields(section)]).items():
             if (unused, name, value) != ("data", "path", ""):  # which composing puts there
                 raise ConfigError(
                     f"{prefix}{unused}.{name}={value} is for {prefix}task={other}, not {self.task}; remove one of them."
                 )
-        if self.task == LM_EVAL and not LmEvalConfig.names.of(self.lm_eval, f"{prefix}lm_eval."):
+
+    def _check_texts(self, prefix: str) -> None:
+        """Raise ConfigError if windows cannot be laid over the data in the way that is asked for."""
+        data, by = self.data, f"{prefix}perplexity.by={DOCUMENTS}"
+        if self.perplexity.by == DOCUMENTS:
+            why = f"lays documents into windows, and {by} scores each alone; remove one of them."
+            refuse_changed(data, ["packing"], f"{prefix}data.", why)
+            why = (
+                f"holds out windows, and {by} scores documents; give the held-out documents by {prefix}data.eval_path."
+            )
+            refuse_changed(data, ["eval_fraction"], f"{prefix}data.", why)
+        elif self.stride is not None and (data.packing or data.kind != "text"):
+            rows = f"data.kind={data.kind}" if data.kind != "text" else "data.packing=true"
             raise ConfigError(
-                f"{prefix}task={LM_EVAL} needs the names of tasks: add {prefix}lm_eval.tasks=[hellaswag] or others "
-                f"(`lm_eval ls tasks` lists them)."
+                f"{prefix}stride={self.stride} is for text that continues from window to window, and with "
+                f"{prefix}{rows} each window has rows of its own; add {by}, which scores each row alone."
             )
 
 
@@ -101,7 +172,7 @@ class Figures:
     row: Mapping[str, Any]
 
 
-def check_evaluation(settings: EvaluateSettings) -> None:
+def check_inputs(settings: EvaluateSettings) -> None:
     """Raise DataError or ConfigError if the data cannot be read, or a package is missing; needs no torch."""
     if settings.task == PERPLEXITY:
         check_text(settings.data)

@@ -8,16 +8,18 @@ import importlib.metadata
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fsdp_shard.checkpoint import Location
 from fsdp_shard.errors import ConfigError, DataError
-from fsdp_shard.evaluation.config import EvaluateSettings, Figures, LmEvalConfig
+from fsdp_shard.evaluation.config import EvaluateSettings, Figures
+from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.utils import format_count, nearest
 
 TaskManager = Any  # the harness's, which may not be installed
@@ -27,35 +29,35 @@ TaskManager = Any  # the harness's, which may not be installed
 class LmEval:
     """An evaluation by the harness; `loaded` are its tasks, as `TaskManager.load` returns them."""
 
-    settings: LmEvalConfig
+    settings: EvaluateSettings
     manager: TaskManager
     loaded: Mapping[str, Any]
     tokenizer: PreTrainedTokenizerBase
-    batch_size: int
     samples_dir: Path
 
     def describe(self) -> str:
         """Number of questions and tasks."""
-        limit = self.settings.limit
+        limit = self.settings.lm_eval.limit
         asked = [min(len(task.eval_docs), limit or len(task.eval_docs)) for task in self.loaded["tasks"].values()]
         part = "" if limit is None else f" (lm_eval.limit={limit}: not a figure to publish)"
         return f"{sum(asked)} questions of {format_count(len(asked), 'task')}{part}"
 
-    def measure(self, model: PreTrainedModel) -> Figures:
-        """Ask `model` all questions; `row["results"]` has the harness's names: {task: {"acc,none": 0.5, ...}}."""
+    def measure(self, load: Callable[[Location], PreTrainedModel]) -> Figures:
+        """Ask the model all questions; `row["results"]` has the harness's names: {task: {"acc,none": 0.5, ...}}."""
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
         from lm_eval.utils import make_table
 
+        asked, model = self.settings.lm_eval, load(self.settings.source)
         start = time.perf_counter()
         with _only_errors():
             results: Any = simple_evaluate(
-                HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=self.batch_size),
+                HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=self.settings.batch_size),
                 tasks=_top_level(self.loaded),
-                num_fewshot=self.settings.num_fewshot,
-                limit=self.settings.limit,
-                log_samples=self.settings.save_samples,
-                apply_chat_template=self.settings.chat_template,
+                num_fewshot=asked.num_fewshot,
+                limit=asked.limit,
+                log_samples=asked.save_samples,
+                apply_chat_template=asked.chat_template,
                 task_manager=self.manager,
             )
         seconds = time.perf_counter() - start
@@ -70,19 +72,18 @@ class LmEval:
             "versions": results["versions"],
             "lm_eval": importlib.metadata.version("lm_eval"),
             "seconds": seconds,
+            "provenance": provenance(self.settings, self.tokenizer, {"lm_eval": asdict(asked)}),
         }
         return Figures("\n".join([make_table(results).rstrip(), *groups]).rstrip(), _plain(row))
 
 
-def open_tasks(
-    settings: EvaluateSettings, run_dir: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> LmEval:
+def open_tasks(settings: EvaluateSettings, run_dir: str, seed: int, tokenizer: PreTrainedTokenizerBase) -> LmEval:
     """Load the tasks that `settings.lm_eval` names, with their questions.
 
     Args:
         settings: The tasks, and the batch size.
         run_dir: Directory for samples.
-        config: Not used.
+        seed: Not used: the harness has its own.
         tokenizer: The model's tokenizer.
 
     Raises:
@@ -106,7 +107,7 @@ def open_tasks(
             raise ConfigError(f"lm_eval.tasks: {name} runs code that the model writes, which evaluate never does.")
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"lm_eval.tasks: {name} asks about images, and evaluate asks text questions only.")
-    return LmEval(asked, manager, loaded, tokenizer, settings.batch_size, Path(run_dir) / "samples")
+    return LmEval(settings, manager, loaded, tokenizer, Path(run_dir) / "samples")
 
 
 def _known(names: list[str], manager: TaskManager) -> list[str]:

@@ -1,32 +1,56 @@
-"""Token-weighted perplexity over fixed windows: exp of the mean cross-entropy of every token but the first.
+"""`task=perplexity`: the token-weighted perplexity of one model, or of two, over windows of a text or over documents.
 
-The windows are those of training's held-out evaluation, so the two figures agree. A token is predicted from those
-before it in its own window. The model may be dispatched in any way.
+It is exp of the mean loss of all scored tokens: each token counts once, whatever its window or document. By default the
+windows are those of training's held-out evaluation, so the two figures agree. Losses of finished batches are kept in
+the run directory, from which an evaluation that was killed goes on to the same figures.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_shard.data import MASKED, MapDataset, prepare_held_out
-from fsdp_shard.errors import LossError
-from fsdp_shard.evaluation.config import PERPLEXITY, EvaluateSettings, Figures
-from fsdp_shard.models import check_vocabulary, context_of, load_context, running, settle_length
-from fsdp_shard.utils import format_count, report_progress
+from fsdp_shard.checkpoint import Location
+from fsdp_shard.errors import ConfigError, LossError
+from fsdp_shard.evaluation.config import DOCUMENTS, PERPLEXITY, EvaluateSettings, Figures
+from fsdp_shard.evaluation.document_figures import DocumentFigures
+from fsdp_shard.evaluation.loss_log import BatchLosses, LossLog
+from fsdp_shard.evaluation.provenance import describe_weights, provenance
+from fsdp_shard.evaluation.scored_text import ScoredText, TextSize, describe_left_out, open_documents, open_windows
+from fsdp_shard.evaluation.significance import Difference, Floats
+from fsdp_shard.evaluation.tokenizer_match import check_same_tokens
+from fsdp_shard.evaluation.window_losses import window_losses
+from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
+from fsdp_shard.utils import RESULT, format_count, report_progress, say
 
+Load = Callable[[Location], PreTrainedModel]
+
+DOCUMENTS_FILE, LOSSES_FILE, OTHER_LOSSES_FILE = "documents.jsonl", "losses.jsonl", "losses_against.jsonl"
 _MAX_LOSS = 700.0  # exp of more overflows a double
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """`loss` is the mean over `num_tokens` predicted tokens, in nats."""
+    """The figures of one model.
+
+    Attributes:
+        loss: The mean over `num_tokens` scored tokens, in nats.
+        num_tokens: Tokens that are scored.
+        size: The text that they are; see `scored_text`.
+        seconds: How long the model ran.
+    """
 
     loss: float
     num_tokens: int
+    size: TextSize
     seconds: float
 
     @property
@@ -34,107 +58,232 @@ class Perplexity:
         """exp(loss)."""
         return math.exp(self.loss)
 
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The losses of all scored tokens, in bits, per UTF-8 byte of the text that they are; None without text."""
+        return self._bits_per(self.size.num_bytes)
+
+    @property
+    def bits_per_character(self) -> float | None:
+        """The same per character (code point)."""
+        return self._bits_per(self.size.num_characters)
+
+    def _bits_per(self, count: int) -> float | None:
+        return self.loss * self.num_tokens / math.log(2) / count if count else None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """All figures, for result.json."""
+        return {
+            "perplexity": self.perplexity,
+            "loss": self.loss,
+            "num_tokens": self.num_tokens,
+            "num_bytes": self.size.num_bytes,
+            "num_characters": self.size.num_characters,
+            "bits_per_byte": self.bits_per_byte,
+            "bits_per_character": self.bits_per_character,
+            "seconds": self.seconds,
+        }
+
 
 @dataclass(frozen=True)
 class PerplexityEvaluation:
-    """The perplexity of a model on `windows`, `batch_size` of them at a time; `length` says how long they are."""
+    """The perplexity of the models that `settings` name on `text`; `lengths` says how long windows and contexts are."""
 
-    windows: MapDataset
-    batch_size: int
-    length: str
+    settings: EvaluateSettings
+    run_dir: Path
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    text: ScoredText
+    lengths: tuple[str, ...]
 
     def describe(self) -> str:
-        """The length of windows and the model's context, and the number of tokens and windows."""
-        windows = self.windows
-        tokens, count = format_count(windows.num_predictions, "token"), format_count(len(windows), "window")
-        return f"{self.length}\n{tokens} in {count} of {windows.sequence_length}"
+        """The length of windows and the context, the number of tokens, and what is left out or not scored."""
+        text = self.text
+        tokens, count = format_count(text.windows.num_predictions, "token"), format_count(len(text.windows), "window")
+        lines = [*self.lengths, *text.notes, f"{tokens} in {count} of {text.windows.sequence_length}"]
+        if text.documents is not None:
+            used = len(text.documents) - sum(text.left_out.values())
+            lines[-1] = f"{format_count(used, 'document')}, {lines[-1]}"
+            lines += describe_left_out(text)
+        if text.num_unscored and (text.documents is not None or self.settings.stride is not None):
+            lines.append(f"{format_count(text.num_unscored, 'token')} not scored: nothing is before them")
+        return "\n".join(lines)
 
-    def measure(self, model: PreTrainedModel) -> Figures:
-        """Run all windows; raises LossError if a loss is not finite."""
-        with report_progress(len(self.windows), "evaluate", "windows") as count:
-            found = perplexity(model, self.windows, self.batch_size, count)
-        text = (
-            f"perplexity {found.perplexity:.4f} (loss {found.loss:.4f}) over {format_count(found.num_tokens, 'token')}"
-        )
-        length = {"sequence_length": self.windows.sequence_length}
-        return Figures(text, {"perplexity": found.perplexity, **asdict(found), **length})
+    def measure(self, load: Load) -> Figures:
+        """Run all windows under each model, as far as the run directory does not have their losses yet.
+
+        Args:
+            load: Loads a model; not called for one whose losses are all there.
+
+        Raises:
+            LossError: A loss is not finite, or too large for a perplexity.
+            ConfigError: Another process works in the run directory.
+        """
+        settings = self.settings
+        losses, seconds = self._losses(load, self.provenance["weights"], settings.source, LOSSES_FILE)
+        own = self._figures(losses, seconds)
+        lines = [
+            f"perplexity {own.perplexity:.4f} (loss {own.loss:.4f}) over {format_count(own.num_tokens, 'token')}",
+        ]
+        row = own.row | self._layout
+        documents = None
+        if self.text.documents is not None:
+            documents = DocumentFigures(self.text, losses, settings.perplexity.num_resamples, self.seed)
+            lines += documents.lines(own.bits_per_byte)
+            row |= documents.row
+        else:
+            row |= {"num_documents": None, "confidence_interval": None}
+            row["confidence_interval_note"] = "windows are not of single documents; set perplexity.by=documents"
+        other_losses = None
+        if settings.other_source is not None:
+            compared, other_losses, line = self._compared(load, own, settings.other_source, documents)
+            lines.append(line)
+            row["against"] = compared
+        if documents is not None:
+            documents.write(self.run_dir / DOCUMENTS_FILE, other_losses)
+        return Figures("\n".join(lines), row | {"provenance": self.provenance})
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """What the figures depend on, for result.json; reads all weights."""
+        settings = self.settings
+        settled = {
+            "by": settings.perplexity.by,
+            "sequence_length": settings.data.window_length,
+            "stride": settings.stride,
+            "num_resamples": settings.perplexity.num_resamples,
+        }
+        found = provenance(settings, self.tokenizer, settled)
+        path = settings.data.eval_path or settings.data.path
+        data = {"path": path, "kind": settings.data.kind, "digest": self.text.digest}
+        return found | {"data": data, "seed": self.seed}
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        """How the text is divided, for result.json."""
+        return {
+            "sequence_length": self.text.windows.sequence_length,
+            "stride": self.settings.stride,
+            "by": self.settings.perplexity.by,
+            "num_windows": len(self.text.windows),
+            "num_unscored_tokens": self.text.num_unscored,
+            "notes": list(self.text.notes),
+        }
+
+    def _compared(
+        self, load: Load, own: Perplexity, source: Location, documents: DocumentFigures | None
+    ) -> tuple[dict[str, Any], Floats, str]:
+        """Evaluate the other model; return its figures with the difference, its losses, and a sentence."""
+        weights = describe_weights(source)
+        losses, seconds = self._losses(load, weights, source, OTHER_LOSSES_FILE)
+        other = self._figures(losses, seconds)
+        found = Difference(own.loss - other.loss, None, None) if documents is None else documents.against(losses)
+        row = other.row | {"difference": found.row, "weights": weights}
+        return row, losses, found.sentence(source.path, own.loss, other.loss)
+
+    def _figures(self, losses: Floats, seconds: float) -> Perplexity:
+        num_tokens = self.text.windows.num_predictions
+        loss = math.fsum(losses.tolist()) / num_tokens
+        if loss > _MAX_LOSS:
+            raise LossError(
+                f"The loss is {loss:.4g}, too large for a perplexity: the weights are not those of a trained model."
+            )
+        return Perplexity(loss, num_tokens, self.text.size, seconds)
+
+    def _losses(self, load: Load, weights: dict[str, Any], source: Location, name: str) -> tuple[Floats, float]:
+        """Return the loss of each window [num_windows] and the seconds that they took, computed or from the file."""
+        batches = self.text.batches(self.settings.batch_size)
+        found = np.zeros(len(self.text.windows))
+        with LossLog(self.run_dir / name, self._inputs(weights), batches) as log:
+            self._say_state(log, len(batches), source)
+            done, left = log.finished, batches[len(log.finished) :]
+            if left:
+                model = load(source)
+                with report_progress(len(self.text.windows), "evaluate", "windows") as count:
+                    count(sum(len(batch.windows) for batch in done))
+                    for windows in left:
+                        start = time.perf_counter()
+                        losses = window_losses(model, self.text, windows)
+                        done.append(BatchLosses(windows, losses, time.perf_counter() - start))
+                        log.append(done[-1])
+                        count(len(windows))
+                del model
+                gc.collect()  # a second model needs the memory, and blocks on disk hold theirs by cycles
+        for batch in done:
+            found[batch.windows] = batch.losses
+        return found, math.fsum(batch.seconds for batch in done)
+
+    def _inputs(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """All that the losses of a model depend on."""
+        known = self.provenance
+        settings = {name: value for name, value in known["settings"].items() if name != "num_resamples"}
+        inputs = {"weights": _digests(weights), "data": known["data"]["digest"], "versions": known["versions"]}
+        return inputs | {"settings": settings}
+
+    def _say_state(self, log: LossLog, num_batches: int, source: Location) -> None:
+        if log.finished:
+            done = f"{len(log.finished):,} of {num_batches:,} batches"
+            say(f"{source.path}: going on after {done}, whose losses are in {self.run_dir}")
+            return
+        for file in (RESULT, DOCUMENTS_FILE):  # of other figures
+            with suppress(FileNotFoundError):
+                (self.run_dir / file).unlink()
+        if log.changed:
+            what = ", ".join(log.changed)
+            say(
+                f"{source.path}: starting again, as {self.run_dir} has the losses of another evaluation ({what} differ)"
+            )
+
+
+def _digests(weights: dict[str, Any]) -> list[str]:
+    return [weights["digest"], *(_digests(weights["base"]) if "base" in weights else [])]
 
 
 def open_perplexity(
-    settings: EvaluateSettings, run_dir: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+    settings: EvaluateSettings, run_dir: str, seed: int, tokenizer: PreTrainedTokenizerBase
 ) -> PerplexityEvaluation:
-    """Prepare the windows: what training would hold out of `settings.data`, or all of data.path if that is nothing.
+    """Prepare what is scored.
 
     Args:
-        settings: The data and the batch size.
-        run_dir: Not used.
-        config: The model's config.
-        tokenizer: The model's tokenizer.
+        settings: The models, the data, and how it is divided.
+        run_dir: Directory for the losses of batches, and for documents.jsonl.
+        seed: Seed of the resamples.
+        tokenizer: The tokenizer of the model in `checkpoint`.
 
     Raises:
-        ConfigError: The windows are longer than the model has positions.
-        DataError: The text cannot be read.
+        ConfigError: The windows are longer than a model has positions, or the models have different tokenizers.
+        DataError: The text cannot be read, or has no token to score.
     """
-    length = context_of(config, settings.dispatch.trust_remote_code).describe(settings.data.window_length)
-    return PerplexityEvaluation(prepare_held_out(settings.data, tokenizer), settings.batch_size, length)
+    trust = settings.dispatch.trust_remote_code
+    contexts = [context_of(load_config(source.directory, trust), trust) for source in settings.sources]
+    lengths = dict.fromkeys(context.describe(settings.data.window_length) for context in contexts)
+    opened = open_documents if settings.perplexity.by == DOCUMENTS else open_windows
+    text = opened(settings.data, settings.stride, tokenizer)
+    if settings.other_source is not None:
+        other = load_tokenizer(settings.other_source.tokenizer, trust)
+        check_same_tokens(text.windows, tokenizer, other, settings.source, settings.other_source)
+    return PerplexityEvaluation(settings, Path(run_dir), seed, tokenizer, text, tuple(lengths))
 
 
 def settle_windows(settings: EvaluateSettings) -> None:
-    """Set `data.sequence_length`, if windows are evaluated and it is null, by the model's context.
+    """Set `data.sequence_length`, if windows are evaluated and it is null, by the contexts of the models.
 
     Raises:
-        ConfigError: The windows are longer than the model has positions.
+        ConfigError: The windows are longer than a model has positions, or than their stride allows.
     """
-    if settings.task == PERPLEXITY:
-        context = load_context(settings.source.directory, settings.dispatch.trust_remote_code)
+    if settings.task != PERPLEXITY:
+        return
+    trust = settings.dispatch.trust_remote_code
+
+    def length_of(context: Context) -> float:
+        return math.inf if context.length is None else context.length
+
+    for context in sorted((load_context(source.directory, trust) for source in settings.sources), key=length_of):
         settle_length(settings.data, context)
-
-
-def perplexity(
-    model: PreTrainedModel, windows: MapDataset, batch_size: int, progress: Callable[[int], object] = lambda count: None
-) -> Perplexity:
-    """Run every window through `model` once.
-
-    Args:
-        model: A causal language model.
-        windows: The tokens and labels.
-        batch_size: Windows per batch.
-        progress: Called with the number of windows after each batch.
-
-    Returns:
-        The mean loss over all predicted tokens.
-
-    Raises:
-        LossError: A loss is not finite, or too large for a perplexity.
-    """
-    start, total, num_tokens = time.perf_counter(), 0.0, 0
-    with torch.inference_mode():
-        for first in range(0, len(windows), batch_size):
-            indices = range(first, min(first + batch_size, len(windows)))
-            batch = windows.batch(indices)
-            inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
-            check_vocabulary(batch.inputs["input_ids"], model.config)
-            with running(model):
-                logits = model(**inputs, use_cache=False).logits
-            loss = _summed_loss(logits, torch.from_numpy(batch.labels))
-            if not math.isfinite(loss):
-                raise LossError(
-                    f"The loss of windows {first} to {indices[-1]} is {loss}: weights or activations are not finite."
-                )
-            total, num_tokens = total + loss, num_tokens + batch.num_predictions
-            progress(len(indices))
-    if (loss := total / num_tokens) > _MAX_LOSS:
-        raise LossError(
-            f"The loss is {loss:.4g}, too large for a perplexity: the weights are not those of a trained model."
+    length, stride = settings.data.window_length, settings.stride
+    if stride is not None and (stride > length or length < 2):
+        raise ConfigError(
+            f"stride={stride} and data.sequence_length={length} leave tokens that no window has: windows have at least "
+            f"2 tokens, and advance by at most their length."
         )
-    return Perplexity(loss, num_tokens, time.perf_counter() - start)
-
-
-def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Sum over `labels` [rows, length] under `logits` [rows, length, vocabulary], upcast a row at a time."""
-    return sum(
-        float(
-            torch.nn.functional.cross_entropy(row.float(), of_row.to(row.device), ignore_index=MASKED, reduction="sum")
-        )
-        for row, of_row in zip(logits, labels, strict=True)
-    )

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fsdp_shard.checkpoint import Location
 from fsdp_shard.evaluation.config import LM_EVAL, PERPLEXITY, EvaluateSettings, Figures
 from fsdp_shard.evaluation.lm_eval import open_tasks
 from fsdp_shard.evaluation.perplexity import open_perplexity
@@ -17,13 +18,17 @@ class Evaluation(Protocol):
         """A line about its text or questions."""
         ...
 
-    def measure(self, model: PreTrainedModel) -> Figures:
-        """Evaluate `model`, with a progress bar; raises LossError or RunError if there is no result."""
+    def measure(self, load: Callable[[Location], PreTrainedModel]) -> Figures:
+        """Evaluate the models, each loaded by `load`, with a progress bar.
+
+        Raises:
+            LossError, RunError: There is no result.
+        """
         ...
 
 
-# `task` -> the function that prepares it, from settings, run directory, the model's config and its tokenizer.
-EVALUATIONS: dict[str, Callable[[EvaluateSettings, str, PretrainedConfig, PreTrainedTokenizerBase], Evaluation]] = {
+# `task` -> the function that prepares it, from settings, run directory, seed and the model's tokenizer.
+EVALUATIONS: dict[str, Callable[[EvaluateSettings, str, int, PreTrainedTokenizerBase], Evaluation]] = {
     PERPLEXITY: open_perplexity,
     LM_EVAL: open_tasks,
 }

@@ -1,22 +1,26 @@
-"""Perplexity: against a plain computation, and against what training says of the same weights and text."""
+"""Perplexity over windows: against plain computations, and against what training says of the same weights and text."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM, PreTrainedModel
 
+from fsdp_shard.checkpoint import convert
 from fsdp_shard.data import DataConfig, prepare_held_out
 from fsdp_shard.errors import DataError, LossError
 from fsdp_shard.evaluation.config import check_text
-from fsdp_shard.evaluation.perplexity import Perplexity, perplexity
+from fsdp_shard.evaluation.perplexity import Perplexity
+from fsdp_shard.evaluation.scored_text import TextSize
+from fsdp_shard.evaluation.strided_windows import window_bounds
 from fsdp_shard.inference import load_dispatched
+from tests.evaluation.measuring import evaluation, guide_losses, measure, training_losses
 from tests.support.runs import run_recipe
 from tests.support.tiny import byte_tokenizer
 
@@ -28,61 +32,126 @@ def data(texts: Path, tmp_path: Path) -> DataConfig:
     return DataConfig(path=str(texts / "held_out.txt"), sequence_length=LENGTH, cache_dir=str(tmp_path / "cache"))
 
 
-def plain_loss(path: Path, text: str) -> tuple[float, int]:
-    """Every token but the first, each from those before it in its window, by transformers and a loop."""
-    model = AutoModelForCausalLM.from_pretrained(path)
-    ids = torch.tensor(AutoTokenizer.from_pretrained(path)(text)["input_ids"])
-    total = 0.0
-    for start in range(0, len(ids) - 1, LENGTH):
-        window, targets = ids[start : start + LENGTH], ids[start + 1 : start + LENGTH + 1]
-        with torch.no_grad():
-            logits = model(input_ids=window[None, : len(targets)]).logits[0]
-        total += float(F.cross_entropy(logits, targets, reduction="sum"))
-    return total, len(ids) - 1
+def ids_of(model: Path, data: DataConfig) -> list[int]:
+    return list(AutoTokenizer.from_pretrained(model)(Path(data.path).read_text())["input_ids"])
 
 
 @pytest.mark.parametrize(("batch_size", "device_map"), [(1, "cpu"), (7, "disk")])
-def test_it_is_the_mean_over_all_tokens(tiny_model: Path, data: DataConfig, batch_size: int, device_map: str) -> None:
-    windows = prepare_held_out(data, AutoTokenizer.from_pretrained(tiny_model))
-    assert windows.num_padded, "the last window should be short"
-    seen: list[int] = []
-    found = perplexity(load_dispatched(tiny_model, device_map), windows, batch_size, seen.append)
-    total, num_tokens = plain_loss(tiny_model, Path(data.path).read_text())
-    assert sum(seen) == len(windows)
-    assert found.num_tokens == num_tokens
-    assert found.loss == pytest.approx(total / num_tokens, rel=1e-6)
-    assert found.perplexity == pytest.approx(math.exp(found.loss))
+def test_it_is_the_mean_over_all_tokens(
+    tiny_model: Path, data: DataConfig, tmp_path: Path, batch_size: int, device_map: str
+) -> None:
+    row = measure(
+        tiny_model, data, tmp_path / "run", lambda path: load_dispatched(path, device_map), batch_size=batch_size
+    )
+    ids = ids_of(tiny_model, data)
+    losses = training_losses(tiny_model, ids, LENGTH)
+    assert row["num_tokens"] == len(ids) - 1 == len(losses)
+    assert row["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+    assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    assert row["num_bytes"] == len(Path(data.path).read_bytes()) - 1, "but for the first token"
+    assert row["bits_per_byte"] == pytest.approx(float(losses.sum()) / math.log(2) / row["num_bytes"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("length", "stride"), [(48, 48), (48, 24), (48, 17), (48, 5), (16, 1)])
+def test_with_a_stride_it_is_that_of_the_guide(
+    tiny_model: Path, data: DataConfig, tmp_path: Path, length: int, stride: int
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text(Path(data.path).read_text()[:1000])
+    data = replace(data, path=str(short), sequence_length=length)
+    losses = guide_losses(tiny_model, ids_of(tiny_model, data), length, stride)
+    found = [measure(tiny_model, data, tmp_path / f"{size}", stride=stride, batch_size=size) for size in (1, 8, 64)]
+    for row in found:
+        assert row["num_tokens"] == len(losses)
+        assert row["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+    assert found[0]["num_unscored_tokens"] == len(ids_of(tiny_model, data)) - len(losses)
+
+
+@pytest.mark.parametrize("stride", [None, 1, 3, 7, 8])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 8, 9, 16, 17, 40])
+def test_every_token_is_scored_once(num_tokens: int, stride: int | None) -> None:
+    length, scored = 8, np.zeros(num_tokens, int)
+    for begin, end, first in window_bounds(num_tokens, length, stride):
+        assert 0 <= begin < end <= min(begin + length + (stride is None), num_tokens)
+        assert first > begin, "there is a token before it"
+        scored[first:end] += 1
+    unscored = range(0, num_tokens, length) if stride == length else range(min(1, num_tokens))
+    assert np.flatnonzero(scored == 0).tolist() == list(unscored)
+    assert scored.max(initial=0) <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "device_map"), [("sharded", 2, "cpu"), ("sharded", 3, "disk"), ("dcp", None, "budget")]
+)
+def test_formats_and_devices_give_the_same(
+    tiny_model: Path, data: DataConfig, tmp_path: Path, kind: str, ranks: int | None, device_map: str
+) -> None:
+    given: dict[str, Any] = {"stride": 20, "batch_size": 5}
+    expected = measure(tiny_model, data, tmp_path / "expected", **given)
+    convert(tiny_model, tmp_path / "other", format=kind, **({} if ranks is None else {"ranks": ranks}))
+
+    def load(path: Path) -> PreTrainedModel:
+        if device_map == "budget":
+            return load_dispatched(path, max_memory={"cpu": "100KB"})
+        return load_dispatched(path, device_map)
+
+    row = measure(tmp_path / "other", data, tmp_path / "run", load, **given)
+    assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert row["provenance"]["weights"]["digest"] == expected["provenance"]["weights"]["digest"]
+    assert row["provenance"]["data"]["digest"] == expected["provenance"]["data"]["digest"]
+    assert row["provenance"]["weights"]["format"] != expected["provenance"]["weights"]["format"]
+
+
+def test_result_names_what_the_figures_come_from(tiny_model: Path, data: DataConfig, tmp_path: Path) -> None:
+    known = measure(tiny_model, data, tmp_path / "run")["provenance"]
+    assert known["seed"] == 0
+    assert known["settings"]["sequence_length"] == LENGTH
+    assert known["versions"]["torch"] == torch.__version__
+    changed, model = tmp_path / "changed", AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():  # the digest is of all bytes, so of the last one too
+        model.get_parameter("model.layers.1.mlp.down_proj.weight")[-1, -1] += 1.0
+    model.save_pretrained(changed)
+    byte_tokenizer().save_pretrained(changed)
+    other = measure(changed, data, tmp_path / "other")["provenance"]
+    assert other["weights"]["digest"] != known["weights"]["digest"]
+    assert other["tokenizer"] == known["tokenizer"]
 
 
 def test_the_held_out_file_is_evaluated_alone(tiny_model: Path, data: DataConfig) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    expected = prepare_held_out(data, tokenizer)
+    expected, _ = prepare_held_out(data, tokenizer)
     beside = replace(data, path="never/looked/at.txt", eval_path=data.path)
     check_text(beside)
-    assert prepare_held_out(beside, tokenizer).identity == expected.identity
+    assert prepare_held_out(beside, tokenizer)[0].identity == expected.identity
     with pytest.raises(DataError, match=r"data\.eval_path=./nowhere"):
         check_text(replace(data, eval_path="./nowhere.txt"))
 
 
-def test_a_part_that_is_held_out_is_evaluated_alone(tiny_model: Path, data: DataConfig) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    whole = prepare_held_out(data, tokenizer)
+def test_a_part_that_is_held_out_is_evaluated_alone(tiny_model: Path, data: DataConfig, tmp_path: Path) -> None:
+    ids = ids_of(tiny_model, data)
     data.eval_fraction = 0.25
-    part = prepare_held_out(data, tokenizer)
-    assert len(part) == round(len(whole) / 4)
-    assert np.array_equal(part.tokens, whole.tokens[len(whole.tokens) - len(part.tokens) :])
+    row = measure(tiny_model, data, tmp_path / "run")
+    windows = -(-(len(ids) - 1) // LENGTH)
+    part = ids[(windows - round(windows / 4)) * LENGTH :]
+    assert row["num_tokens"] == len(part) - 1
+    assert row["loss"] == pytest.approx(float(training_losses(tiny_model, part, LENGTH).mean()), rel=1e-6)
 
 
-def test_a_loss_that_is_no_number_is_an_error(tiny_model: Path, data: DataConfig) -> None:
-    model = load_dispatched(tiny_model)
-    model.get_submodule("model.norm").weight.data.fill_(float("nan"))
-    windows = prepare_held_out(data, AutoTokenizer.from_pretrained(tiny_model))
+def test_a_loss_that_is_no_number_is_an_error(tiny_model: Path, data: DataConfig, tmp_path: Path) -> None:
+    def load(path: Path) -> PreTrainedModel:
+        model = load_dispatched(path)
+        model.get_submodule("model.norm").weight.data.fill_(float("nan"))
+        return model
+
     with pytest.raises(LossError, match="windows 0 to 3 is nan"):
-        perplexity(model, windows, 4)
+        measure(tiny_model, data, tmp_path / "run", load, batch_size=4)
 
 
 def test_perplexity_is_the_exponential_of_the_loss() -> None:
-    assert Perplexity(math.log(7.0), 3, 1.0).perplexity == pytest.approx(7.0)
+    found = Perplexity(math.log(8.0), 6, TextSize(9, 3), 1.0)
+    assert found.perplexity == pytest.approx(8.0)
+    assert (found.bits_per_byte, found.bits_per_character) == (pytest.approx(2.0), pytest.approx(6.0))
+    assert Perplexity(1.0, 1, TextSize(0, 0), 1.0).bits_per_byte is None
 
 
 def test_the_recipe_agrees_with_training(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
@@ -120,3 +189,24 @@ def test_bad_input_is_one_error(tiny_model: Path, tmp_path: Path) -> None:
     assert (ended.status, "OPTForCausalLM" in ended.err, "data.packing" in ended.err) == (2, True, True), ended.err
     ended = run_recipe("evaluate", tmp_path / "run", f"checkpoint={tiny_model}", "data.path=x", "task=lm_evil")
     assert (ended.status, "task=lm_evil" in ended.err) == (2, True)
+    text = [f"checkpoint={tiny_model}", f"data.path={tmp_path / 'text.txt'}", "data.sequence_length=16"]
+    for given, says in (
+        (["seed=3"], "seed=3 has no effect"),
+        (["stride=17"], "stride=17 and data.sequence_length=16"),
+        (["stride=8", "data.packing=true"], "stride=8 is for text that continues"),
+        (["perplexity.by=documents", "data.packing=true"], "data.packing=true lays documents into windows"),
+        (["perplexity.by=documents", "data.eval_fraction=0.5"], "data.eval_fraction=0.5 holds out windows"),
+        (["perplexity.num_resamples=500"], "perplexity.num_resamples=500 is for perplexity.by=documents"),
+        (["perplexity.by=lines"], "perplexity.by=lines is not one of windows, documents"),
+        (["against=nowhere/at/all"], "nowhere/at/all"),
+    ):
+        ended = run_recipe("evaluate", tmp_path / "run", *text, *given)
+        assert (ended.status, ended.err.count("error: "), says in ended.err) == (2, 1, True), ended.err
+
+
+def test_windows_are_of_no_single_document(tiny_model: Path, data: DataConfig, tmp_path: Path) -> None:
+    opened = evaluation(tiny_model, data, tmp_path / "run")
+    row = opened.measure(lambda source: load_dispatched(source.path)).row
+    assert row["confidence_interval"] is None
+    assert "perplexity.by=documents" in row["confidence_interval_note"]
+    assert not (tmp_path / "run" / "documents.jsonl").exists()

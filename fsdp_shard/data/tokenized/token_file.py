@@ -144,6 +144,13 @@ class TokenFile:
         """Map the examples."""
         return Examples.of(self._table(), self.classes, self.digest, self.keeps_last)
 
+    def examples_per_row(self) -> npt.NDArray[np.int64]:
+        """Return the number of examples of each row [num_rows], 0 for one with nothing to learn."""
+        from pyarrow import compute
+
+        counts: npt.NDArray[Any] = compute.list_value_length(self._table()["lengths"]).to_numpy()
+        return counts.astype(np.int64)
+
     def _table(self) -> pyarrow.Table:
         import pyarrow
 

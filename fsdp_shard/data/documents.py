@@ -1,0 +1,124 @@
+"""Documents, to be evaluated one at a time: rows with all of their tokens, where they are, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
+from fsdp_shard.data.kinds.chat import with_chat_template
+from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, Tokenizer, beginning, plain_ids
+from fsdp_shard.data.samples.batch import Ints
+from fsdp_shard.data.sources.row import Row
+from fsdp_shard.data.sources.source import Source, open_source
+from fsdp_shard.data.tokenized.token_cache import tokenize
+from fsdp_shard.data.tokenized.token_file import Examples
+from fsdp_shard.errors import DataError
+
+_NAMES = ("id", "name")  # columns that name a row, the first one that it has
+
+
+@dataclass(frozen=True)
+class WholeText(Kind):
+    """Each text as one example of any length: `begin` and its own tokens, without one that ends it."""
+
+    kind: Kind
+    begin: tuple[int, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.kind.columns
+
+    def read(self, row: Row) -> Any:
+        return self.kind.read(row)
+
+    def examples(self, read: list[str], tokenizer: Tokenizer) -> list[list[Example]]:
+        begin, unpredicted = list(self.begin), [False] * len(self.begin)
+        return [[Example([*begin, *ids], [*unpredicted, *[True] * len(ids)])] for ids in plain_ids(read, tokenizer)]
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Every tokenizer is suitable."""
+
+    def fingerprint(self) -> Any:
+        return ["whole text", self.columns, self.begin]
+
+
+class DocumentRow(NamedTuple):
+    """A row of the data.
+
+    Attributes:
+        where: File and line or number of the row.
+        name: What the data calls it, in a column id or name; None without one.
+        example: The number of its example; None if it is empty, or has nothing to predict.
+        text: Its text, of rows that are text; None of chats, instructions and pairs.
+    """
+
+    where: str
+    name: str | int | None
+    example: int | None
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The rows of some data and their tokens.
+
+    Attributes:
+        examples: The tokens of rows, and which of them are predicted: of text all, else as in training.
+        digest: Of these tokens.
+        source: The rows.
+        kind: What they are.
+        counts: Examples of each row, 0 or 1 [num_rows].
+    """
+
+    examples: Examples
+    digest: str
+    source: Source
+    kind: Kind
+    counts: Ints
+
+    def rows(self) -> Iterator[DocumentRow]:
+        """Read the rows again, in their order; raises DataError if there are others than when they were tokenized."""
+        number, example = 0, 0
+        for number, row in enumerate(self.source.rows((*self.kind.columns, *_NAMES)), start=1):
+            if number > len(self.counts):
+                break
+            has_example = bool(self.counts[number - 1])
+            text = self.kind.read(row) if has_example and isinstance(self.kind, WholeText) else None
+            yield DocumentRow(row.where, self._name_of(row), example if has_example else None, text)
+            example += has_example
+        if number != len(self.counts):
+            raise DataError(f"{self.source.name} was changed while it was read; start again.")
+
+    def _name_of(self, row: Row) -> str | int | None:
+        values = (row.values.get(name) for name in _NAMES if name not in self.kind.columns)
+        return next((value for value in values if isinstance(value, (str, int))), None)
+
+
+def prepare_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
+    """Tokenize `data.eval_path`, or data.path without it, a row at a time, unless that is in the cache.
+
+    Args:
+        config: The settings of the data.
+        tokenizer: The tokenizer. Text begins with its beginning-of-text token, if it adds that to every text.
+
+    Raises:
+        DataError: The data cannot be read, or has nothing to predict.
+    """
+    source, tokenizer = _open_source(config), with_chat_template(tokenizer, config)
+    kind = kind_of(config, CAUSAL)
+    if config.kind == "text":
+        kind = WholeText(kind, tuple(beginning(tokenizer)))
+    file = tokenize(source, kind, tokenizer, cache_directory(config), config.workers)
+    return Documents(file.examples(), file.digest, source, kind, file.examples_per_row())
+
+
+def read_texts(config: DataConfig) -> Iterator[str]:
+    """Read the texts of `data.eval_path`, or of data.path without it, that are not empty; raises DataError."""
+    kind = kind_of(config, CAUSAL)
+    return (text for row in _open_source(config).rows(kind.columns) if (text := kind.read(row)) is not None)
+
+
+def _open_source(config: DataConfig) -> Source:
+    return open_source(config, config.eval_path is not None)

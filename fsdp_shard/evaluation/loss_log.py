@@ -1,0 +1,137 @@
+"""The losses of finished batches in a file of the run directory, so that an evaluation that was killed goes on.
+
+The first line is the fingerprint of all that the losses depend on; each further line has a batch. A line is on the disk
+before the next batch begins. What a kill leaves of a line is dropped, and its batch is computed again.
+"""
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, Self
+
+import xxhash
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import name_in_errors
+
+_LONGEST_LINE = 64 << 20  # bytes
+
+
+class BatchLosses(NamedTuple):
+    """The numbers of the windows of a batch, the sum of the losses of each in nats, and how long they took."""
+
+    windows: list[int]
+    losses: list[float]
+    seconds: float
+
+
+class LossLog:
+    """The file of one model's losses. A context manager: the file is locked until `close`.
+
+    Args:
+        path: The file, which may exist. Its directory is made.
+        inputs: All that the losses depend on, as JSON.
+        batches: The windows of each batch, in the order in which they are computed.
+
+    Attributes:
+        finished: The batches that the file has already.
+        changed: Names of the inputs that differ from those of the file that was there, whose losses are dropped.
+
+    Raises:
+        ConfigError: Another process writes the file.
+    """
+
+    def __init__(self, path: Path, inputs: Mapping[str, Any], batches: Sequence[Sequence[int]]) -> None:
+        self.finished: list[BatchLosses] = []
+        self.changed: list[str] = []
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise ConfigError(
+                f"{path} is being written by another evaluation; wait for it, or give another run_dir."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        plain = json.loads(json.dumps(inputs))
+        digest = xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())
+        self._begin({"fingerprint": digest, "inputs": plain}, batches)
+
+    def append(self, batch: BatchLosses) -> None:
+        """Add a batch, and wait until it is on the disk."""
+        self._write({"windows": batch.windows, "losses": batch.losses, "seconds": batch.seconds})
+
+    def close(self) -> None:
+        """Close the file, and give the lock back."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self, header: dict[str, Any], batches: Sequence[Sequence[int]]) -> None:
+        """Read what is there; keep the complete batches if they are of the same inputs, and nothing otherwise."""
+        found = self._read_line()
+        if found is not None and found.get("fingerprint") == header["fingerprint"]:
+            end = self._file.tell()
+            for windows in batches:
+                if (batch := _batch_of(self._read_line(), windows)) is None:
+                    break
+                self.finished.append(batch)
+                end = self._file.tell()
+            self._file.seek(end)
+            self._file.truncate()
+            return
+        if found is not None:
+            before, now = found.get("inputs"), header["inputs"]
+            self.changed = _differences(before if isinstance(before, dict) else {}, now)
+        self._file.seek(0)
+        self._file.truncate()
+        self._write(header)
+
+    def _read_line(self) -> dict[str, Any] | None:
+        line = self._file.readline(_LONGEST_LINE)
+        try:
+            values = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            return None
+        return values if isinstance(values, dict) else None
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        with name_in_errors(self._path):
+            self._file.write((json.dumps(values) + "\n").encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+def _batch_of(line: dict[str, Any] | None, windows: Sequence[int]) -> BatchLosses | None:
+    """Return the batch in a line; None unless it is complete, and has these windows."""
+    if line is None or line.get("windows") != list(windows):
+        return None
+    losses, seconds = line.get("losses"), line.get("seconds")
+    numbers = [*losses, seconds] if isinstance(losses, list) else []
+    if len(numbers) != len(windows) + 1 or not all(isinstance(one, float) and math.isfinite(one) for one in numbers):
+        return None
+    return BatchLosses(list(windows), numbers[:-1], numbers[-1])
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the names of values that differ, of sections with the names in them."""
+    names: list[str] = []
+    for name in [*now, *(name for name in before if name not in now)]:
+        old, new = before.get(name), now.get(name)
+        if old != new:
+            both = isinstance(old, dict) and isinstance(new, dict)
+            names += [f"{name}.{inner}" for inner in _differences(old, new)] if both else [name]  # type: ignore[arg-type]
+    return names

@@ -1,0 +1,109 @@
+"""Windows that overlap, over texts of any length: each token is scored in the first window that has it.
+
+With a stride these are the windows of transformers' guide "Perplexity of fixed-length models": a window begins every
+`stride` tokens, has up to `length` tokens, and predicts those that no earlier window has, each from all tokens before
+it in its window. The first token of a window has none. So that of a text is not scored, and if `stride` equals
+`length`, that of no window is.
+
+Without a stride, windows of `length` tokens each predict the token after every one of theirs, as in training. Neighbors
+then overlap by one token, and only the first token of a text is not scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_shard.data import MASKED, Array, Ints, MapDataset, Sample, attended, padded
+
+
+def window_bounds(num_tokens: int, length: int, stride: int | None) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, first scored token) of the windows over a text.
+
+    Args:
+        num_tokens: Tokens of the text.
+        length: Most tokens that a model reads at once.
+        stride: Tokens between the beginnings of windows, at most `length`; None as in training.
+    """
+    longest, stride = (length + 1, length) if stride is None else (length, stride)
+    scored = 0
+    for begin in range(0, num_tokens, stride):
+        end = min(begin + longest, num_tokens)
+        yield begin, end, max(scored, begin + 1)
+        scored = end
+        if end == num_tokens:
+            return
+
+
+@dataclass(frozen=True)
+class StridedWindows(MapDataset):
+    """Windows of several texts that lie one after the other in `tokens`.
+
+    Attributes:
+        tokens: Token ids of all texts [num_tokens].
+        predicted: Whether each token is one to score [num_tokens]; None: all are.
+        bounds: Where each window begins and ends in `tokens`, and the first token that it scores,
+            int64 [num_windows, 3].
+        text_of: The number of the text that each window is of, int64 [num_windows].
+        sequence_length: Most tokens that the model reads at once.
+    """
+
+    tokens: Array
+    predicted: Array | None
+    bounds: Ints
+    text_of: Ints
+    sequence_length: int
+
+    @classmethod
+    def over(cls, tokens: Array, predicted: Array | None, ends: Ints, length: int, stride: int | None) -> Self:
+        """Lay windows over texts, and leave out those that have no token to score.
+
+        Args:
+            tokens: As in the class.
+            predicted: As in the class.
+            ends: Where each text ends in `tokens`, int64 [num_texts].
+            length: Most tokens that the model reads at once.
+            stride: As for `window_bounds`.
+        """
+        rows = [
+            (start + begin, start + end, start + first, number)
+            for number, (start, stop) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
+            for begin, end, first in window_bounds(stop - start, length, stride)
+        ]
+        table = np.array(rows, np.int64).reshape(-1, 4)
+        made = cls(tokens, predicted, table[:, :3], table[:, 3], length)
+        used = np.array([bool(made.scored(index).any()) for index in range(len(made))], bool)
+        return replace(made, bounds=made.bounds[used], text_of=made.text_of[used])
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each window [num_windows]."""
+        return self.bounds[:, 1] - self.bounds[:, 0]
+
+    def scored(self, index: int) -> npt.NDArray[np.bool_]:
+        """Return whether each token from the first scored one of a window on is scored [num_new]."""
+        _, end, first = self.bounds[index].tolist()
+        if self.predicted is None:
+            return np.ones(max(end - first, 0), bool)
+        return np.asarray(self.predicted[first:end]).astype(bool)
+
+    @property
+    def num_predictions(self) -> int:
+        return sum(int(self.scored(index).sum()) for index in range(len(self)))
+
+    def sample(self, index: int, epoch: int = 0) -> Sample:
+        begin, end, first = self.bounds[index].tolist()
+        ids = np.asarray(self.tokens[begin:end]).astype(np.int64)
+        labels = padded([], end - begin - 1, MASKED)
+        labels[first - begin - 1 :] = np.where(self.scored(index), ids[first - begin :], MASKED)
+        return Sample(attended(ids[:-1], len(ids) - 1), labels)
+
+    def head(self, num_samples: int | None) -> Self:
+        return replace(self, bounds=self.bounds[:num_samples], text_of=self.text_of[:num_samples])

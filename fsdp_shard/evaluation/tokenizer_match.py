@@ -1,0 +1,55 @@
+"""Whether two models read the same tokens: only then do losses per token compare."""
+
+import json
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_shard.checkpoint import Location
+from fsdp_shard.data import MapDataset
+from fsdp_shard.errors import ConfigError
+
+# What of a tokenizer.json decides about the tokens of ordinary text.
+_SECTIONS = ("normalizer", "pre_tokenizer", "model")
+
+
+def check_same_tokens(
+    windows: MapDataset,
+    tokenizer: PreTrainedTokenizerBase,
+    other: PreTrainedTokenizerBase,
+    source: Location,
+    other_source: Location,
+) -> None:
+    """Raise ConfigError unless both tokenizers divide text alike, and the tokens of `windows` are the same in both.
+
+    Special tokens that the windows do not have may differ, as those of a chat that a model was tuned on.
+    """
+    used = np.unique(np.concatenate([windows.sample(index).inputs["input_ids"] for index in range(len(windows))]))
+    named = [_named(one, used.tolist()) for one in (tokenizer, other)]
+    different = [(number, *both) for number, *both in zip(used.tolist(), *named, strict=True) if both[0] != both[1]]
+    if different:
+        number, ours, theirs = different[0]
+        problem = f"token {number} is {ours!r} in the first and {theirs!r} in the second"
+    elif _division(tokenizer) != _division(other):
+        problem = "they divide text in different ways"
+    else:
+        return
+    raise ConfigError(
+        f"checkpoint={source} and against={other_source} have different tokenizers, {source.tokenizer} and "
+        f"{other_source.tokenizer}: {problem}. Their losses per token do not compare; evaluate each alone, and compare "
+        f"bits_per_byte in their result.json."
+    )
+
+
+def _named(tokenizer: PreTrainedTokenizerBase, numbers: list[int]) -> list[str | None]:
+    names = {number: token for token, number in tokenizer.get_vocab().items()}
+    return [names.get(number) for number in numbers]
+
+
+def _division(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return, as JSON, how a tokenizer divides ordinary text."""
+    if tokenizer.is_fast:
+        document = json.loads(tokenizer.backend_tokenizer.to_str())
+        return [document.get(name) for name in _SECTIONS]
+    return [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]

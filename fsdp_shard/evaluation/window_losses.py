@@ -1,0 +1,48 @@
+"""The losses of windows under a model that may be dispatched in any way."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from fsdp_shard.data import MASKED
+from fsdp_shard.errors import LossError
+from fsdp_shard.evaluation.scored_text import ScoredText
+from fsdp_shard.models import check_vocabulary, running
+
+
+def window_losses(model: PreTrainedModel, text: ScoredText, windows: Sequence[int]) -> list[float]:
+    """Run a batch of windows.
+
+    Args:
+        model: A causal language model.
+        text: What is scored.
+        windows: The numbers of the windows.
+
+    Returns:
+        For each window, the sum over its scored tokens of their losses in nats: computed in float32, added in float64.
+
+    Raises:
+        LossError: A loss is not finite.
+        ModelError: The model does not have all tokens, or cannot be run.
+    """
+    batch = text.windows.batch(windows)
+    inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
+    check_vocabulary(batch.inputs["input_ids"], model.config)
+    with torch.inference_mode():
+        with running(model):
+            logits = model(**inputs, use_cache=False).logits
+        losses = [_summed_loss(row, labels) for row, labels in zip(logits, torch.from_numpy(batch.labels), strict=True)]
+    if not all(map(math.isfinite, losses)):
+        total = sum(losses)
+        raise LossError(f"The loss of {text.name_of(windows)} is {total}: weights or activations are not finite.")
+    return losses
+
+
+def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Sum over `labels` [length] under `logits` [length, vocabulary]; those of masked labels are not upcast."""
+    labels = labels.to(logits.device)
+    is_scored = labels != MASKED
+    losses = torch.nn.functional.cross_entropy(logits[is_scored].float(), labels[is_scored], reduction="none")
+    return float(losses.double().sum())
