@@ -64,6 +64,7 @@ from .sharded_state.optimizer_state import (
     create_state as create_state,
     optimizer_shards as optimizer_shards,
     optimizer_values as optimizer_values,
+    plain_tensors as plain_tensors,
     used_parameters as used_parameters,
 )
 from .sharded_state.save_step import RunState as RunState, save_step as save_step

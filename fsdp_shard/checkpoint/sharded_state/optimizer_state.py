@@ -35,9 +35,24 @@ def optimizer_shards(optimizer: Optimizer, shards: Mapping[str, LocalShard]) -> 
         return {
             f"{name}.{slot}": _state_shard(f"{name}.{slot}", shard, value)
             for name, shard in shards.items()
-            for slot, value in sorted(optimizer.state.get(shard.tensor, {}).items())
-            if isinstance(value, torch.Tensor)
+            for whole, state in sorted(optimizer.state.get(shard.tensor, {}).items())
+            for slot, value in plain_tensors(whole, state)
         }
+
+
+def plain_tensors(slot: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+    """A state as plain tensors or DTensors: itself, the parts of a quantized one that change, or nothing.
+
+    Args:
+        slot: The name of the state; a part of a quantized one is SLOT.PART.
+        value: The state.
+    """
+    if not isinstance(value, torch.Tensor):
+        return []
+    if isinstance(value, DTensor) or not hasattr(value, "__tensor_flatten__"):
+        return [(slot, value)]
+    parts, _ = value.__tensor_flatten__()
+    return [(f"{slot}.{part}", getattr(value, part)) for part in parts if part != "qmap"]
 
 
 def used_parameters(slots: Iterable[str], names: Iterable[str]) -> set[str]:
@@ -118,7 +133,14 @@ def _state_shard(name: str, shard: LocalShard, value: torch.Tensor) -> LocalShar
     if value.ndim == 0 and shard.shape:
         holds_first = shard.writes and shard.start == 0 and shard.data.numel() > 0
         return LocalShard(value, value.view(-1), 0, (), writes=holds_first)
-    num_local = (value.to_local() if isinstance(value, DTensor) else value).numel()
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if hasattr(local, "__tensor_flatten__"):
+        raise CheckpointError(
+            f"The optimizer keeps {name} as {type(local).__name__}, which quantizes the elements of a rank together, "
+            f"so that no other number of ranks could go on from it. Keep the states of a sharded model unquantized, or "
+            f"train with optim=adamw8bit of fsdp-shard's finetune, whose blocks do not depend on the ranks."
+        )
+    num_local = local.numel()
     if num_local == shard.data.numel():
         return LocalShard(value, shard.view_of(value), shard.start, shard.shape, shard.writes, shard.box)
     if shard.data.numel() != math.prod(shard.shape):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_shard.checkpoint import plain_tensors
 from fsdp_shard.distributed import LocalShard
 from fsdp_shard.utils import balanced_partition
 
@@ -58,7 +59,7 @@ class FullParamOptimizer(torch.optim.Optimizer):
         found = {}
         for name in self._owned[self._rank]:
             for slot, value in sorted(self._inner.state.get(self._full[name], {}).items()):
-                for part, tensor in _plain_tensors(slot, value):
+                for part, tensor in plain_tensors(slot, value):
                     shape, writes = tuple(tensor.shape), self._shards[name].writes
                     found[f"{name}.{part}"] = LocalShard(tensor, tensor.view(-1), 0, shape, writes)
         return found
@@ -130,13 +131,3 @@ def _gradient(shard: LocalShard) -> torch.Tensor:
         assert not len(shard.data), "a gradient exists on some ranks only"
         return shard.data[:0]
     return shard.view_of(gradient)
-
-
-def _plain_tensors(slot: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-    """A state as plain tensors: itself, or the parts of a quantized one that change."""
-    if not isinstance(value, torch.Tensor):
-        return []
-    if not hasattr(value, "__tensor_flatten__"):
-        return [(slot, value)]
-    parts, _ = value.__tensor_flatten__()
-    return [(f"{slot}.{part}", getattr(value, part)) for part in parts if part != "qmap"]
