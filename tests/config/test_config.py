@@ -471,7 +471,11 @@ def test_the_written_config_is_resolved_and_replaces_an_older_one(tmp_path: Path
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if COMMANDS[command].writes])
 def test_a_run_can_be_made_again_from_its_written_config(command: str, tmp_path: Path) -> None:
-    of_group = {"finetune": ["shard=fsdp1", "train.steps=7"], "generate": ["generation=sampled"]}
+    of_group = {
+        "finetune": ["shard=fsdp1", "train.steps=7"],
+        "generate": ["generation=sampled"],
+        "evaluate": ["perplexity.by=documents"],
+    }
     config = _one(command, f"run_dir={tmp_path}", "seed=3", *of_group.get(command, []))
     write_config(config)
     (again,) = compose_jobs(COMMANDS[command], ["--config-dir", str(tmp_path), "--config-name", "config"], "test")
