@@ -246,7 +246,7 @@ def check_held_out(config: TrainConfig, data: DataConfig) -> None:
     """Raise ConfigError if a setting asks for evaluations but there is nothing to evaluate."""
     if data.eval_path is not None or data.eval_fraction:
         return
-    names = ["patience", "eval_windows", *([] if config.sample_prompts else ["eval_every"])]
+    names = ["patience", *([] if config.sample_prompts else ["eval_every"]), "eval_windows"]
     for name in names:
         if value := getattr(config, name):
             raise ConfigError(

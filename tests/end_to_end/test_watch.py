@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+import fsdp_shard as fs
 from fsdp_shard.checkpoint import open_checkpoint
-from fsdp_shard.cli import load_recipe
 from fsdp_shard.training import StepReport, TrainingRun
 from tests.support.digests import tensor_digests
-from tests.support.runs import RECIPES, run_recipe
+from tests.support.runs import run_recipe
 from tests.training.test_watch_settings import scalars
 
 
@@ -66,15 +66,14 @@ def test_the_best_step_is_kept_and_the_run_stops_early(settings: list[str], tmp_
 
 def signal_in_step(step: int, patch: pytest.MonkeyPatch) -> None:
     """Have a SIGTERM come in this step of each run of the finetune recipe in this process."""
-    main = load_recipe(RECIPES / "finetune.py").work
-    steps = main.__globals__["train"]
+    steps = fs.train
 
     def signaled(run: TrainingRun) -> Iterator[StepReport]:
         for report in steps(run):
             run.stop.number = signal.SIGTERM if report.step == step - 1 else run.stop.number
             yield report
 
-    patch.setitem(main.__globals__, "train", signaled)
+    patch.setattr(fs, "train", signaled)
 
 
 def test_a_signal_in_the_last_step_costs_no_evaluation(
