@@ -1,4 +1,4 @@
-"""The command `fsdp-shard` and its commands that are not recipes: inspect, verify, diff, ls, cp.
+"""The command `fsdp-shard` and its commands that are not recipes: inspect, verify, diff, report, ls, cp.
 
 Recipes are found by their file and run as programs. Nothing heavy is imported before a command needs it.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_shard import __version__, checkpoint
+from fsdp_shard import __version__, checkpoint, evaluation
 from fsdp_shard.cli.exit import run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.errors import CheckpointError, DifferenceError, InputError
 from fsdp_shard.utils import configs, format_count, nearest, printable, recipes, set_environment, shipped
@@ -29,6 +29,7 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
   inspect PATH                  show what is in a checkpoint of any format
   verify PATH [--against OTHER] check a checkpoint against its digests, or compare two checkpoints
   diff A B                      show the differences between two checkpoints, tensor by tensor
+  report RUN...                 compare runs: in the terminal, as CSV, Markdown, or one HTML page
 
   ls                            list the recipes and configs that ship with fsdp-shard
   cp NAME DEST                  copy one of them, to edit
@@ -210,6 +211,26 @@ def diff(arguments: Sequence[str]) -> None:
         raise DifferenceError(f"{options.a} and {options.b} have the same tensors but predict differently.")
 
 
+def report(arguments: Sequence[str]) -> None:
+    """Compare runs, in the terminal or in files."""
+    parser = _Parser("report", "Compare runs: losses, settings that differ, throughput, memory, checkpoints, samples.")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="directory of a run, of a sweep, or any other with runs in it"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write one HTML page, which needs no other file or network")
+    parser.add_argument("--csv", metavar="FILE", help="write a row for each trained run")
+    parser.add_argument("--md", metavar="FILE", help="write the tables in Markdown")
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="follow runs that are under way: show or write the report again until they end, or until Ctrl-C",
+    )
+    options = parser.parse_args(arguments)
+    evaluation.report_runs(
+        options.runs, evaluation.ReportFiles(options.html, options.csv, options.md), watch=options.watch
+    )
+
+
 def ls(arguments: Sequence[str]) -> None:
     """List the recipes and configs that ship with the package."""
     _Parser("ls", "List the recipes and configs that ship with fsdp-shard.").parse_args(arguments)
@@ -272,6 +293,6 @@ def _existing(path: str) -> str:
     return path
 
 
-COMMANDS = {"inspect": inspect, "verify": verify, "diff": diff, "ls": ls, "cp": cp}
+COMMANDS = {"inspect": inspect, "verify": verify, "diff": diff, "report": report, "ls": ls, "cp": cp}
 _RECIPES = ("finetune", "convert", "evaluate", "generate", "plan", "doctor")
 _NAMES = (*_RECIPES, *COMMANDS, "run")

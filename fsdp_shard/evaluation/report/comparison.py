@@ -1,0 +1,340 @@
+"""Compares runs: the tables and curves of a report."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.evaluation.report.evaluation_table import evaluation_tables
+from fsdp_shard.evaluation.report.report_data import (
+    Cell,
+    Chart,
+    Curve,
+    PromptSamples,
+    Report,
+    Table,
+    digest,
+    number,
+    size,
+    text,
+)
+from fsdp_shard.evaluation.report.run_files import (
+    COMPLETED,
+    RUNNING,
+    Row,
+    Run,
+    as_number,
+    best_held_out,
+    find_runs,
+    last_of,
+    read_run,
+    values_of,
+)
+from fsdp_shard.evaluation.report.same_weights import WeightDigests
+from fsdp_shard.evaluation.report.stored_steps import shard_map
+from fsdp_shard.evaluation.report.sweep_charts import sweep_charts, sweep_table, sweeps_of
+from fsdp_shard.utils import format_count
+
+_MAX_POINTS, _FEWEST_POINTS, _ALL_POINTS = 400, 50, 4800  # of a curve, and of all of a chart; more are averaged
+_MAX_SAMPLES = 8  # completions of a prompt by a run
+_MAX_COMPLETION = 4000  # characters
+_MAX_RANKS = 16  # columns of the map of shards
+_ALL_SAME = "All settings but run_dir are the same."
+_APART = ("run_dir",)  # settings that differ between any two runs
+
+
+def build_report(paths: Sequence[str], digests: WeightDigests) -> Report:
+    """Read the runs at `paths` and compare them.
+
+    Args:
+        paths: Directories of runs, or directories with runs in them.
+        digests: Digests of weights that are known from an earlier look.
+
+    Raises:
+        InputError: There is no run at one of the paths.
+    """
+    found = find_runs(paths)
+    return compare([read_run(path, name) for path, name in zip(found, _names(found), strict=True)], digests)
+
+
+def compare(runs: Sequence[Run], digests: WeightDigests) -> Report:
+    """Compare runs that have been read; the arguments are those of `build_report`."""
+    trained = [run for run in runs if run.command in ("finetune", "") or run.steps]
+    evaluated = [run for run in runs if run.command == "evaluate"]
+    others = [run for run in runs if run not in trained and run not in evaluated]
+    sweeps = sweeps_of(trained)
+    tables = [
+        *([_runs_table(trained)] if trained else []),
+        *(sweep_table(name, inside) for name, inside in sweeps.items()),
+        *_settings_tables(trained),
+        *([_speed_table(trained)] if trained else []),
+        *_checkpoint_tables(trained),
+        *_shard_maps(trained),
+        *evaluation_tables(evaluated, trained, digests),
+        *([_other_table(others)] if others else []),
+    ]
+    return Report(
+        runs=[run.name for run in trained],
+        num_all=len(runs),
+        num_running=sum(run.status == RUNNING for run in runs),
+        num_completed=sum(run.status == COMPLETED for run in runs),
+        tables=tables,
+        charts=[chart for chart in _charts(trained) if chart.curves],
+        sweeps=[chart for name, inside in sweeps.items() for chart in sweep_charts(name, inside)],
+        samples=_samples(trained),
+        problems=[*(problem for run in runs for problem in run.problems), *_absent(trained), *digests.problems],
+    )
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """What runs are called: their paths without what all have in common."""
+    if len(paths) == 1:
+        return [paths[0].resolve().name]
+    absolute = [os.path.abspath(path) for path in paths]
+    common = os.path.commonpath([os.path.dirname(path) for path in absolute])
+    return [os.path.relpath(path, common) for path in absolute]
+
+
+def _absent(runs: Iterable[Run]) -> list[str]:
+    """What runs lack that others have, so that a gap in a table is explained."""
+    no_steps = [run.name for run in runs if not run.steps]
+    no_held_out = [run.name for run in runs if run.steps and not run.held_out]
+    said = [(no_steps, "no finished steps"), (no_held_out, "no held-out evaluations (train.eval_every)")]
+    return [f"{format_count(len(names), 'run')} with {what}: {', '.join(names)}." for names, what in said if names]
+
+
+def _runs_table(runs: Sequence[Run]) -> Table:
+    columns = ("run", "status", "step", "loss", "held-out loss", "best", "after step", "perplexity", "tokens")
+    rows = []
+    for run in runs:
+        best, at = best_held_out(run)
+        tokens = run.figure("tokens") or last_of(run.steps, "total_tokens")
+        most = run.settings.get("train.steps", "")
+        done = int(run.steps[-1]["step"] or 0) if run.steps else None
+        of = f"{done or 0:,} of {int(most):,}" if most.isdecimal() and run.status != COMPLETED else None
+        step = number(done) if of is None else Cell(done, of)
+        losses = [last_of(run.steps, "loss"), last_of(run.held_out, "loss")]
+        rest = [number(best), number(at), number(last_of(run.held_out, "perplexity")), number(tokens)]
+        rows.append([text(run.name), text(run.status), step, *map(number, losses), *rest])
+    note = "Losses in nats per token: of the last step, of the last held-out evaluation and of the best one."
+    return Table("runs", "Runs", columns, rows, note)
+
+
+def _settings_tables(runs: Sequence[Run]) -> list[Table]:
+    """The settings that differ, and all of them. Values that differ from the first run's are marked."""
+    known = [run for run in runs if run.settings]
+    names = [name for name in dict.fromkeys(name for run in known for name in run.settings) if name not in _APART]
+    values = {name: [run.settings.get(name) for run in known] for name in names}
+    rows = {
+        name: [text(name), *(Cell(text(one).value, text(one).text, one != of[0]) for one in of)]
+        for name, of in values.items()
+    }
+    # Settings that only one option of a group has, such as adapter.rank, follow from the group unless they differ.
+    differing = [rows[name] for name, of in values.items() if len({*of} - {None}) > 1]
+    columns = ["setting", *(run.name for run in known)]
+    note = "Marked: what is not as in the first run. `-`: the run has no such setting."
+    differ = Table("settings", "Settings that differ", columns, differing, note if differing else _ALL_SAME)
+    all_of_them = Table("all-settings", "All settings", columns, list(rows.values()), note if len(known) > 1 else "")
+    return [*([differ] if len(known) > 1 else []), *([all_of_them] if known else [])]
+
+
+def _speed_table(runs: Sequence[Run]) -> Table:
+    columns = (
+        "run",
+        "ranks",
+        "tokens/s",
+        "s per step",
+        "waiting for data",
+        "peak memory",
+        "while loading",
+        "shard",
+    )
+    rows = []
+    for run in runs:
+        seconds, waited = values_of(run.steps, "step_seconds"), values_of(run.steps, "data_seconds")
+        total, tokens = sum(seconds), sum(values_of(run.steps, "tokens"))
+        memory = run.figure("peak_memory_bytes") or max(values_of(run.steps, "memory_bytes"), default=None)
+        load: Any = run.result.get("load")
+        loaded = load if isinstance(load, dict) else {}
+        share = sum(waited) / total if total and waited else None
+        rows.append(
+            [
+                text(run.name),
+                _ranks(run),
+                number(tokens / total if total else None),
+                number(statistics.median(seconds) if seconds else None),
+                Cell(share, "-" if share is None else f"{share:.1%}"),
+                size(memory),
+                size(as_number(loaded.get("peak_memory_bytes"))),
+                size(as_number(loaded.get("shard_bytes"))),
+            ]
+        )
+    note = (
+        "Tokens/s over all steps, the median of their durations, and the most memory of any rank, in all and while the "
+        "model was loaded; shard: the weights that a rank holds."
+    )
+    return Table("speed", "Throughput and memory", columns, rows, note)
+
+
+def _ranks(run: Run) -> Cell:
+    """How many ranks wrote the newest checkpoint; or those that the settings start."""
+    if run.checkpoints and run.checkpoints[-1].layout == "sharded":
+        return number(run.checkpoints[-1].num_ranks)
+    given = run.settings.get("launch.ranks", "")
+    return number(int(given)) if given.isdecimal() else text(given or None)
+
+
+def _checkpoint_tables(runs: Sequence[Run]) -> list[Table]:
+    steps = [(run, stored) for run in runs for stored in run.checkpoints]
+    if not steps:
+        return []
+    columns = ("run", "step", "layout", "ranks", "size", "optimizer", "kept as", "files", "digest")
+    rows = [
+        [
+            text(run.name),
+            number(stored.step),
+            text(stored.layout),
+            number(stored.num_ranks),
+            size(stored.num_bytes),
+            size(stored.optimizer_bytes),
+            text(", ".join(stored.kept) or None),
+            text("complete" if stored.is_complete else "damaged"),
+            digest(stored.digest),
+        ]
+        for run, stored in steps
+    ]
+    note = (
+        "Size of all files and of those of the optimizer, and the digest that the manifest ends with; "
+        "`fsdp-shard verify` compares every byte with what is in it."
+    )
+    return [Table("checkpoints", "Checkpoints", columns, rows, note), *_balance_tables(runs)]
+
+
+def _balance_tables(runs: Sequence[Run]) -> list[Table]:
+    """How even the files of the ranks of the newest checkpoint are."""
+    rows = []
+    for run in runs:
+        if not run.checkpoints or len(sizes := run.checkpoints[-1].rank_bytes) < 2:
+            continue
+        states = run.checkpoints[-1].rank_optimizer_bytes
+        cells: list[Cell] = [text(run.name), number(run.checkpoints[-1].step), number(len(sizes))]
+        for one in (sizes, states):
+            mean = sum(one) / len(one) if one else 0
+            cells += [size(max(one, default=None)), number(max(one) / mean if mean else None)]
+        rows.append(cells)
+    largest = [f"{what}, {of}" for what in ("weights", "optimizer") for of in ("most", "most/mean")]
+    columns = ("run", "step", "ranks", *largest)
+    note = "The largest file of a rank in the newest checkpoint, and how many times the mean it is: 1 if all are even."
+    return [Table("balance", "Balance of ranks", columns, rows, note)] if rows else []
+
+
+def _shard_maps(runs: Sequence[Run]) -> list[Table]:
+    """Bytes of each block by rank, of one run for each way to divide the model."""
+    found: dict[tuple[Any, ...], Table] = {}
+    for run in runs:
+        blocks = shard_map(run.checkpoints[-1]) if run.checkpoints else {}
+        if not blocks:
+            continue
+        shape = tuple((name, *held) for name, held in blocks.items())
+        known = found.get(shape)
+        names = run.name if known is None else f"{known.title.removeprefix('Shard map of ')}, {run.name}"
+        found[shape] = _shard_map(f"map-{len(found)}" if known is None else known.key, names, blocks)
+    return list(found.values())
+
+
+def _shard_map(key: str, names: str, blocks: dict[str, list[int]]) -> Table:
+    num_ranks = len(next(iter(blocks.values())))
+    columns = [f"rank {rank}" for rank in range(num_ranks)] if num_ranks <= _MAX_RANKS else ["least", "mean", "most"]
+    totals = [sum(held[rank] for held in blocks.values()) for rank in range(num_ranks)]
+    rows = [
+        [text(name), size(sum(held)), *map(size, held if num_ranks <= _MAX_RANKS else _spread_of(held))]
+        for name, held in [*blocks.items(), ("all blocks", totals)]
+    ]
+    note = f"Bytes of weights by block, in the newest checkpoint of {format_count(num_ranks, 'rank')}."
+    return Table(key, f"Shard map of {names}", ["block", "all ranks", *columns], rows, note)
+
+
+def _spread_of(values: Sequence[float]) -> list[float]:
+    return [min(values), statistics.fmean(values), max(values)]
+
+
+def _other_table(runs: Sequence[Run]) -> Table:
+    rows = []
+    for run in runs:
+        figures = {name: as_number(value) for name, value in run.result.items()}
+        shown = [
+            f"{name} {(size if name.endswith('_bytes') else number)(value).text}"
+            for name, value in figures.items()
+            if value is not None
+        ]
+        rows.append([text(run.name), text(run.command), text(run.status), text(", ".join(shown) or None)])
+    return Table("others", "Other runs", ("run", "command", "status", "figures"), rows)
+
+
+def _charts(runs: Sequence[Run]) -> list[Chart]:
+    per_step = [
+        ("loss", "Training loss", "nats per token", "loss"),
+        ("rate", "Throughput", "tokens per second", "tokens_per_second"),
+        ("memory", "Peak memory of a rank", "MiB", "memory_bytes"),
+        ("norm", "Gradient norm", "before clipping", "grad_norm"),
+        ("lr", "Learning rate", "", "learning_rate"),
+    ]
+    loss, *others = [_chart(runs, *row) for row in per_step]
+    held_out = [Curve(at, _points(run.held_out, "loss"), is_dotted=True) for at, run in enumerate(runs) if run.held_out]
+    return [loss, Chart("held-out", "Held-out loss", "step", "nats per token", held_out), *others]
+
+
+def _chart(runs: Sequence[Run], key: str, title: str, y_label: str, name: str) -> Chart:
+    scale = 1 / (1 << 20) if name.endswith("_bytes") else 1.0
+    most = max(_FEWEST_POINTS, min(_MAX_POINTS, _ALL_POINTS // max(len(runs), 1)))
+    curves, width = [], 1
+    for at, run in enumerate(runs):
+        points = [(x, y * scale) for x, y in _points(run.steps, name)]
+        width = max(width, -(-len(points) // most))
+        if points:
+            curves.append(Curve(at, thinned(points, most)))
+    note = f"Each point is the mean of up to {width} steps." if width > 1 else ""
+    return Chart(key, title, "step", y_label, curves, note)
+
+
+def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    return [(row["step"] or 0, value) for row in rows if (value := row.get(name)) is not None]
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most `most` points: means of as many neighbors as that takes, at the last step of each."""
+    width = -(-len(points) // most)
+    if width < 2:
+        return list(points)
+    parts = [points[start : start + width] for start in range(0, len(points), width)]
+    return [(part[-1][0], statistics.fmean(y for _, y in part)) for part in parts]
+
+
+def _samples(runs: Sequence[Run]) -> list[PromptSamples]:
+    prompts = dict.fromkeys(sample.prompt for run in runs for sample in run.samples)
+    found = []
+    for prompt in prompts:
+        rows, num_left_out = [], 0
+        for at, run in enumerate(runs):
+            of_run = [sample for sample in run.samples if sample.prompt == prompt]
+            shown = _spread(of_run, _MAX_SAMPLES)
+            num_left_out += len(of_run) - len(shown)
+            rows += [(at, sample.step, _cut(sample.completion)) for sample in shown]
+        found.append(PromptSamples(_cut(prompt), rows, num_left_out))
+    return found
+
+
+def _spread(items: Sequence[Any], most: int) -> list[Any]:
+    """Up to `most` of the items, evenly spread, with the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
+
+
+def _cut(long: str) -> str:
+    if len(long) <= _MAX_COMPLETION:
+        return long
+    return f"{long[:_MAX_COMPLETION]} ... ({len(long) - _MAX_COMPLETION:,} more characters)"

@@ -1,0 +1,99 @@
+"""The figures of evaluations, each with the checkpoint of the runs whose weights it was of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_shard.evaluation.report.report_data import Cell, Table, digest, number, text
+from fsdp_shard.evaluation.report.run_files import Run, as_number
+from fsdp_shard.evaluation.report.same_weights import WeightDigests, digests_in
+
+_NOTE = (
+    "An evaluation is of a step of a run if both have the same digest of their weights, wherever they lie; otherwise "
+    "the path that was evaluated is shown. Compare figures of the same data only."
+)
+
+
+@dataclass(frozen=True)
+class _Score:
+    """The figures of one model in an evaluation."""
+
+    run: Run
+    weights: Cell
+    figures: Mapping[str, Any]
+    weights_digest: Cell
+    data: Mapping[str, Any]
+
+
+def evaluation_tables(evaluated: Sequence[Run], trained: Sequence[Run], digests: WeightDigests) -> list[Table]:
+    """The figures of evaluations: perplexities, and the tasks of lm-evaluation-harness.
+
+    Args:
+        evaluated: Runs of `evaluate`.
+        trained: Runs whose checkpoints they may be of.
+        digests: Finds those.
+    """
+    scores = [score for run in evaluated for score in _scores(run, trained, digests)]
+    tasks = [row for score in scores for row in _tasks(score)]
+    texts = [_perplexity(score) for score in scores if "results" not in score.figures]
+    columns = ("evaluation", "weights", "loss", "perplexity", "95% interval", "bits per byte", "tokens", "data")
+    found = [Table("evaluations", "Evaluations", (*columns, "digest"), texts, _NOTE)] if texts else []
+    of_tasks = ("evaluation", "weights", "task", "measure", "value", "standard error", "digest")
+    return [*found, *([Table("tasks", "Tasks", of_tasks, tasks, _NOTE)] if tasks else [])]
+
+
+def _scores(run: Run, trained: Sequence[Run], digests: WeightDigests) -> Iterator[_Score]:
+    provenance, against = _map(run.result.get("provenance")), _map(run.result.get("against"))
+    models = [("checkpoint", _map(provenance.get("weights")), run.result)]
+    models += [("against", _map(against.get("weights")), against)] if against else []
+    for name, weights, figures in models:
+        found = digests_in(weights)
+        cell = _weights(weights, run.settings.get(name), trained, digests)
+        yield _Score(run, cell, figures, digest(None if found is None else found[0]), _map(provenance.get("data")))
+
+
+def _weights(weights: Mapping[str, Any], path: str | None, trained: Sequence[Run], digests: WeightDigests) -> Cell:
+    """The run and step that has the weights; otherwise the path that was evaluated, which need not have them now."""
+    found = digests.find(weights, trained)
+    if found is not None:
+        run, stored = found
+        return text(f"{run.name}, step {stored.step}")
+    return text(_text(weights.get("path")) or path)
+
+
+def _perplexity(score: _Score) -> list[Cell]:
+    loss, perplexity, bits, tokens = (
+        number(as_number(score.figures.get(name))) for name in ("loss", "perplexity", "bits_per_byte", "num_tokens")
+    )
+    interval = _interval(_map(score.figures.get("confidence_interval")).get("perplexity"))
+    data = digest(_text(score.data.get("digest")))
+    return [text(score.run.name), score.weights, loss, perplexity, interval, bits, tokens, data, score.weights_digest]
+
+
+def _interval(found: Any) -> Cell:
+    ends = [as_number(end) for end in found] if isinstance(found, list) else []
+    low, high = ends if len(ends) == 2 else (None, None)
+    return text(None if low is None or high is None else f"{number(low).text} to {number(high).text}")
+
+
+def _tasks(score: _Score) -> Iterator[list[Cell]]:
+    """A row for each measure of each task, under the harness's names: `acc,none` and `acc_stderr,none`."""
+    for task, measures in _map(score.figures.get("results")).items():
+        for name, value in _map(measures).items():
+            measure, _, filtered = name.partition(",")
+            if measure.endswith("_stderr") or as_number(value) is None:
+                continue
+            error = as_number(measures.get(f"{measure}_stderr,{filtered}"))
+            label = measure if filtered in ("", "none") else f"{measure} ({filtered})"
+            cells = [text(task), text(label), number(as_number(value)), number(error)]
+            yield [text(score.run.name), score.weights, *cells, score.weights_digest]
+
+
+def _map(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,119 @@
+"""What a report is made of, whatever shows it: tables, curves, pictures of sweeps, samples and problems. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_shard.errors import one_line
+from fsdp_shard.utils import format_size
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value, for programs and sorting, and its text for people; `is_marked` if it differs from the first run's."""
+
+    value: str | float | None
+    text: str
+    is_marked: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. `key` names it in addresses; `note` says what is in it, and what is left out."""
+
+    key: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The points of the run, or of the name, of this number; `is_dotted` if each one is to be marked."""
+
+    number: int
+    points: Sequence[tuple[float, float]]
+    is_dotted: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves on the same axes.
+
+    Attributes:
+        key, title, x_label, y_label, note: What it is called, what its axes have, and what is to be known.
+        curves: The curves.
+        categories: The names at 0, 1, ... of an x axis without numbers.
+        names: What the curves are called, if they are not of one run each.
+    """
+
+    key: str
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve]
+    note: str = ""
+    categories: Sequence[str] = ()
+    names: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class PromptSamples:
+    """The completions of one prompt: (run, step, completion); `num_left_out` more are in the files."""
+
+    prompt: str
+    rows: Sequence[tuple[int, int, str]]
+    num_left_out: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """Runs, compared.
+
+    Attributes:
+        runs: The names of the runs that were trained, which charts and samples count.
+        num_all: How many runs there are of any command.
+        num_running, num_completed: How many of these are under way, and completed.
+        tables: The tables, the most important first.
+        charts: Curves over the steps.
+        sweeps: For each sweep, pictures of a figure over a setting.
+        samples: Samples by prompt.
+        problems: What could not be read or was left out, a sentence each.
+    """
+
+    runs: Sequence[str]
+    num_all: int
+    num_running: int
+    num_completed: int
+    tables: Sequence[Table]
+    charts: Sequence[Chart] = ()
+    sweeps: Sequence[Chart] = ()
+    samples: Sequence[PromptSamples] = ()
+    problems: Sequence[str] = ()
+
+
+def text(value: str | None) -> Cell:
+    """A cell of text, on one line and without control characters."""
+    shown = None if value is None else one_line(value)
+    return Cell(shown, "-" if shown is None else shown)
+
+
+def digest(value: str | None) -> Cell:
+    """A cell of a digest, of which people see the beginning."""
+    whole = text(value)
+    return Cell(whole.value, whole.text[:12])
+
+
+def number(value: float | None) -> Cell:
+    """A cell of a number, with four significant digits, or all of a whole number."""
+    if value is None:
+        return Cell(None, "-")
+    is_large = isinstance(value, int) or abs(value) >= 1000
+    return Cell(value, f"{value:,.0f}" if is_large else f"{value:#.4g}")
+
+
+def size(num_bytes: float | None) -> Cell:
+    """A cell of a number of bytes."""
+    return Cell(num_bytes, "-" if num_bytes is None else format_size(num_bytes))

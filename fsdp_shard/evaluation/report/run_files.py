@@ -1,0 +1,322 @@
+"""Reads what a run has left in its directory. What is damaged is left out and counted, in `Run.problems`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE
+from fsdp_shard.errors import CheckpointError, InputError, one_line
+from fsdp_shard.evaluation.report.stored_steps import StoredStep, read_steps
+from fsdp_shard.utils import RESULT, format_count, in_yaml, limits, read_bounded, read_json, run_limited
+
+METRICS, EVALUATIONS, SAMPLES, LOCK = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", ".lock"
+COMPLETED, RUNNING, STOPPED = "completed", "running", "stopped"
+_MAX_LINE = 1 << 20  # bytes; a row has some hundred
+_MAX_DEPTH = 4  # directories below one that is no run, such as outputs/finetune/DATE
+_MAX_RUNS = 500
+_STARTS = "# To repeat this run: fsdp-shard "  # of config.yaml; the command follows
+
+Row = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model made of a prompt after `step`."""
+
+    step: int
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as far as its files can be read.
+
+    Attributes:
+        path: Its directory, as it was given or found.
+        name: What it is called in the report.
+        command: The command that made it, such as `finetune`; empty if no file says.
+        status: `completed`, `running` (another process has locked it) or `stopped`.
+        settings: Its settings by dotted name, as YAML writes them.
+        result: The figures of result.json.
+        steps: The rows of metrics.jsonl, ascending; a value that is not finite is None.
+        held_out: The rows of evaluations.jsonl.
+        samples: The rows of samples.jsonl.
+        checkpoints: Its committed steps, ascending.
+        problems: What could not be read, a sentence each.
+    """
+
+    path: Path
+    name: str
+    command: str
+    status: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    result: Mapping[str, Any] = field(default_factory=dict)
+    steps: Sequence[Row] = ()
+    held_out: Sequence[Row] = ()
+    samples: Sequence[Sample] = ()
+    checkpoints: Sequence[StoredStep] = ()
+    problems: Sequence[str] = ()
+
+    @property
+    def sweep(self) -> Path | None:
+        """The directory of the sweep that it is a run of, which numbers its runs; None if it is of none."""
+        path = self.path.absolute()
+        return path.parent if path.name.isdecimal() else None
+
+    def figure(self, name: str) -> float | None:
+        """A number of result.json; None if there is none of this name."""
+        return as_number(self.result.get(name))
+
+
+def find_runs(paths: Sequence[str]) -> list[Path]:
+    """Find the runs that are given: directories of runs, or directories with such in them, as sweeps have.
+
+    Raises:
+        InputError: One of the paths is no run and has none in it, or there are too many.
+    """
+    found: dict[Path, None] = {}
+    for given in paths:
+        path = Path(given).expanduser()
+        if not path.is_dir():
+            raise InputError(f"{given} is not a directory; give the directory of a run, or one with runs in it.")
+        inside = [path] if is_run(path) else list(_runs_below(path, _MAX_DEPTH))
+        if not inside:
+            raise InputError(
+                f"{given} is not a run, and has none in it: there is no {CONFIG_FILE} of fsdp-shard, {RESULT} or "
+                f"{METRICS}. Give the run_dir of a run, or the directory of a sweep."
+            )
+        found |= dict.fromkeys(inside)
+    if len(found) > _MAX_RUNS:
+        raise InputError(f"There are {len(found):,} runs in what was given; a report shows up to {_MAX_RUNS}.")
+    return list(found)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory has what a run leaves first: settings or metrics of ours, or figures."""
+    if (path / METRICS).is_file() or (path / RESULT).is_file():
+        return True
+    return bool(_command_of(path))
+
+
+def _runs_below(path: Path, depth: int) -> Iterator[Path]:
+    try:
+        with os.scandir(path) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    for name in sorted(names, key=_natural):
+        inner = path / name
+        if is_run(inner):
+            yield inner
+        elif depth > 1 and name != CHECKPOINTS and not name.startswith("."):
+            yield from _runs_below(inner, depth - 1)
+
+
+def _natural(name: str) -> tuple[int, str]:
+    """Runs of a sweep are numbered."""
+    return (int(name), "") if name.isdecimal() and len(name) < 10 else (1 << 40, name)
+
+
+def read_run(path: Path, name: str) -> Run:
+    """Read the run in a directory; `name` is what it is called in the report."""
+    problems: list[str] = []
+    result = _read_result(path, problems)
+    is_locked = _is_locked(path)
+    status = RUNNING if is_locked else COMPLETED if result.get("status") == COMPLETED else STOPPED
+    steps = _numbers(_lines(path / METRICS, is_locked, problems), path / METRICS, problems)
+    held_out = _numbers(_lines(path / EVALUATIONS, is_locked, problems), path / EVALUATIONS, problems)
+    samples = _samples(_lines(path / SAMPLES, is_locked, problems), path / SAMPLES, problems)
+    settings = _read_settings(path, problems)
+    return Run(
+        path=path,
+        name=one_line(name),
+        command=_command_of(path) or ("finetune" if steps else ""),
+        status=status,
+        settings=settings,
+        result=result,
+        steps=steps,
+        held_out=held_out,
+        samples=samples,
+        checkpoints=read_steps(path / CHECKPOINTS, settings, problems),
+        problems=problems,
+    )
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number as it is, whole or not; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond what a float can hold
+        return None
+
+
+def values_of(rows: Sequence[Row], name: str) -> list[float]:
+    """The finite values of a figure."""
+    return [value for row in rows if (value := row.get(name)) is not None]
+
+
+def last_of(rows: Sequence[Row], name: str) -> float | None:
+    """The last finite value of a figure."""
+    return next(iter(values_of(rows, name)[::-1]), None)
+
+
+def best_held_out(run: Run) -> tuple[float | None, int | None]:
+    """The lowest held-out loss after training began, and its step."""
+    rows = [row for row in run.held_out if row.get("loss") is not None and row["step"]]
+    best = min(rows, key=lambda row: row["loss"] or 0.0, default=None)
+    return (None, None) if best is None else (best["loss"], int(best["step"] or 0))
+
+
+def _command_of(path: Path) -> str:
+    """The command in the first line of a config.yaml of ours; empty if there is none."""
+    file = path / CONFIG_FILE
+    try:
+        if not file.is_file():
+            return ""
+        with file.open("rb") as stream:
+            first = stream.readline(500).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    words = first.removeprefix(_STARTS).split() if first.startswith(_STARTS) else []
+    # A recipe of one's own is `run FILE.py`; what it leaves shows what it does.
+    is_own = words[:1] == ["run"]
+    return ("finetune" if (path / METRICS).is_file() else "run") if is_own else words[0] if words else ""
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether another process holds the lock of a run, which it has while it lives."""
+    try:
+        handle = os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks: the file is there while the run lives, or after it was killed
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def _read_result(path: Path, problems: list[str]) -> dict[str, Any]:
+    file = path / RESULT
+    if not os.path.lexists(file):
+        return {}
+    try:
+        result = read_json(file)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return {}
+    if not isinstance(result, dict):
+        problems.append(f"{file} is no map of figures, so none are shown.")
+        return {}
+    return result
+
+
+def _read_settings(path: Path, problems: list[str]) -> dict[str, str]:
+    file = path / CONFIG_FILE
+    if not os.path.lexists(file):
+        problems.append(f"{path} has no {CONFIG_FILE}, so its settings are not shown.")
+        return {}
+    try:
+        content = read_bounded(file, "settings_bytes")
+        # YAML repeats and nests what it likes, and its reader takes the square of the time for that.
+        return run_limited(lambda: _parse_settings(content), f"reading the settings in {file}", error=CheckpointError)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return {}
+
+
+def _parse_settings(content: bytes) -> dict[str, str]:
+    document = yaml.safe_load(content.decode())
+    if not isinstance(document, dict):
+        raise CheckpointError(f"a {CONFIG_FILE} is no map of settings, so they are not shown.")
+    chosen = document.pop("defaults", None)
+    groups = [one for one in chosen if isinstance(one, dict)] if isinstance(chosen, list) else []
+    flat = {str(group): in_yaml(option) for one in groups for group, option in one.items()}
+    for name, value in _flatten(document, "", limits().nesting):
+        flat[name] = value
+    return flat
+
+
+def _flatten(values: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value and depth:
+            yield from _flatten(value, f"{prefix}{name}.", depth - 1)
+        elif value != {}:  # a group without settings
+            yield f"{prefix}{name}", "null" if value is None else in_yaml(value)
+
+
+def _lines(file: Path, is_locked: bool, problems: list[str]) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines; others are counted. The last line of a run under way may be unfinished."""
+    if not os.path.lexists(file):
+        return []
+    if file.is_symlink():
+        problems.append(f"{file} is a link, which is not followed.")
+        return []
+    try:
+        content = read_bounded(file, "metadata_bytes")
+    except CheckpointError as error:
+        problems.append(str(error))
+        return []
+    lines = content.splitlines()
+    if is_locked and lines and not content.endswith(b"\n"):
+        lines.pop()
+    rows = [row for row in map(_parse_line, lines) if row is not None]
+    if num_damaged := len(lines) - len(rows):
+        problems.append(f"{file}: {format_count(num_damaged, 'damaged line')} left out of {len(lines):,}.")
+    return rows
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    if len(line) > _MAX_LINE:
+        return None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_row = isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 53
+    return row if is_row else None
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str]) -> list[Row]:
+    """The numbers of each row by step; of a step that is there twice, the later row."""
+    found: dict[int, Row] = {}
+    num_wrong = 0
+    for row in rows:
+        # null stands for a loss that was not finite.
+        values = {name: as_number(value) for name, value in row.items() if not isinstance(value, dict | str | list)}
+        if "loss" not in values or (values["loss"] is None and row["loss"] is not None):
+            num_wrong += 1
+            continue
+        found[row["step"]] = values
+    if num_wrong:
+        problems.append(f"{file}: {format_count(num_wrong, 'line')} left out that have no number as their loss.")
+    if num_repeated := len(rows) - num_wrong - len(found):
+        problems.append(f"{file}: {format_count(num_repeated, 'line')} left out whose step has a later line.")
+    return [found[step] for step in sorted(found)]
+
+
+def _samples(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str]) -> list[Sample]:
+    found = [
+        Sample(row["step"], row["prompt"], row["completion"])
+        for row in rows
+        if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
+    ]
+    if num_wrong := len(rows) - len(found):
+        problems.append(f"{file}: {format_count(num_wrong, 'line')} left out without prompt or completion.")
+    return sorted(found, key=lambda sample: sample.step)

@@ -1,0 +1,66 @@
+"""Which checkpoint of the runs an evaluation was of, by the digest of the weights that its result.json names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.checkpoint import locate
+from fsdp_shard.errors import FsdpShardError
+from fsdp_shard.evaluation.report.run_files import Run
+from fsdp_shard.evaluation.report.stored_steps import StoredStep
+
+Digests = tuple[str, str | None]
+"""The digest of weights, and that of the base model if they are an adapter."""
+
+
+class WeightDigests:
+    """Digests of the weights of steps, each computed when it is needed, and once: all weights are read for it.
+
+    Attributes:
+        problems: Steps whose weights could not be read, a sentence each.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._known: dict[tuple[Path, str], Digests | None] = {}
+
+    def find(self, weights: Mapping[str, Any], runs: Sequence[Run]) -> tuple[Run, StoredStep] | None:
+        """Find the step that has certain weights.
+
+        Args:
+            weights: What an evaluation says of them: `digest`, of an adapter `base`, and `step`. If the step is known,
+                only steps of this number are read.
+            runs: The runs that may have it.
+        """
+        wanted, step = digests_in(weights), weights.get("step")
+        if wanted is None:
+            return None
+        candidates = [(run, stored) for run in runs for stored in reversed(run.checkpoints)]
+        for run, stored in candidates:
+            if (step is None or stored.step == step) and self._of(stored) == wanted:
+                return run, stored
+        return None
+
+    def _of(self, stored: StoredStep) -> Digests | None:
+        key = (stored.path, stored.digest)
+        if key not in self._known:
+            # It imports transformers, which a report without evaluations need not wait for.
+            from fsdp_shard.evaluation.provenance import describe_weights
+
+            try:
+                self._known[key] = digests_in(describe_weights(locate(str(stored.path), fetch_weights=False)))
+            except (FsdpShardError, OSError) as error:
+                self._known[key] = None
+                self.problems.append(f"{stored.path} is not compared with what was evaluated: {error}")
+        return self._known[key]
+
+
+def digests_in(weights: Mapping[str, Any]) -> Digests | None:
+    """The digests in a description of weights; None if it has none."""
+    base, digest = weights.get("base"), weights.get("digest")
+    if not isinstance(digest, str):
+        return None
+    of_base = base.get("digest") if isinstance(base, dict) else None
+    return digest, of_base if isinstance(of_base, str) else None

@@ -1,0 +1,167 @@
+"""The checkpoints of a run for a report: size, digest, why each is kept, and how ranks share the newest one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, Manifest, Store, locate, member, read_manifest
+from fsdp_shard.errors import FsdpShardError, InputError
+from fsdp_shard.utils import read_bounded
+
+_RANK_FILE = re.compile(r"shard-(\d{5})-of-\d{5}\.safetensors")
+_MAX_PIECES = 200_000  # of the map of shards
+_DIGEST = re.compile(rb'"digest": "([0-9a-f]{32})"\s*}\s*$')
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A committed step.
+
+    Attributes:
+        path: Its directory.
+        step: Its number.
+        layout: `gathered` or `sharded`.
+        num_ranks: How many ranks wrote it.
+        num_bytes: Size of all of its files, according to its manifest.
+        optimizer_bytes: The part of it that is optimizer state.
+        digest: The digest that its manifest ends with, which stands for all digests in it.
+        kept: Why retention keeps it: `latest`, `best`, `last 2`, `every 100`.
+        is_complete: Whether each file is there in its size.
+        rank_bytes: Bytes of weights in the file of each rank, if it is sharded.
+        rank_optimizer_bytes: The same of optimizer state.
+    """
+
+    path: Path
+    step: int
+    layout: str
+    num_ranks: int
+    num_bytes: int
+    optimizer_bytes: int
+    digest: str
+    kept: tuple[str, ...]
+    is_complete: bool
+    rank_bytes: tuple[int, ...]
+    rank_optimizer_bytes: tuple[int, ...]
+
+
+def read_steps(root: Path, settings: Mapping[str, str], problems: list[str]) -> list[StoredStep]:
+    """Read the manifests of the committed steps of a run.
+
+    Args:
+        root: RUN_DIR/checkpoints, which need not exist.
+        settings: The settings of the run, which say what is kept.
+        problems: Receives what cannot be read.
+    """
+    store, found = Store(root), []
+    try:
+        steps = store.steps()
+    except OSError as error:
+        problems.append(f"{root} cannot be read: {error.strerror}.")
+        return []
+    for step in steps:
+        kept = _reasons(store, steps, step, settings)
+        try:
+            found.append(_read_step(store.path(step), step, kept))
+        except (InputError, OSError) as error:
+            if store.path(step).exists():  # a run under way may have deleted it just now
+                problems.append(f"{store.path(step)} is left out: {error}")
+    damaged = [one for one in found if not one.is_complete]
+    problems += [f"{one.path} lacks files of its manifest, or has them in another size." for one in damaged]
+    return found
+
+
+def _reasons(store: Store, steps: Sequence[int], step: int, settings: Mapping[str, str]) -> tuple[str, ...]:
+    reasons = ["latest"] if step == steps[-1] else []
+    if step == store.best():
+        reasons.append("best")
+    last, every = (settings.get(f"checkpoint.{name}", "") for name in ("keep_last", "keep_every"))
+    if last.isdecimal() and step in steps[-int(last) :]:
+        reasons.append(f"last {last}")
+    if every.isdecimal() and int(every) and step % int(every) == 0:
+        reasons.append(f"every {every}")
+    return tuple(reasons)
+
+
+def _read_step(path: Path, step: int, kept: tuple[str, ...]) -> StoredStep:
+    state = os.stat(path / MANIFEST)
+    manifest, digest = _read_manifest(path, state.st_mtime_ns, state.st_size)
+    sizes = {name: record.size for name, record in manifest.files.items()}
+    optimizer = {name: size for name, size in sizes.items() if name.startswith(f"{OPTIMIZER}/")}
+    return StoredStep(
+        path=path,
+        step=step,
+        layout=manifest.layout,
+        num_ranks=manifest.world_size,
+        num_bytes=sum(sizes.values()),
+        optimizer_bytes=sum(optimizer.values()),
+        digest=digest,
+        kept=kept,
+        is_complete=all(_has_size(path, name, size) for name, size in sizes.items()),
+        rank_bytes=_by_rank(sizes, ""),
+        rank_optimizer_bytes=_by_rank(sizes, f"{OPTIMIZER}/"),
+    )
+
+
+@lru_cache(maxsize=256)
+def _read_manifest(path: Path, modified_ns: int, num_bytes: int) -> tuple[Manifest, str]:
+    """The manifest of a step, and its digest; read once while the file is the same."""
+    manifest = read_manifest(path)
+    found = _DIGEST.search(read_bounded(member(path, MANIFEST), "metadata_bytes")[-200:])
+    if manifest is None or found is None:
+        raise InputError(f"{path / MANIFEST} is no manifest of fsdp-shard.")
+    return manifest, found[1].decode()
+
+
+def _has_size(root: Path, name: str, size: int) -> bool:
+    try:
+        return member(root, name).stat().st_size == size
+    except (InputError, OSError):
+        return False
+
+
+def _by_rank(sizes: Mapping[str, int], prefix: str) -> tuple[int, ...]:
+    """Sizes of the rank files with this prefix, by rank."""
+    found = {
+        int(match[1]): size
+        for name, size in sizes.items()
+        if name.startswith(prefix) and (match := _RANK_FILE.fullmatch(name.removeprefix(prefix)))
+    }
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def shard_map(step: StoredStep) -> dict[str, list[int]]:
+    """The bytes that each of several ranks holds of each block; empty if that is too much, or cannot be read.
+
+    A block is what names have in common up to their first number (`model.layers.3`), or else the module of a tensor.
+    """
+    if len(step.rank_bytes) < 2:
+        return {}
+    try:
+        tensors = locate(str(step.path), fetch_weights=False).index.tensors
+    except (FsdpShardError, OSError):
+        return {}
+    if len(tensors) * len(step.rank_bytes) > _MAX_PIECES:
+        return {}
+    blocks: dict[str, Counter[int]] = {}
+    for name, entry in tensors.items():
+        item_bytes = entry.num_bytes // max(entry.num_elements, 1)
+        held = blocks.setdefault(_block(name), Counter())
+        for piece in entry.pieces:
+            if match := _RANK_FILE.fullmatch(piece.file):
+                num_elements = 1
+                for size in piece.shape:
+                    num_elements *= size
+                held[int(match[1])] += num_elements * item_bytes
+    return {name: [held[rank] for rank in range(len(step.rank_bytes))] for name, held in blocks.items()}
+
+
+def _block(name: str) -> str:
+    parts = name.split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
+    return ".".join(parts[: number + 1] if number is not None else parts[:-1] or parts)

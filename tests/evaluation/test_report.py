@@ -1,0 +1,158 @@
+"""`fsdp-shard report`: runs compared, damage counted, and a page that runs and asks for nothing from files."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_shard.errors import InputError
+from fsdp_shard.evaluation.report.comparison import build_report, thinned
+from fsdp_shard.evaluation.report.html_page import to_html
+from fsdp_shard.evaluation.report.report_command import ReportFiles, report_runs
+from fsdp_shard.evaluation.report.report_data import Report, Table
+from fsdp_shard.evaluation.report.same_weights import WeightDigests
+from fsdp_shard.evaluation.report.svg_charts import nice_ticks, style_of
+from fsdp_shard.evaluation.report.tables import to_csv, to_markdown
+from fsdp_shard.evaluation.report.terminal import WIDTH, to_text
+from tests.support.commands import fsdp_shard, run
+
+_ATTACK = "</script><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>"
+
+
+def _run(path: Path, lr: str = "0.001", num_steps: int = 5, prompt: str = "Once", held_out: bool = True) -> Path:
+    """The files of a run, as `finetune` writes them."""
+    path.mkdir(parents=True)
+    settings = f"optim:\n  lr: {lr}\ntrain:\n  steps: {num_steps}\nrun_dir: {path.name}\n"
+    head = "# To repeat this run: fsdp-shard finetune THIS_FILE run_dir=NEW\ndefaults:\n- adapter: none\n"
+    (path / "config.yaml").write_text(head + settings)
+    rows = [
+        {"step": step, "loss": 5 - step / 10, "tokens": 8, "step_seconds": 2.0, "memory_bytes": 1 << 20}
+        for step in range(1, num_steps + 1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if held_out:
+        (path / "evaluations.jsonl").write_text('{"step": 0, "loss": 6.0}\n{"step": 5, "loss": 4.0}\n')
+    (path / "samples.jsonl").write_text(json.dumps({"step": 5, "prompt": prompt, "completion": _ATTACK}) + "\n")
+    (path / "result.json").write_text(json.dumps({"status": "completed", "tokens": 40}))
+    return path
+
+
+def _report(*paths: Path) -> Report:
+    return build_report([str(path) for path in paths], WeightDigests())
+
+
+def _table(report: Report, key: str) -> Table:
+    return next(table for table in report.tables if table.key == key)
+
+
+def test_runs_are_side_by_side(tmp_path: Path) -> None:
+    report = _report(_run(tmp_path / "a"), _run(tmp_path / "b", lr="0.1"))
+    assert report.runs == ["a", "b"]
+    assert report.problems == []
+    assert [cell.value for cell in _table(report, "runs").rows[0][1:7]] == ["completed", 5, 4.5, 4.0, 4.0, 5]
+    assert [[cell.text for cell in row] for row in _table(report, "settings").rows] == [["optim.lr", "0.001", "0.1"]]
+    assert _table(report, "settings").rows[0][2].is_marked
+    assert _table(report, "speed").rows[0][2].value == 4.0
+    text = to_text(report)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "optim.lr  0.001  0.1" in text
+    rows = list(csv.DictReader(io.StringIO(to_csv(report))))
+    assert [(row["run"], row["loss"], row["optim.lr"]) for row in rows] == [("a", "4.5", "0.001"), ("b", "4.5", "0.1")]
+    assert "| optim.lr | 0.001 | **0.1** |" in to_markdown(report)
+
+
+def test_a_sweep_has_its_table_and_picture(tmp_path: Path) -> None:
+    for at, lr in enumerate(("0.1", "0.001", "0.01")):
+        _run(tmp_path / "sweep" / str(at), lr)
+    report = _report(tmp_path / "sweep")
+    assert _table(report, "sweep-sweep").columns[1] == "optim.lr"
+    (picture,) = report.sweeps
+    assert picture.categories == ["0.001", "0.01", "0.1"]
+    assert picture.curves[0].points == [(0, 4.0), (1, 4.0), (2, 4.0)]
+
+
+def test_damage_is_counted(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a", held_out=False)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "loss": 4.\n[]\n{"step": 7, "loss": "low"}\n{"step": 5, "loss": 4.25}\n')
+    (path / "result.json").write_text("{")
+    report = _report(path)
+    said = "\n".join(report.problems)
+    assert "2 damaged lines left out of 9" in said
+    assert "1 line left out that have no number as their loss" in said
+    assert "1 line left out whose step has a later line" in said
+    assert "result.json is not valid JSON" in said
+    assert "1 run with no held-out evaluations (train.eval_every): a." in said
+    assert _table(report, "runs").rows[0][1].value == "stopped"
+    assert "2 damaged lines" in to_html(report)
+    assert "2 damaged lines" in to_text(report)
+
+
+def test_nothing_from_files_is_markup(tmp_path: Path) -> None:
+    path = _run(tmp_path / "<b>=1+1", prompt=_ATTACK)
+    (path / "config.yaml").write_text("# To repeat this run: fsdp-shard finetune X\na: '</style><script>alert(3)'\n")
+    report = _report(path, _run(tmp_path / "b"))
+    page = to_html(report)
+    assert page.count("<script") == page.count("</script>") == 2
+    assert page.count("<style>") == page.count("</style>") == 1
+    assert "<img" not in page
+    assert "<b>" not in page
+    assert not re.search(r'(src|href)=(?!"(#|data:,))', re.sub(r"&lt;.*?&gt;", "", page))
+    assert "default-src &#39;none&#39;" in page
+    assert "<b>" not in to_markdown(report).replace("\\<b\\>", "")
+    assert 'http-equiv="refresh"' not in page
+    assert 'http-equiv="refresh"' in to_html(report, reload_seconds=5)
+
+
+def test_a_locked_run_is_under_way(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    with (path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        report = _report(path)
+        assert (report.num_running, report.problems) == (1, [])
+    assert _report(path).num_running == 0
+
+
+def test_files_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _run(tmp_path / "a")
+    page = tmp_path / "page.html"
+    report_runs([str(path)], ReportFiles(html=str(page)), watch=True)
+    assert "No run is under way any more." in capsys.readouterr().out
+    assert 'http-equiv="refresh"' not in page.read_text()
+    with pytest.raises(InputError, match=r"must end in \.html"):
+        report_runs([str(path)], ReportFiles(html=str(path / "result.json")))
+    with pytest.raises(InputError, match="there is no directory"):
+        report_runs([str(path)], ReportFiles(csv=str(tmp_path / "no" / "a.csv")))
+
+
+def test_the_command_names_what_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = fsdp_shard("report", "empty", cwd=tmp_path)
+    assert done.status == 2
+    assert done.error.startswith("error: empty is not a run, and has none in it")
+    assert fsdp_shard("report", "gone", cwd=tmp_path).error.startswith("error: gone is not a directory")
+
+
+def test_it_imports_no_torch(tmp_path: Path) -> None:
+    _run(tmp_path / "a")
+    code = (
+        "import sys\nfrom fsdp_shard.evaluation import ReportFiles, report_runs\n"
+        "report_runs(['a'], ReportFiles(html='a.html'))\nprint('torch' in sys.modules)"
+    )
+    done = run([sys.executable, "-c", code], tmp_path)
+    assert done.out.splitlines()[-1] == "False", done.err
+
+
+def test_curves_are_laid_out() -> None:
+    assert thinned([(x, float(x)) for x in range(1, 9)], 4) == [(2, 1.5), (4, 3.5), (6, 5.5), (8, 7.5)]
+    assert nice_ticks(3.2, 7.9) == [3, 4, 5, 6, 7, 8]
+    assert len({style_of(at) for at in range(32)}) == 32
