@@ -1,11 +1,15 @@
 """Work whose errors all ranks agree on, so that no rank goes on alone while another has failed."""
 
+from __future__ import annotations
+
 import errno
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from fsdp_shard.distributed.process_group import Communicator
 from fsdp_shard.errors import FsdpShardError, StorageError
+
+if TYPE_CHECKING:  # it imports torch, which commands that only look at a run do without
+    from fsdp_shard.distributed.process_group import Communicator
 
 T = TypeVar("T")
 

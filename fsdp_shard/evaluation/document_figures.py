@@ -14,7 +14,7 @@ from fsdp_shard.evaluation.scored_text import ScoredDocument, ScoredText
 from fsdp_shard.evaluation.significance import LEVEL, Difference, Floats, bootstrap_interval
 from fsdp_shard.utils import format_count, write_atomically
 
-_MAX_LOSS = 700.0  # exp of more overflows a double
+MAX_LOSS = 700.0  # exp of more overflows a double
 
 
 @dataclass(frozen=True)
@@ -116,4 +116,4 @@ def _figures(document: ScoredDocument, loss: float, *, sizes: bool = True) -> di
 
 
 def _exp(loss: float) -> float | None:
-    return math.exp(loss) if loss <= _MAX_LOSS else None
+    return math.exp(loss) if loss <= MAX_LOSS else None

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import xxhash
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import name_in_errors
+from fsdp_shard.utils import name_in_errors, try_lock
 
 _LONGEST_LINE = 64 << 20  # bytes
 
@@ -50,16 +50,11 @@ class LossLog:
         self.changed: list[str] = []
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._file: BinaryIO = os.fdopen(handle, "r+b")
+        if not try_lock(handle, fcntl.LOCK_EX):
             self._file.close()
-            raise ConfigError(
-                f"{path} is being written by another evaluation; wait for it, or give another run_dir."
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+            raise ConfigError(f"{path} is being written by another evaluation; wait for it, or give another run_dir.")
         plain = json.loads(json.dumps(inputs))
         digest = xxhash.xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())
         self._begin({"fingerprint": digest, "inputs": plain}, batches)
@@ -133,5 +128,5 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         old, new = before.get(name), now.get(name)
         if old != new:
             both = isinstance(old, dict) and isinstance(new, dict)
-            names += [f"{name}.{inner}" for inner in _differences(old, new)] if both else [name]  # type: ignore[arg-type]
+            names += [f"{name}.{inner}" for inner in _differences(old, new)] if both else [name]  # type: ignore[arg-type]  # `both` says so
     return names

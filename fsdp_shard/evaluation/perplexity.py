@@ -21,12 +21,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_shard.checkpoint import Location
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.config import DOCUMENTS, PERPLEXITY, EvaluateSettings, Figures
-from fsdp_shard.evaluation.document_figures import DocumentFigures
+from fsdp_shard.evaluation.document_figures import MAX_LOSS, DocumentFigures
 from fsdp_shard.evaluation.loss_log import BatchLosses, LossLog
-from fsdp_shard.evaluation.provenance import describe_weights, provenance
+from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.scored_text import ScoredText, TextSize, describe_left_out, open_documents, open_windows
 from fsdp_shard.evaluation.significance import Difference, Floats
 from fsdp_shard.evaluation.tokenizer_match import check_same_tokens
+from fsdp_shard.evaluation.weights_digest import describe_weights
 from fsdp_shard.evaluation.window_losses import window_losses
 from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
 from fsdp_shard.utils import RESULT, format_count, report_progress, say
@@ -34,7 +35,6 @@ from fsdp_shard.utils import RESULT, format_count, report_progress, say
 Load = Callable[[Location], PreTrainedModel]
 
 DOCUMENTS_FILE, LOSSES_FILE, OTHER_LOSSES_FILE = "documents.jsonl", "losses.jsonl", "losses_against.jsonl"
-_MAX_LOSS = 700.0  # exp of more overflows a double
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class PerplexityEvaluation:
     def _figures(self, losses: Floats, seconds: float) -> Perplexity:
         num_tokens = self.text.windows.num_predictions
         loss = math.fsum(losses.tolist()) / num_tokens
-        if loss > _MAX_LOSS:
+        if loss > MAX_LOSS:
             raise LossError(
                 f"The loss is {loss:.4g}, too large for a perplexity: the weights are not those of a trained model."
             )

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -39,17 +39,23 @@ _METHODS = (
 )
 
 
+class DispatchOptions(TypedDict, total=False):
+    """The options of `load_dispatched` besides where blocks go; see there."""
+
+    prefetch_blocks: int
+    quantize: str
+    trust_remote_code: bool
+
+
 def load_dispatched(
     path: str | os.PathLike[str],
     device_map: str | Mapping[str, Any] = "auto",
     max_memory: Mapping[Any, Any] | None = None,
     dtype: str | torch.dtype | None = None,
-    prefetch_blocks: int = 2,
     *,
-    quantize: str = "none",
-    trust_remote_code: bool = False,
     config: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
+    **options: Unpack[DispatchOptions],
 ) -> PreTrainedModel:
     """Load a transformers model in eval mode, ready for `generate()`, its blocks spread over devices and disk.
 
@@ -61,11 +67,10 @@ def load_dispatched(
         device_map: auto, balanced, balanced_low_0, sequential, cpu, disk, or {module: GPU number, cpu or disk}.
         max_memory: Sizes such as {0: "20GB", "cpu": "64GB"}, of the devices to use; by default what is free now.
         dtype: The dtype to load in; None or "keep" for that of the stored weights.
-        prefetch_blocks: Blocks on disk to read while one computes.
-        quantize: none, int8 or int4, for the weights of linear layers.
-        trust_remote_code: Run Python code that comes with the model.
         config: Model directory or hub id whose config to use, for weights that have none, or instead of theirs.
         base: Base model of an adapter, if it is not where adapter_config.json says.
+        options: `prefetch_blocks`: blocks on disk to read while one computes (2). `quantize`: none, int8 or int4, for
+            the weights of linear layers. `trust_remote_code`: run Python code that comes with the model (False).
 
     Returns:
         The model.
@@ -84,15 +89,13 @@ def load_dispatched(
         dict(device_map) if isinstance(device_map, Mapping) else device_map,
         None if max_memory is None else dict(max_memory),
         str(dtype or "keep").removeprefix("torch."),
-        prefetch_blocks,
-        quantize,
-        trust_remote_code,
+        **options,
     )
     check(settings)
     # Blocks on disk are read as long as the model lives, whatever the working directory is then.
     local = checkpoint.local_path(path)
     source = locate(local.absolute() if local.exists() else path, base=base, config=config)
-    return dispatch_model(source, load_config(source.directory, trust_remote_code), settings)
+    return dispatch_model(source, load_config(source.directory, settings.trust_remote_code), settings)
 
 
 def dispatch_model(

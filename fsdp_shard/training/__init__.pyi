@@ -21,6 +21,12 @@ from .load_model import (
     UnfilledModel as UnfilledModel,
     load_sharded as load_sharded,
 )
+from .logging.metrics_log import (
+    EVALUATIONS as EVALUATIONS,
+    MAX_LINE as MAX_LINE,
+    METRICS as METRICS,
+    SAMPLES as SAMPLES,
+)
 from .logging.run_log import RunLog as RunLog
 from .loop import StepReport as StepReport, TrainingRun as TrainingRun, train as train
 from .loss.cross_entropy import cross_entropy as cross_entropy

@@ -6,6 +6,7 @@ from .atomic_write import (
     hold_lock as hold_lock,
     is_abandoned as is_abandoned,
     name_in_errors as name_in_errors,
+    try_lock as try_lock,
     write_atomically as write_atomically,
     write_file as write_file,
     write_result as write_result,

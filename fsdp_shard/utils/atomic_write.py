@@ -1,5 +1,6 @@
 """Files and directories that appear complete or not at all, and that survive a power cut where that is asked for."""
 
+import errno
 import fcntl
 import json
 import os
@@ -112,6 +113,23 @@ def atomic_directory(target: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def try_lock(descriptor: int, kind: int) -> bool:
+    """Try to lock an open file (flock); True also if the file system has no locks.
+
+    Args:
+        descriptor: The file.
+        kind: `fcntl.LOCK_EX` or `fcntl.LOCK_SH`.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+    return True
 
 
 def hold_lock(file: Path) -> int:

@@ -7,6 +7,7 @@ import fcntl
 import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from fsdp_shard.evaluation.report.svg_charts import nice_ticks, style_of
 from fsdp_shard.evaluation.report.tables import to_csv, to_markdown
 from fsdp_shard.evaluation.report.terminal import WIDTH, to_text
 from tests.support.commands import fsdp_shard, run
+from tests.support.tiny import save_model
 
 _ATTACK = "</script><script>alert(1)</script><img src=http://example.com/x onerror=alert(2)>"
 
@@ -142,14 +144,58 @@ def test_the_command_names_what_is_no_run(tmp_path: Path) -> None:
     assert fsdp_shard("report", "gone", cwd=tmp_path).error.startswith("error: gone is not a directory")
 
 
-def test_it_imports_no_torch(tmp_path: Path) -> None:
-    _run(tmp_path / "a")
+def test_what_runs_really_leave(tmp_path: Path) -> None:
+    """Files by `finetune` on two ranks and by `evaluate`, whose weights are found again in a copy elsewhere."""
+    save_model(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("a run, and what is left of it. " * 60)
+    common = ["data.path=text.txt", "data.sequence_length=16"]
+    trained = ["model.path=model", *common, "data.eval_fraction=0.2", "launch.device=cpu", "train.steps=2"]
+    trained += ["launch.ranks=2", "train.sample_prompts=[a run]", "train.sample_tokens=4", "run_dir=runs/one"]
+    assert fsdp_shard("finetune", *trained, cwd=tmp_path).status == 0
+    assert fsdp_shard("convert", "source=runs/one", "target=copy", "run_dir=other", cwd=tmp_path).status == 0
+    assert fsdp_shard("evaluate", "checkpoint=copy", *common, "run_dir=runs/two", cwd=tmp_path).status == 0
+
+    report = _report(tmp_path / "runs")
+    assert (report.problems, report.num_completed) == ([], 2)
+    assert [(one.prompt, len(one.rows)) for one in report.samples] == [("a run", 2)]
+    assert len(next(chart for chart in report.charts if chart.key == "loss").curves[0].points) == 2
+    (step,) = _table(report, "checkpoints").rows
+    assert [cell.value for cell in step[1:4]] == [2, "sharded", 2]
+    assert _table(report, "evaluations").rows[0][1].value == "one, step 2", "by the digest of the weights"
+    assert _imports_torch(tmp_path, "runs") == "False"
+
+
+def _imports_torch(directory: Path, runs: str) -> str:
     code = (
         "import sys\nfrom fsdp_shard.evaluation import ReportFiles, report_runs\n"
-        "report_runs(['a'], ReportFiles(html='a.html'))\nprint('torch' in sys.modules)"
+        f"report_runs([{runs!r}], ReportFiles(html='a.html'))\nprint('torch' in sys.modules)"
     )
-    done = run([sys.executable, "-c", code], tmp_path)
-    assert done.out.splitlines()[-1] == "False", done.err
+    done = run([sys.executable, "-c", code], directory)
+    return done.out.splitlines()[-1]
+
+
+def test_it_imports_no_torch(tmp_path: Path) -> None:
+    _run(tmp_path / "a")
+    assert _imports_torch(tmp_path, "a") == "False"
+
+
+_CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(_CHROMIUM is None, reason="needs Chromium")
+def test_a_browser_runs_the_page_without_a_complaint(tmp_path: Path) -> None:
+    """What the policy of the page refuses, and what its script raises, is on the browser's console."""
+    paths = [_run(tmp_path / "a", prompt=_ATTACK), _run(tmp_path / "b", lr="0.1")]
+    report_runs([str(path) for path in paths], ReportFiles(html=str(tmp_path / "page.html")))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2000"]
+    done = run([str(_CHROMIUM), *options, f"--user-data-dir={tmp_path}/p", "--dump-dom", "page.html"], tmp_path)
+    assert "CONSOLE" not in done.err
+    assert done.out.count("<table") == to_html(_report(*paths)).count("<table")
+
+    broken = (tmp_path / "page.html").read_text().replace("</main>", '<img src="http://127.0.0.1:9/x"></main>')
+    (tmp_path / "broken.html").write_text(broken)
+    done = run([str(_CHROMIUM), *options, f"--user-data-dir={tmp_path}/p", "--dump-dom", "broken.html"], tmp_path)
+    assert "CONSOLE" in done.err, "a request is refused, and that is seen"
 
 
 def test_curves_are_laid_out() -> None:

@@ -135,7 +135,7 @@ def _settings_tables(runs: Sequence[Run]) -> list[Table]:
     # Settings that only one option of a group has, such as adapter.rank, follow from the group unless they differ.
     differing = [rows[name] for name, of in values.items() if len({*of} - {None}) > 1]
     columns = ["setting", *(run.name for run in known)]
-    note = "Marked: what is not as in the first run. `-`: the run has no such setting."
+    note = "Marked: what is not as in the first run. A dash: the run has no such setting."
     differ = Table("settings", "Settings that differ", columns, differing, note if differing else _ALL_SAME)
     all_of_them = Table("all-settings", "All settings", columns, list(rows.values()), note if len(known) > 1 else "")
     return [*([differ] if len(known) > 1 else []), *([all_of_them] if known else [])]
@@ -208,7 +208,7 @@ def _checkpoint_tables(runs: Sequence[Run]) -> list[Table]:
     ]
     note = (
         "Size of all files and of those of the optimizer, and the digest that the manifest ends with; "
-        "`fsdp-shard verify` compares every byte with what is in it."
+        "fsdp-shard verify compares every byte with what is in it."
     )
     return [Table("checkpoints", "Checkpoints", columns, rows, note), *_balance_tables(runs)]
 

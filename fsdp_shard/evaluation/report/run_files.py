@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -16,11 +15,10 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from fsdp_shard.checkpoint import CHECKPOINTS, CONFIG_FILE
 from fsdp_shard.errors import CheckpointError, InputError, one_line
 from fsdp_shard.evaluation.report.stored_steps import StoredStep, read_steps
+from fsdp_shard.training import EVALUATIONS, LOCK, MAX_LINE, METRICS, SAMPLES, holder
 from fsdp_shard.utils import RESULT, format_count, in_yaml, limits, read_bounded, read_json, run_limited
 
-METRICS, EVALUATIONS, SAMPLES, LOCK = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", ".lock"
 COMPLETED, RUNNING, STOPPED = "completed", "running", "stopped"
-_MAX_LINE = 1 << 20  # bytes; a row has some hundred
 _MAX_DEPTH = 4  # directories below one that is no run, such as outputs/finetune/DATE
 _MAX_RUNS = 500
 _STARTS = "# To repeat this run: fsdp-shard "  # of config.yaml; the command follows
@@ -131,7 +129,7 @@ def read_run(path: Path, name: str) -> Run:
     """Read the run in a directory; `name` is what it is called in the report."""
     problems: list[str] = []
     result = _read_result(path, problems)
-    is_locked = _is_locked(path)
+    is_locked = _is_locked(path, problems)
     status = RUNNING if is_locked else COMPLETED if result.get("status") == COMPLETED else STOPPED
     steps = _numbers(_lines(path / METRICS, is_locked, problems), path / METRICS, problems)
     held_out = _numbers(_lines(path / EVALUATIONS, is_locked, problems), path / EVALUATIONS, problems)
@@ -195,21 +193,13 @@ def _command_of(path: Path) -> str:
     return ("finetune" if (path / METRICS).is_file() else "run") if is_own else words[0] if words else ""
 
 
-def _is_locked(path: Path) -> bool:
+def _is_locked(path: Path, problems: list[str]) -> bool:
     """Whether another process holds the lock of a run, which it has while it lives."""
     try:
-        handle = os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+        return holder(path) is not None
+    except OSError as error:
+        problems.append(f"{path / LOCK} cannot be read ({error.strerror}), so the run is taken for one that has ended.")
         return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks: the file is there while the run lives, or after it was killed
-        return True
-    finally:
-        os.close(handle)
-    return False
 
 
 def _read_result(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -283,7 +273,7 @@ def _lines(file: Path, is_locked: bool, problems: list[str]) -> list[dict[str, A
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
-    if len(line) > _MAX_LINE:
+    if len(line) > MAX_LINE:
         return None
     try:
         row = json.loads(line)

@@ -10,6 +10,7 @@ from fsdp_shard.checkpoint import locate
 from fsdp_shard.errors import FsdpShardError
 from fsdp_shard.evaluation.report.run_files import Run
 from fsdp_shard.evaluation.report.stored_steps import StoredStep
+from fsdp_shard.evaluation.weights_digest import describe_weights
 
 Digests = tuple[str, str | None]
 """The digest of weights, and that of the base model if they are an adapter."""
@@ -46,9 +47,6 @@ class WeightDigests:
     def _of(self, stored: StoredStep) -> Digests | None:
         key = (stored.path, stored.digest)
         if key not in self._known:
-            # It imports transformers, which a report without evaluations need not wait for.
-            from fsdp_shard.evaluation.provenance import describe_weights
-
             try:
                 self._known[key] = digests_in(describe_weights(locate(str(stored.path), fetch_weights=False)))
             except (FsdpShardError, OSError) as error:

@@ -6,7 +6,8 @@ locks of files that are open for writing. The content of the file is for people.
 runs are not kept out (`doctor` warns).
 """
 
-import errno
+from __future__ import annotations
+
 import fcntl
 import json
 import os
@@ -15,12 +16,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fsdp_shard.distributed import Communicator, run_on_all
+from fsdp_shard.distributed import run_on_all
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import try_lock
+
+if TYPE_CHECKING:
+    from fsdp_shard.distributed import Communicator
 
 LOCK = ".lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -42,21 +47,9 @@ def holder(run_dir: Path) -> str | None:
     except FileNotFoundError:
         return None
     try:
-        return None if _lock(handle, fcntl.LOCK_SH) else _holder(run_dir)
+        return None if try_lock(handle, fcntl.LOCK_SH) else _holder(run_dir)
     finally:
         os.close(handle)
-
-
-def _lock(handle: int, kind: int) -> bool:
-    """Try to lock an open file; True also if the file system has no locks."""
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True
 
 
 def check_free(run_dir: str, *, may_join: bool) -> bool:
@@ -96,7 +89,7 @@ def _acquire(run_dir: Path) -> int:
 
 def _open(run_dir: Path) -> int:
     handle = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not _lock(handle, fcntl.LOCK_EX):
+    if not try_lock(handle, fcntl.LOCK_EX):
         os.close(handle)
         raise _in_use(run_dir, _holder(run_dir))
     return handle

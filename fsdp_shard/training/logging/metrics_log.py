@@ -9,7 +9,8 @@ from typing import Any
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import read_bounded, write_atomically
 
-_MAX_LINE = 1 << 20  # bytes; a row has some hundred
+METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"  # in a run directory
+MAX_LINE = 1 << 20  # bytes; a row has some hundred
 
 
 class MetricsLog:
@@ -60,7 +61,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             f"{path} is a link to {os.readlink(path)}; it is not followed. Copy the file in its place."
         )
     lines = read_bounded(path, "metadata_bytes").splitlines()
-    return [row for line in lines if len(line) <= _MAX_LINE and (row := _parse(line)) is not None]
+    return [row for line in lines if len(line) <= MAX_LINE and (row := _parse(line)) is not None]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

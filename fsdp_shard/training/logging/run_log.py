@@ -13,14 +13,14 @@ from typing import Any, Self
 from fsdp_shard.errors import Interrupted, LossError
 from fsdp_shard.training.held_out.evaluator import EvalReport
 from fsdp_shard.training.logging.loss_plot import plot_losses
-from fsdp_shard.training.logging.metrics_log import MetricsLog, read_rows
+from fsdp_shard.training.logging.metrics_log import EVALUATIONS, METRICS, SAMPLES, MetricsLog, read_rows
 from fsdp_shard.training.logging.progress import Progress
 from fsdp_shard.training.logging.trackers import Trackers
 from fsdp_shard.training.loop import StepReport, TrainingRun
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT, format_count, write_result
 
-METRICS, EVALUATIONS, SAMPLES, PLOT = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "loss.png"
+PLOT = "loss.png"
 
 
 def interrupted(run: TrainingRun, run_dir: str, resume: str) -> Interrupted:
