@@ -54,7 +54,10 @@ def run_evaluation(settings: EvaluateSettings, run_dir: str, seed: int = 0) -> M
         >>> import fsdp_shard as fs
         >>> config = fs.EvaluateConfig(checkpoint=model, data=data)
         >>> fs.check_evaluation(config)
-        >>> figures = fs.run_evaluation(config, "runs/evaluate")
+        >>> figures = fs.run_evaluation(config, "runs/evaluate")  # doctest: +ELLIPSIS
+        data.sequence_length=128 of a context of 128 tokens
+        ...
+        perplexity ... (loss ...) over 3,999 tokens
     """
     trust = settings.dispatch.trust_remote_code
     for source in settings.sources:
