@@ -1,12 +1,16 @@
 """What the runs of a sweep have in different settings, and at its end a table of their figures."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.config import Job, RunConfig
 from fsdp_shard.utils import RESULT, format_size, format_table, in_yaml, read_json, walk
+
+if TYPE_CHECKING:  # `Job` brings Hydra, which --help does without
+    from fsdp_shard.config import Job, RunConfig
 
 _WIDTH = 40  # of a value
 
