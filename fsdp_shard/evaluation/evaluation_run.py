@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import Location
 from fsdp_shard.evaluation.config import EvaluateSettings, check_inputs
-from fsdp_shard.evaluation.perplexity import settle_windows
+from fsdp_shard.evaluation.perplexity_task.perplexity import settle_windows
 from fsdp_shard.evaluation.registry import EVALUATIONS
 from fsdp_shard.inference import check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer

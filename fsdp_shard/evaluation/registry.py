@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_shard.checkpoint import Location
 from fsdp_shard.evaluation.config import LM_EVAL, PERPLEXITY, EvaluateSettings, Figures
 from fsdp_shard.evaluation.lm_eval import open_tasks
-from fsdp_shard.evaluation.perplexity import open_perplexity
+from fsdp_shard.evaluation.perplexity_task.perplexity import open_perplexity
 
 
 class Evaluation(Protocol):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from fsdp_shard.data import DataConfig
 from fsdp_shard.evaluation.config import EvaluateSettings, PerplexityConfig
-from fsdp_shard.evaluation.perplexity import PerplexityEvaluation, open_perplexity
+from fsdp_shard.evaluation.perplexity_task.perplexity import PerplexityEvaluation, open_perplexity
 from fsdp_shard.inference import load_dispatched
 
 

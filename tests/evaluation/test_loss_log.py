@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.evaluation.loss_log import BatchLosses, LossLog
+from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
 from tests.support.runs import Ended, Started, run_recipe
 
 BATCHES = [[2, 0], [1]]

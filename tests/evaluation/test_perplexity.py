@@ -16,9 +16,9 @@ from fsdp_shard.checkpoint import convert
 from fsdp_shard.data import DataConfig, prepare_held_out
 from fsdp_shard.errors import DataError, LossError
 from fsdp_shard.evaluation.config import check_text
-from fsdp_shard.evaluation.perplexity import Perplexity
-from fsdp_shard.evaluation.scored_text import TextSize
-from fsdp_shard.evaluation.strided_windows import window_bounds
+from fsdp_shard.evaluation.perplexity_task.perplexity import Perplexity
+from fsdp_shard.evaluation.perplexity_task.scored_text import TextSize
+from fsdp_shard.evaluation.perplexity_task.strided_windows import window_bounds
 from fsdp_shard.inference import load_dispatched
 from tests.evaluation.measuring import evaluation, guide_losses, measure, training_losses
 from tests.support.runs import run_recipe

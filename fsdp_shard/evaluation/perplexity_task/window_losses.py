@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.data import MASKED
 from fsdp_shard.errors import LossError
-from fsdp_shard.evaluation.scored_text import ScoredText
+from fsdp_shard.evaluation.perplexity_task.scored_text import ScoredText
 from fsdp_shard.models import check_vocabulary, running
 
 

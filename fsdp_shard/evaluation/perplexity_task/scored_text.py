@@ -30,7 +30,7 @@ from fsdp_shard.data import (
     read_texts,
 )
 from fsdp_shard.errors import DataError
-from fsdp_shard.evaluation.strided_windows import StridedWindows
+from fsdp_shard.evaluation.perplexity_task.strided_windows import StridedWindows
 from fsdp_shard.utils import format_count
 
 _NUM_NAMED = 5  # documents that are left out and named

@@ -21,14 +21,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_shard.checkpoint import Location
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.config import DOCUMENTS, PERPLEXITY, EvaluateSettings, Figures
-from fsdp_shard.evaluation.document_figures import MAX_LOSS, DocumentFigures
-from fsdp_shard.evaluation.loss_log import BatchLosses, LossLog
+from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, DocumentFigures
+from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
+from fsdp_shard.evaluation.perplexity_task.scored_text import (
+    ScoredText,
+    TextSize,
+    describe_left_out,
+    open_documents,
+    open_windows,
+)
+from fsdp_shard.evaluation.perplexity_task.significance import Difference, Floats
+from fsdp_shard.evaluation.perplexity_task.tokenizer_match import check_same_tokens
+from fsdp_shard.evaluation.perplexity_task.window_losses import window_losses
 from fsdp_shard.evaluation.provenance import provenance
-from fsdp_shard.evaluation.scored_text import ScoredText, TextSize, describe_left_out, open_documents, open_windows
-from fsdp_shard.evaluation.significance import Difference, Floats
-from fsdp_shard.evaluation.tokenizer_match import check_same_tokens
 from fsdp_shard.evaluation.weights_digest import describe_weights
-from fsdp_shard.evaluation.window_losses import window_losses
 from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
 from fsdp_shard.utils import RESULT, format_count, report_progress, say
 
