@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import sys
 import textwrap
@@ -12,6 +13,8 @@ from typing import NoReturn, TypeGuard
 from fsdp_shard.distributed import Stopped, interrupt_on_signals, is_joined_rank, joined_rank
 from fsdp_shard.errors import FsdpShardError, InputError, Interrupted, one_line
 from fsdp_shard.utils import make_logs_printable, printable, redact
+
+_MANY_FILES = 65_536
 
 
 def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
@@ -25,6 +28,7 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
         debug: Whether to print the traceback of an error.
     """
     gc.disable()
+    _allow_many_files()
     make_logs_printable()
     interrupt_on_signals(ctrl_c=False)
     status = _outcome(body, debug)
@@ -36,6 +40,17 @@ def run_as_program(body: Callable[[], None], *, debug: bool) -> NoReturn:
     # transformers. Objects without references are still destroyed, and so are the modules.
     gc.freeze()
     sys.exit(status)
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files (`ulimit -n`), often 1,024, as far as the system lets this process.
+
+    A checkpoint of a thousand ranks has a thousand files, and each tensor is in all of them.
+    """
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_FILES if most == resource.RLIM_INFINITY else min(most, _MANY_FILES)
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def start_garbage_collection() -> None:

@@ -134,13 +134,14 @@ def aligned(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class Handles:
-    """Open files by name, at most `MAX_HANDLES`; the least recently used of those not in use are closed first.
+    """Open files by name, at most `MAX_HANDLES`, and at most a quarter of what the process may have open (`ulimit -n`).
 
-    A checkpoint of thousands of ranks has more files than a process may have open, and a process may have few
-    (`ulimit -n`): where no more can be opened, all of this process give up what they do not use. Thread-safe.
+    A tensor of a thousand ranks is read file after file, and so is the next one. So where they cannot all stay open, it
+    is the file last used that is closed: to close the longest unused one would close each shortly before its turn.
+    Where no more can be opened, all of this process give up what they do not use. Thread-safe.
     """
 
-    MAX_HANDLES = 256
+    MAX_HANDLES = 16_384
     _all: ClassVar[WeakSet["Handles"]] = WeakSet()
     _all_lock: ClassVar = threading.Lock()
 
@@ -179,7 +180,7 @@ class Handles:
 
     def _close_idle(self, num_kept: int) -> int:
         """Close files that are not in use until at most `num_kept` are open; returns how many were closed."""
-        idle = [name for name in self._handles if not self._users[name]]
+        idle = [name for name in reversed(self._handles) if not self._users[name]]
         closed = idle[: max(len(self._handles) - num_kept, 0)]
         for name in closed:
             os.close(self._handles.pop(name))

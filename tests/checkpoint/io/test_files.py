@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,7 +29,7 @@ def is_open(handle: int) -> bool:
     return True
 
 
-def test_the_longest_unused_files_close_and_open_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_unused_files_close_and_open_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handles, "MAX_HANDLES", 3)
     for number in range(6):
         (tmp_path / str(number)).write_text(str(number))
@@ -37,10 +40,10 @@ def test_the_longest_unused_files_close_and_open_again(tmp_path: Path, monkeypat
         return opened[-1]
 
     handles = Handles(open_file)
-    for number in [*range(6), 0, 5]:
+    for number in [*range(6), *range(6)]:  # as tensors of six ranks are read
         with handles.use(str(number)) as handle:
             assert os.pread(handle, 1, 0) == str(number).encode()
-    assert len(opened) == 7  # 0 a second time; 5 was still open
+    assert len(opened) == 9  # of the second turn 0, 1 and 5 were still open
     with ExitStack() as stack:  # files in use stay, however many
         held = [stack.enter_context(handles.use(str(number))) for number in range(6)]
         assert all(map(is_open, held))
@@ -67,6 +70,32 @@ def test_what_one_does_not_use_is_closed_when_another_can_open_no_more(tmp_path:
             with target.use(str(number)) as handle:
                 assert os.pread(handle, 1, 0) == str(number).encode()
         assert os.pread(held, 1, 0) == b"0"
+
+
+def test_each_of_many_rank_files_is_opened_once_to_convert(tmp_path: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= hard < 2000:
+        pytest.skip(f"a process may open {hard} files at most here")
+    tensors = {name: torch.randn(900, 3) for name in "abcdef"}
+    write_huggingface(tmp_path / "one", tensors)
+    convert(tmp_path / "one", tmp_path / "ranks", format="sharded", ranks=300)
+    counted = """
+import collections, json, sys
+opened = collections.Counter()
+sys.addaudithook(lambda event, args: opened.update([str(args[0])] if event == "open" else []))
+sys.argv = ["fsdp-shard", "convert", "source=ranks", "target=back"]
+from fsdp_shard.cli import main
+try:
+    main()
+finally:
+    counts = [count for name, count in opened.items() if name.endswith("-of-00300.safetensors")]
+    print(json.dumps(counts), file=sys.stderr)
+"""
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n{counted}"
+    done = subprocess.run([sys.executable, "-c", limited], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stderr.splitlines()[-1])
+    assert counts == [1] * 300
 
 
 def test_more_ranks_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
