@@ -29,6 +29,7 @@ from .samples.batch import (
     attended as attended,
     padded as padded,
 )
+from .samples.mixture import Concatenation as Concatenation
 from .samples.protocol import Dataset as Dataset, MapDataset as MapDataset, Shuffled as Shuffled
 from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
 from .samples.windows import MaskedWindows as MaskedWindows, WindowDataset as WindowDataset

@@ -49,7 +49,15 @@ class DataConfig(KindSettings):
         minimum=1,
     )
     eval_path: str | None = setting(None, "Held-out data, given like data.path. Default: see data.eval_fraction.")
-    eval_split: str = setting("validation", "Split of the dataset in data.eval_path, as data.split.")
+    eval_split: str = setting("validation", "Split of the dataset in data.eval_path or data.eval_sets, as data.split.")
+    eval_sets: Any = field(
+        default=None,
+        metadata={
+            "help": "Several named held-out sets instead of data.eval_path: {code: {path: c.jsonl}, news: {path: "
+            "n.txt}}. Each evaluation has the loss of each, and the loss over the tokens of all, which decides about "
+            "the best step. Each may have its own kind, subset, split, sample_by and columns."
+        },
+    )
     eval_fraction: float = setting(
         0.0,
         "Fraction of data.path (of each source of data.mixture) to hold out if data.eval_path is not given: the last "
@@ -85,18 +93,27 @@ class DataConfig(KindSettings):
         """The prefix of these settings, for messages."""
         return "data"
 
+    @property
+    def default_split(self) -> str:
+        """What `split` is where nobody has set it."""
+        return default_of("split")  # type: ignore[no-any-return]
+
     def check(self, prefix: str) -> None:
         """Raise ConfigError if settings contradict each other."""
         for kind in KINDS.values():
             kind.check_kind(self, prefix)
         _check_mixture(self, prefix)
         _check_streaming(self, prefix)
-        if self.eval_path is not None and self.eval_fraction > 0:
-            raise ConfigError(
-                f"{prefix}eval_path={self.eval_path} and {prefix}eval_fraction={self.eval_fraction} both say what to "
-                f"hold out; give one of them."
-            )
-        if self.eval_path is None and self.eval_split != default_of("eval_split"):
+        held_out = {
+            "eval_path": self.eval_path is not None,
+            "eval_sets": bool(self.eval_sets),
+            "eval_fraction": self.eval_fraction > 0,
+        }
+        given = [f"{prefix}{name}={getattr(self, name)}" for name, is_given in held_out.items() if is_given]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both say what to hold out; give one of them.")
+        _check_own_settings(held_out_sets_of(self, prefix), f"{prefix}eval_sets", self.eval_sets)
+        if not (self.eval_path or self.eval_sets) and self.eval_split != default_of("eval_split"):
             raise ConfigError(
                 f"{prefix}eval_split={self.eval_split} is for {prefix}eval_path, which is not given; give that too, "
                 f"such as {prefix}eval_path={self.path}, or leave it out."
@@ -121,6 +138,21 @@ class MixtureSource(DataConfig):
     @property
     def where(self) -> str:
         return f"data.mixture.{self.source_name}"
+
+
+@dataclass
+class HeldOutSet(DataConfig):
+    """The settings of one set of `data.eval_sets`: its own, and those of `data.*` for everything else."""
+
+    set_name: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"data.eval_sets.{self.set_name}"
+
+    @property
+    def default_split(self) -> str:
+        return default_of("eval_split")  # type: ignore[no-any-return]
 
 
 def default_of(name: str) -> Any:
@@ -150,6 +182,7 @@ _SOURCE_FIELDS: dict[str, Field[Any]] = {
     if member.name in ("path", "weight", "kind", "subset", "split", "sample_by", "roles")
     or member.name.endswith("_column")
 }
+_SET_FIELDS = {name: member for name, member in _SOURCE_FIELDS.items() if name != "weight"}
 
 
 def sources_of(config: DataConfig, prefix: str = "data.") -> dict[str, DataConfig]:
@@ -170,28 +203,49 @@ def sources_of(config: DataConfig, prefix: str = "data.") -> dict[str, DataConfi
 
 def mixture_of(config: DataConfig, prefix: str = "data.") -> dict[str, MixtureSource]:
     """Return the sources of `data.mixture` by name, none without a mixture; raise ConfigError as `sources_of` does."""
-    given = config.mixture or {}
-    if not isinstance(given, Mapping):
+    inherited = _shared(config) | {"mixture": None}
+    return {
+        name: MixtureSource(**(inherited | given), source_name=name)
+        for name, given in _parse_named(config.mixture, f"{prefix}mixture", _SOURCE_FIELDS).items()
+    }
+
+
+def held_out_sets_of(config: DataConfig, prefix: str = "data.") -> dict[str, HeldOutSet]:
+    """Return the sets of `data.eval_sets` by name, none without; raise ConfigError as `sources_of` does."""
+    own = {"mixture": None, "eval_sets": None, "streaming": False, "subset": None, "split": config.eval_split}
+    inherited = _shared(config) | own
+    return {
+        name: HeldOutSet(**(inherited | given), set_name=name)
+        for name, given in _parse_named(config.eval_sets, f"{prefix}eval_sets", _SET_FIELDS).items()
+    }
+
+
+def _shared(config: DataConfig) -> dict[str, Any]:
+    return {member.name: getattr(config, member.name) for member in fields(DataConfig)}
+
+
+def _parse_named(given: Any, name: str, known: Mapping[str, Field[Any]]) -> dict[str, dict[str, Any]]:
+    """Return the settings of each named source that are not null; raise ConfigError for what is none of `known`."""
+    if not isinstance(given or {}, Mapping):
         raise ConfigError(
-            f"{prefix}mixture={given} is not a mapping; give sources by name, such as {{books: {{path: a.jsonl}}}}."
+            f"{name}={given} is not a mapping; give sources by name, such as {{books: {{path: a.jsonl}}}}."
         )
-    return {str(key): _parse_source(config, str(key), value, f"{prefix}mixture.{key}") for key, value in given.items()}
+    return {str(key): _parse_source(value, f"{name}.{key}", known) for key, value in (given or {}).items()}
 
 
-def _parse_source(config: DataConfig, source_name: str, given: Any, name: str) -> MixtureSource:
+def _parse_source(given: Any, name: str, known: Mapping[str, Field[Any]]) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{name}={given} is not a mapping; give at least its path, such as {{path: a.jsonl}}.")
     for key, value in ({"path": REQUIRED} | dict(given)).items():
-        if key not in _SOURCE_FIELDS:
-            raise ConfigError(f"{name}.{key} is not a setting of a source{nearest(str(key), list(_SOURCE_FIELDS))}.")
+        if key not in known:
+            raise ConfigError(f"{name}.{key} is not a setting of a source{nearest(str(key), list(known))}.")
         types, expected = _TYPES.get(key, ((str, type(None)), "text"))
         if not isinstance(value, types) or isinstance(value, bool):
             raise ConfigError(f"{name}.{key}={value} is not {expected}.")
-        check_one(f"{name}.{key}", _SOURCE_FIELDS[key], value)
+        check_one(f"{name}.{key}", known[key], value)
     if not math.isfinite(given.get("weight", 1.0)):
         raise ConfigError(f"{name}.weight={given['weight']} is not finite; give a number.")
-    inherited = {member.name: getattr(config, member.name) for member in fields(DataConfig)} | {"mixture": None}
-    return MixtureSource(**(inherited | _given(given)), source_name=source_name)
+    return _given(given)
 
 
 def _given(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +264,10 @@ def _check_streaming(config: DataConfig, prefix: str) -> None:
         return
     refused = {
         "eval_fraction": (config.eval_fraction > 0, f"which needs the length of the data; give {prefix}eval_path"),
-        "cache_dir": (config.cache_dir is not None and config.eval_path is None, "because no tokenized data is stored"),
+        "cache_dir": (
+            config.cache_dir is not None and not (config.eval_path or config.eval_sets),
+            "because no tokenized data is stored",
+        ),
     }
     for name, (is_given, reason) in refused.items():
         if is_given:
@@ -232,20 +289,24 @@ def _check_mixture(config: DataConfig, prefix: str) -> None:
     for name in ("subset", "split"):
         if (value := getattr(config, name)) != default_of(name):
             raise ConfigError(f"{prefix}{name}={value} is for {prefix}path; set it in a source of {prefix}mixture.")
-    for source_name, source in mixture_of(config, prefix).items():
-        KINDS[source.kind].check_kind(source, f"{prefix}mixture.{source_name}.")
-        for name in _given(config.mixture[source_name]):
-            if source.kind not in (kinds := _OWNERS.get(name, [source.kind])):
+    _check_own_settings(mixture_of(config, prefix), f"{prefix}mixture", config.mixture)
+
+
+def _check_own_settings(sources: Mapping[str, DataConfig], name: str, given: Any) -> None:
+    """Raise ConfigError if a named source has settings of another kind than its own."""
+    for source_name, source in sources.items():
+        KINDS[source.kind].check_kind(source, f"{name}.{source_name}.")
+        for key in _given(given[source_name]):
+            if source.kind not in (kinds := _OWNERS.get(key, [source.kind])):
                 raise ConfigError(
-                    f"{prefix}mixture.{source_name}.{name} is for kind={' or '.join(kinds)}, not {source.kind}; leave "
-                    f"it out."
+                    f"{name}.{source_name}.{key} is for kind={' or '.join(kinds)}, not {source.kind}; leave it out."
                 )
 
 
 def all_sources(config: DataConfig) -> list[DataConfig]:
-    """Return the settings of all sources: those of `sources_of` and, with a mixture, those for data.eval_path."""
+    """Return the settings of all sources: of training, of data.eval_sets and, with a mixture, for data.eval_path."""
     held_out = [config] if config.mixture and config.eval_path is not None else []
-    return [*sources_of(config).values(), *held_out]
+    return [*sources_of(config).values(), *held_out, *held_out_sets_of(config).values()]
 
 
 def is_running_text(config: DataConfig, task: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from fsdp_shard.data.config import DataConfig, cache_directory, mixture_of, sources_of
+from fsdp_shard.data.config import DataConfig, cache_directory, held_out_sets_of, mixture_of, sources_of
 from fsdp_shard.data.kinds.chat import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
 from fsdp_shard.data.kinds.running_text import encoded_kind
@@ -41,13 +41,13 @@ class Tokenized:
 
     Attributes:
         train: The file of each source of the training data by name; empty for streamed data.
-        held_out: The file of `data.eval_path`, if that is given.
+        held_out: The file of `data.eval_path`, under an empty name, or of each set of `data.eval_sets` by name.
         special: The special tokens of a masked language model.
         notes: Notes on the files that were given, for people.
     """
 
     train: Mapping[str, TokenFile]
-    held_out: TokenFile | None
+    held_out: Mapping[str, TokenFile]
     special: SpecialTokens | None = None
     notes: tuple[str, ...] = ()
 
@@ -78,8 +78,12 @@ def tokenize_all(
     special = SpecialTokens.of(tokenizer) if task == MASKED_LM else None
     sources = {} if config.streaming else sources_of(config)
     train = {name: _tokenize(source, False, tokenizer, cache_dir, task) for name, source in sources.items()}
-    held_out = _tokenize(config, True, tokenizer, cache_dir, task) if config.eval_path is not None else None
-    given = [*(source.path for source in sources.values()), *([config.eval_path] if config.eval_path else [])]
+    sets = held_out_sets_of(config)
+    held_out = {name: _tokenize(each, False, tokenizer, cache_dir, task) for name, each in sets.items()}
+    if config.eval_path is not None:
+        held_out[""] = _tokenize(config, True, tokenizer, cache_dir, task)
+    given = [source.path for source in (*sources.values(), *sets.values())]
+    given += [config.eval_path] if config.eval_path else []
     return Tokenized(train, held_out, special, tuple(filter(None, map(skipped_files, given))))
 
 
@@ -115,16 +119,18 @@ def open_samples(
         held_out.update(divided)
         for name, file in files.items():
             parts[name] = Shuffled(file, seed_of(seed, name) if counts else seed)
-    if tokenized.held_out is not None:
-        held_out[""], note = SampleFactory(config, task, special, seed).open(tokenized.held_out)
-        notes.append(f"held out: {note}")
+    for name, own in {"": config, **held_out_sets_of(config)}.items():
+        if name in tokenized.held_out:
+            held_out[name], note = SampleFactory(own, task, special, seed).open(tokenized.held_out[name])
+            notes.append(f"held out{f', {name}' if name else ''}: {note}")
+    all_held_out = Concatenation(held_out) if held_out.keys() - {""} else held_out.get("")
     if not counts:
-        return Samples(parts[""], held_out.get(""), (*tokenized.notes, *notes))
+        return Samples(parts[""], all_held_out, (*tokenized.notes, *notes))
     mixture = Mixture(parts, counts)
     if until := mixture.samples_until_repeat():
         listed = ", ".join(f"{name} {count:,}" for name, count in until.items())
         notes.append(f"samples of the mixture until a source repeats: {listed}")
-    return Samples(mixture, Concatenation(held_out) if held_out else None, (*tokenized.notes, *notes))
+    return Samples(mixture, all_held_out, (*tokenized.notes, *notes))
 
 
 def _open_files(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import islice
 
-from fsdp_shard.data.config import DataConfig, all_sources, is_running_text, kind_of, sources_of
+from fsdp_shard.data.config import DataConfig, all_sources, held_out_sets_of, is_running_text, kind_of, sources_of
 from fsdp_shard.data.kinds.chat import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, Kind, Tokenizer
 from fsdp_shard.data.sources.source import Source, open_source
@@ -27,7 +27,7 @@ def check_data(config: DataConfig, task: str = CAUSAL) -> None:
         DataError: There is no such file, no row, or no such column.
         ConfigError: Settings for datasets on the hub are given for a local path.
     """
-    for source in sources_of(config).values():
+    for source in (*sources_of(config).values(), *held_out_sets_of(config).values()):
         check_source(source, held_out=False, task=task)
     if config.eval_path is not None:
         check_source(config, held_out=True, task=task)

@@ -244,11 +244,12 @@ def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> 
 
 def check_held_out(config: TrainConfig, data: DataConfig) -> None:
     """Raise ConfigError if a setting asks for evaluations but there is nothing to evaluate."""
-    if data.eval_path is not None or data.eval_fraction:
+    if data.eval_path is not None or data.eval_sets or data.eval_fraction:
         return
     names = ["patience", *([] if config.sample_prompts else ["eval_every"]), "eval_windows"]
     for name in names:
         if value := getattr(config, name):
             raise ConfigError(
-                f"train.{name}={value} needs held-out text to evaluate on; set data.eval_path or data.eval_fraction."
+                f"train.{name}={value} needs held-out text to evaluate on; set data.eval_path, data.eval_sets or "
+                f"data.eval_fraction."
             )

@@ -102,7 +102,7 @@ def config_of(directory: Path, name: str) -> tuple[DataConfig, Task]:
 def open_alone(config: DataConfig, task: Task) -> Dataset:
     found = tokenizer()
     special = SpecialTokens.of(found) if task.name == MASKED_LM else None
-    return open_samples(config, Tokenized({}, None, special), task, SEED, lambda: found).train
+    return open_samples(config, Tokenized({}, {}, special), task, SEED, lambda: found).train
 
 
 def sample(dataset: Dataset, index: int) -> Any:

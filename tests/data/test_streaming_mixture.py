@@ -43,7 +43,7 @@ def config_of(directory: Path, **more: Any) -> DataConfig:
 
 
 def mixture_of(config: DataConfig, tokenizer: Any, seed: int = 3) -> Mixture:
-    found = open_samples(config, Tokenized({}, None), seed=seed, open_tokenizer=lambda: deepcopy(tokenizer)).train
+    found = open_samples(config, Tokenized({}, {}), seed=seed, open_tokenizer=lambda: deepcopy(tokenizer)).train
     assert isinstance(found, Mixture)
     return found
 

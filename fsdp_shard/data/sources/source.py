@@ -223,7 +223,7 @@ def _reject_hub_settings(config: DataConfig, name: str, held_out: bool, has_spli
     split = (
         ("data.eval_split", config.eval_split, "validation")
         if held_out
-        else (f"{config.where}.split", config.split, "train")
+        else (f"{config.where}.split", config.split, config.default_split)
     )
     other = config.path if held_out else config.eval_path  # if that is on the hub, the subset is for it
     subset = (f"{config.where}.subset", None if _is_hub_name(other or "") else config.subset, None)

@@ -2,16 +2,16 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_shard.data import NO_WINDOW, MapDataset
+from fsdp_shard.data import NO_WINDOW, Concatenation, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel
@@ -24,15 +24,27 @@ from fsdp_shard.training.trainer_state import TrainerState
 
 @dataclass(frozen=True)
 class EvalReport:
-    """Held-out `loss` in nats per token and its exponential, over `num_tokens` predictions.
+    """The held-out loss.
 
-    A loss of one's own has no perplexity.
+    Attributes:
+        loss: Over all predictions, in nats per token.
+        perplexity: Its exponential; a loss of one's own has none.
+        num_tokens: Number of predictions.
+        seconds: Duration.
+        sets: The same of each set, if there are several by name.
     """
 
     loss: float
     perplexity: float | None
     num_tokens: int
     seconds: float
+    sets: Mapping[str, "EvalReport"] = field(default_factory=dict)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The figures for evaluations.jsonl."""
+        figures = {name: value for name, value in vars(self).items() if name != "sets"}
+        return figures | ({"sets": {name: report.row for name, report in self.sets.items()}} if self.sets else {})
 
 
 class EvaluationLog(Protocol):
@@ -115,7 +127,7 @@ def evaluate_loss(
     context: DistributedContext,
     functions: OwnFunctions | None = None,
 ) -> EvalReport:
-    """Compute the mean loss over every prediction of a data set, each counted once; a collective.
+    """Compute the mean loss over every prediction of a data set, each counted once, and of its parts; a collective.
 
     Args:
         model: The model; it is in the mode that it was in afterwards.
@@ -127,21 +139,56 @@ def evaluate_loss(
     Raises:
         LossError: The loss is not finite.
     """
+    parts = dataset.parts if isinstance(dataset, Concatenation) else {"": dataset}
+    sums = {}
+    with evaluating(model):
+        for name, part in parts.items():
+            sums[name] = _held_out_sum(model, part, micro_batch_size, context, functions)
+    has_own_loss = functions is not None and functions.loss is not None
+    reports = {name: each.report(name, has_own_loss) for name, each in sums.items()}
+    whole = _HeldOutSum(*(sum(values) for values in zip(*map(astuple, sums.values()), strict=True)))
+    return replace(whole.report("", has_own_loss), sets=reports if len(reports) > 1 else {})
+
+
+@dataclass(frozen=True)
+class _HeldOutSum:
+    """Over some predictions: the sum of their losses, what to divide it by, their number, and the seconds it took."""
+
+    loss: float
+    count: float
+    num_tokens: float
+    seconds: float
+
+    def report(self, name: str, has_own_loss: bool) -> EvalReport:
+        """The mean; LossError if it is not finite."""
+        loss = self.loss / self.count if self.count else math.nan
+        if not math.isfinite(loss):
+            where = f" of {name}" if name else ""
+            raise LossError(
+                f"The held-out loss{where} is {loss} over {int(self.num_tokens)} tokens: the weights are not usable."
+            )
+        perplexity = None if has_own_loss else math.exp(loss) if loss < 700 else math.inf
+        return EvalReport(loss, perplexity, int(self.num_tokens), self.seconds)
+
+
+def _held_out_sum(
+    model: ShardedModel,
+    dataset: MapDataset,
+    micro_batch_size: int,
+    context: DistributedContext,
+    functions: OwnFunctions | None,
+) -> _HeldOutSum:
+    """The sums over all ranks; a collective. The model is in eval mode."""
     began, total, num_tokens = time.perf_counter(), 0.0, 0
     sums = StepSums(OwnFunctions(loss=None if functions is None else functions.loss), context)
-    with evaluating(model):
-        for indices in evaluation_batches(len(dataset), micro_batch_size, context.data_rank, context.num_data_ranks):
-            batch = dataset.batch(indices)
-            total += float(forward_loss(model, to_device(batch, context.device), 1.0, sums))
-            num_tokens += batch.num_predictions
+    for indices in evaluation_batches(len(dataset), micro_batch_size, context.data_rank, context.num_data_ranks):
+        batch = dataset.batch(indices)
+        total += float(forward_loss(model, to_device(batch, context.device), 1.0, sums))
+        num_tokens += batch.num_predictions
     # Tensor-parallel ranks evaluate the same samples.
     all_loss, all_tokens = (value / context.num_tensor_ranks for value in context.all_reduce([total, num_tokens]))
     count = float(sums.all_counts()) / context.num_tensor_ranks if sums.needs_output else all_tokens
-    loss = all_loss / count if count else math.nan
-    if not math.isfinite(loss):
-        raise LossError(f"The held-out loss is {loss} over {int(all_tokens)} tokens: the weights are not usable.")
-    perplexity = None if sums.needs_output else math.exp(loss) if loss < 700 else math.inf
-    return EvalReport(loss, perplexity, int(all_tokens), time.perf_counter() - began)
+    return _HeldOutSum(all_loss, count, all_tokens, time.perf_counter() - began)
 
 
 def evaluation_batches(num_samples: int, micro_batch_size: int, rank: int, num_ranks: int) -> Iterator[Ints]:

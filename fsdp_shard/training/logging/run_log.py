@@ -136,7 +136,9 @@ class RunLog:
         perplexity = "" if report.perplexity is None else f", perplexity {report.perplexity:.3f}"
         trend = _trend(state, self._config.patience)
         self.note(f"held out after step {step}: loss {report.loss:.4f}{perplexity}{trend}")
-        self._record(EVALUATIONS, "held_out", {"step": step, **vars(report)})
+        if report.sets:
+            self.note("  " + ", ".join(f"{name} {each.loss:.4f}" for name, each in report.sets.items()))
+        self._record(EVALUATIONS, "held_out", {"step": step, **report.row})
 
     def samples(self, step: int, samples: Sequence[tuple[str, str]]) -> None:
         """Log prompts and what the model makes of them after `step`."""
