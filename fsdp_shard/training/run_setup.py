@@ -34,7 +34,7 @@ from fsdp_shard.training.model_origin import collect_model_files, data_task, mod
 from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal
-from fsdp_shard.utils import format_count, keep_freed_memory, say
+from fsdp_shard.utils import device_peak_bytes, format_count, keep_freed_memory, say
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def run_files(config: FinetuneSettings, loaded: LoadedModel) -> dict[str, bytes]
 
 
 def finish_run(config: FinetuneSettings, run: TrainingRun, loaded: LoadedModel, log: RunLog) -> None:
-    """Write result.json, which says that the run is complete.
+    """Write result.json, which says that the run is complete; a collective.
 
     Args:
         config: The settings of `finetune`.
@@ -295,4 +295,6 @@ def finish_run(config: FinetuneSettings, run: TrainingRun, loaded: LoadedModel, 
     if run.interrupted_by:
         raise interrupted(run, config.run_dir, config.resume)
     figures = data_figures(run.dataset, run.state.num_samples, run.state.source_tokens)
+    peaks = run.context.all_gather_object(device_peak_bytes(run.context.device.type))
+    figures["peak_memory_bytes_by_rank"] = peaks
     log.finish(config.model.path, {"num_params": loaded.num_params, "load": asdict(loaded.figures), **figures})

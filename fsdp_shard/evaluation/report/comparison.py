@@ -41,7 +41,7 @@ from fsdp_shard.utils import format_count
 _MAX_POINTS, _FEWEST_POINTS, _ALL_POINTS = 400, 50, 4800  # of a curve, and of all of a chart; more are averaged
 _MAX_SAMPLES = 8  # completions of a prompt by a run
 _MAX_COMPLETION = 4000  # characters
-_MAX_RANKS = 16  # columns of the map of shards
+_MAX_RANKS = 16  # columns of the map of shards, and of memory
 _ALL_SAME = "All settings but run_dir are the same."
 _APART = ("run_dir",)  # settings that differ between any two runs
 
@@ -70,7 +70,9 @@ def compare(runs: Sequence[Run], digests: WeightDigests) -> Report:
         *([_runs_table(trained)] if trained else []),
         *(sweep_table(name, inside) for name, inside in sweeps.items()),
         *_settings_tables(trained),
+        *_held_out_tables(trained),
         *([_speed_table(trained)] if trained else []),
+        *_memory_tables(trained),
         *_checkpoint_tables(trained),
         *_shard_maps(trained),
         *evaluation_tables(evaluated, trained, digests),
@@ -177,6 +179,44 @@ def _speed_table(runs: Sequence[Run]) -> Table:
         "model was loaded; shard: the weights that a rank holds."
     )
     return Table("speed", "Throughput and memory", columns, rows, note)
+
+
+def _held_out_tables(runs: Sequence[Run]) -> list[Table]:
+    """The last losses of runs with several held-out sets; see `Run.held_out`."""
+    columns = ("run", "set", "loss", "perplexity", "tokens", "loss at first")
+    rows = []
+    for run in runs:
+        if not run.held_out:
+            continue
+        first, last = run.held_out[0], run.held_out[-1]
+        for name in (key.removesuffix("/loss") for key in last if key.endswith("/loss")):
+            figures = [last.get(f"{name}/{key}") for key in ("loss", "perplexity", "num_tokens")]
+            rows.append([text(run.name), text(name), *map(number, figures), number(first.get(f"{name}/loss"))])
+    note = "Of the last held-out evaluation, and the loss of the first one."
+    return [Table("held-out-sets", "Held-out sets", columns, rows, note)] if rows else []
+
+
+def _memory_tables(runs: Sequence[Run]) -> list[Table]:
+    """The peak memory of each rank, of runs that have ended."""
+    found = {run.name: _peaks(run) for run in runs}
+    most = max(map(len, found.values()), default=0)
+    shown = min(most, _MAX_RANKS)
+    columns = ("run", "ranks", "least", "median", "most", "of rank", *(f"rank {rank}" for rank in range(shown)))
+    rows: list[list[Cell]] = []
+    for name, peaks in found.items():
+        if len(peaks) > 1:
+            figures = [size(min(peaks)), size(statistics.median(peaks)), size(max(peaks))]
+            own = [size(peaks[rank]) if rank < len(peaks) else size(None) for rank in range(shown)]
+            rows.append([text(name), number(len(peaks)), *figures, number(peaks.index(max(peaks))), *own])
+    note = "The peak of each rank, of runs that have ended" + (f"; the first {shown} ranks." if most > shown else ".")
+    return [Table("memory-by-rank", "Memory by rank", columns, rows, note)] if rows else []
+
+
+def _peaks(run: Run) -> list[float]:
+    """Peak bytes of each rank; none if result.json does not have them."""
+    given = run.result.get("peak_memory_bytes_by_rank")
+    peaks = [as_number(value) for value in given] if isinstance(given, list) else []
+    return [peak for peak in peaks if peak is not None] if None not in peaks else []
 
 
 def _ranks(run: Run) -> Cell:

@@ -47,7 +47,7 @@ class Run:
         settings: Its settings by dotted name, as YAML writes them.
         result: The figures of result.json.
         steps: The rows of metrics.jsonl, ascending; a value that is not finite is None.
-        held_out: The rows of evaluations.jsonl.
+        held_out: The rows of evaluations.jsonl; figures of a held-out set with a name are those of SET/NAME.
         samples: The rows of samples.jsonl.
         checkpoints: Its committed steps, ascending.
         problems: What could not be read, a sentence each.
@@ -293,12 +293,22 @@ def _numbers(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str])
         if "loss" not in values or (values["loss"] is None and row["loss"] is not None):
             num_wrong += 1
             continue
-        found[row["step"]] = values
+        found[row["step"]] = {**values, **_of_sets(row)}
     if num_wrong:
         problems.append(f"{file}: {format_count(num_wrong, 'line')} left out that have no number as their loss.")
     if num_repeated := len(rows) - num_wrong - len(found):
         problems.append(f"{file}: {format_count(num_repeated, 'line')} left out whose step has a later line.")
     return [found[step] for step in sorted(found)]
+
+
+def _of_sets(row: Mapping[str, Any]) -> Row:
+    """The figures of each held-out set, as SET/NAME."""
+    sets = row.get("sets")
+    return {
+        f"{name}/{key}": as_number(value)
+        for name, figures in (sets if isinstance(sets, dict) else {}).items()
+        for key, value in (figures if isinstance(figures, dict) else {}).items()
+    }
 
 
 def _samples(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str]) -> list[Sample]:
