@@ -5,7 +5,14 @@ from .checkpoint import (
     run_conversion as run_conversion,
     verify as verify,
 )
-from .cli import evaluate as evaluate, finetune as finetune, generate as generate, recipe as recipe
+from .cli import (
+    evaluate as evaluate,
+    finetune as finetune,
+    generate as generate,
+    push_converted as push_converted,
+    push_to_hub as push_to_hub,
+    recipe as recipe,
+)
 from .config import (
     ConvertConfig as ConvertConfig,
     DoctorConfig as DoctorConfig,

@@ -7,10 +7,11 @@ import fsdp_shard as fs
 
 @fs.recipe(fs.ConvertConfig, check=fs.check_conversion)
 def main(config: fs.ConvertConfig) -> None:
-    """Convert `source` into the directory `target`."""
+    """Convert `source` into the directory `target`, and push that to the hub if `push_to` is given."""
     report = fs.run_conversion(config)
     print(report.describe(config.target))
-    fs.write_result(config.run_dir, dataclasses.asdict(report))
+    pushed = fs.push_converted(config)
+    fs.write_result(config.run_dir, dataclasses.asdict(report) | pushed)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,21 @@ from .lora_merge import check_loadable as check_loadable
 from .model_files import copy_model_files as copy_model_files, set_chat_template as set_chat_template
 from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy
+from .remote.hub_files import (
+    adapter_to_push as adapter_to_push,
+    is_loadable as is_loadable,
+    model_to_push as model_to_push,
+)
+from .remote.hub_push import (
+    CARD as CARD,
+    CARD_MARK as CARD_MARK,
+    HubRepository as HubRepository,
+    HubTarget as HubTarget,
+    PushReport as PushReport,
+    is_hub_id as is_hub_id,
+    open_repository as open_repository,
+)
+from .remote.hub_requests import require_hub as require_hub
 from .remote.store import RemoteStore as RemoteStore, is_remote as is_remote, refuse_remote as refuse_remote
 from .remote.upload import catch_up as catch_up, prune_remote as prune_remote, upload_step as upload_step
 from .sharded_state.load_shards import encode_shards as encode_shards, load_shards as load_shards

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from fsdp_shard.checkpoint.remote.hub_push import HubTarget
 from fsdp_shard.checkpoint.remote.store import check_remote, refuse_remote
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import REQUIRED, Parsed, parse_size, setting
@@ -158,6 +159,12 @@ class ConvertSettings(SourceSettings):
         "absent. false: leave that to the system, as cp does; not with overwrite.",
     )
     overwrite: bool = setting(False, "Replace an existing checkpoint at the target, once the new one is complete.")
+    push_to: str | None = setting(
+        None,
+        "A repository of the Hugging Face hub, org/name, to push the target to, with a model card made from the run. "
+        "It is created if it does not exist, private. null: the hub is not asked.",
+    )
+    push_public: bool = setting(False, "With push_to: create the repository public, or push to one that is public.")
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings that contradict each other or would have no effect."""
@@ -177,8 +184,22 @@ class ConvertSettings(SourceSettings):
                 f"{prefix}nest={self.nest!r} needs format=dcp and keys, such as nest=model or nest=app.model; leave it "
                 "out for a state dict that is not nested."
             )
+        self._check_push(prefix)
         if self.overwrite and not self.sync:
             raise ConfigError(
                 f"{prefix}overwrite=true needs {prefix}sync=true: a power failure could destroy the new checkpoint "
                 "after the old one is deleted. Give another target, or remove sync=false."
+            )
+
+    def _check_push(self, prefix: str) -> None:
+        if self.push_to is None:
+            if self.push_public:
+                raise ConfigError(
+                    f"{prefix}push_public=true needs {prefix}push_to=org/name; without it nothing is pushed."
+                )
+            return
+        HubTarget(self.push_to).check(f"{prefix}push_to=")
+        if self.format != "huggingface":
+            raise ConfigError(
+                f"{prefix}push_to={self.push_to} needs format=huggingface, which others can load, not {self.format}."
             )

@@ -26,6 +26,7 @@ from fsdp_shard.checkpoint.keys.tied_weights import absent_ties, stored_twice, w
 from fsdp_shard.checkpoint.location import Location, locate
 from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
 from fsdp_shard.checkpoint.open import open_weights
+from fsdp_shard.checkpoint.remote.hub_push import HubTarget, open_repository
 from fsdp_shard.checkpoint.steps import (
     DCP_METADATA,
     INDEX_FILE,
@@ -47,6 +48,7 @@ from fsdp_shard.utils import (
     fsync_path,
     peak_resident_bytes,
     report_progress,
+    say,
     write_file,
 )
 
@@ -155,12 +157,21 @@ def convert(
 
 
 def check_conversion(settings: ConvertSettings) -> None:
-    """Raise ConfigError if nothing can be written where the target is to be; reads nothing.
+    """Raise an error if nothing can be written where the target is to be, or to the hub; reads nothing.
+
+    With `push_to`, the repository is created if it does not exist, so that no conversion is in vain.
+
+    Raises:
+        ConfigError: The directory of the target cannot be written, there is no token for the hub, or the repository is
+            public and that was not asked for.
+        RemoteError: The hub refuses the token or the repository, or cannot be reached.
 
     Example:
         >>> fs.check_conversion(config)  # doctest: +SKIP
     """
     check_writable(Path(settings.target).expanduser().parent, f"target={settings.target}")
+    if settings.push_to is not None:
+        say(open_repository(HubTarget(settings.push_to, settings.push_public)))
 
 
 def run_conversion(settings: ConvertSettings) -> ConvertReport:

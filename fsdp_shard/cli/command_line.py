@@ -1,4 +1,4 @@
-"""The command `fsdp-shard` and its commands that are not recipes: inspect, verify, diff, report, ls, cp.
+"""The command `fsdp-shard` and its commands that are not recipes: inspect, verify, diff, report, push, ls, cp.
 
 Recipes are found by their file and run as programs. Nothing heavy is imported before a command needs it.
 """
@@ -14,14 +14,14 @@ from pathlib import Path
 from fsdp_shard import __version__, checkpoint, evaluation
 from fsdp_shard.cli.exit import run_as_program, start_garbage_collection, wants_debug
 from fsdp_shard.errors import CheckpointError, DifferenceError, InputError
-from fsdp_shard.utils import configs, format_count, nearest, printable, recipes, set_environment, shipped
+from fsdp_shard.utils import configs, format_count, nearest, printable, recipes, say, set_environment, shipped
 
 _HELP = """\
 fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, run inference from them
 
   finetune [name=value ...]     fine-tune a Hugging Face model on one or more ranks
   convert [name=value ...]      convert a checkpoint to another format, file size or dtype
-  evaluate [name=value ...]     compute perplexity, or run tasks of lm-evaluation-harness
+  evaluate [name=value ...]     compute perplexity, run tasks of lm-eval, or measure speed
   generate [name=value ...]     generate text from a checkpoint, on GPUs, CPU and disk
   plan [name=value ...]         estimate the memory that each rank will need, from the config alone
   doctor [name=value ...]       dry run: report the problems that finetune would hit
@@ -30,6 +30,7 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
   verify PATH [--against OTHER] check a checkpoint against its digests, or compare two checkpoints
   diff A B                      show the differences between two checkpoints, tensor by tensor
   report RUN...                 compare runs: in the terminal, as CSV, Markdown, or one HTML page
+  push SOURCE org/name          push a checkpoint to the Hugging Face hub, private, with a model card
 
   ls                            list the recipes and configs that ship with fsdp-shard
   cp NAME DEST                  copy one of them, to edit
@@ -231,6 +232,39 @@ def report(arguments: Sequence[str]) -> None:
     )
 
 
+def push(arguments: Sequence[str]) -> None:
+    """Push a checkpoint to the hub."""
+    parser = _Parser(
+        "push",
+        "Push a checkpoint to a repository of the Hugging Face hub, with a model card made from its run. Pushing again "
+        "goes on where it stopped. The token is that of `hf auth login` or HF_TOKEN.",
+    )
+    parser.add_argument("source", help=_PATH_HELP)
+    parser.add_argument("repository", metavar="org/name", help="the repository, created if it does not exist")
+    parser.add_argument("--public", action="store_true", help="create it public, or push to one that is public")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch, created if it does not exist (default: main)")
+    parser.add_argument("--message", metavar="TEXT", help="message of the commit")
+    parser.add_argument(
+        "--adapter", metavar="BASE", help="push a LoRA adapter as such, for the model BASE of the hub, not merged"
+    )
+    parser.add_argument(
+        "--evaluations", metavar="RUN", nargs="+", default=[], help="evaluations of these weights, for the model card"
+    )
+    options = parser.parse_args(arguments)
+    from fsdp_shard.cli.push_command import push_to_hub
+
+    report = push_to_hub(
+        _existing(options.source),
+        options.repository,
+        public=options.public,
+        revision=options.revision,
+        message=options.message,
+        adapter_base=options.adapter,
+        evaluations=options.evaluations,
+    )
+    say(report.describe())
+
+
 def ls(arguments: Sequence[str]) -> None:
     """List the recipes and configs that ship with the package."""
     _Parser("ls", "List the recipes and configs that ship with fsdp-shard.").parse_args(arguments)
@@ -293,6 +327,6 @@ def _existing(path: str) -> str:
     return path
 
 
-COMMANDS = {"inspect": inspect, "verify": verify, "diff": diff, "report": report, "ls": ls, "cp": cp}
+COMMANDS = {"inspect": inspect, "verify": verify, "diff": diff, "report": report, "push": push, "ls": ls, "cp": cp}
 _RECIPES = ("finetune", "convert", "evaluate", "generate", "plan", "doctor")
 _NAMES = (*_RECIPES, *COMMANDS, "run")

@@ -51,27 +51,29 @@ def to_markdown(report: Report) -> str:
     parts = [f"# {format_count(report.num_all, 'run')}{running}"]
     for table in report.tables:
         if table.key != "all-settings":
-            parts += [f"## {_escape(table.title)}", *([_escape(table.note)] if table.note else [])]
-            parts += ["\n".join(_lines(table))] if table.rows else []
+            parts += [f"## {escape_markdown(table.title)}", *([escape_markdown(table.note)] if table.note else [])]
+            parts += [markdown_table(table)] if table.rows else []
     if report.problems:
-        parts += ["## Left out", "\n".join(f"- {_escape(printable(problem))}" for problem in report.problems)]
+        parts += ["## Left out", "\n".join(f"- {escape_markdown(printable(problem))}" for problem in report.problems)]
     return "\n\n".join(parts) + "\n"
 
 
-def _lines(table: Table) -> list[str]:
-    header = [_escape(column) for column in table.columns]
+def markdown_table(table: Table) -> str:
+    """Return a table in Markdown, without its title and note."""
+    header = [escape_markdown(column) for column in table.columns]
     is_number = [any(isinstance(row[at].value, int | float) for row in table.rows) for at in range(len(table.columns))]
     rule = ["---:" if right else "---" for right in is_number]
     rows = [
-        [f"**{_escape(cell.text)}**" if cell.is_marked else _escape(cell.text) for cell in row] for row in table.rows
+        [f"**{escape_markdown(cell.text)}**" if cell.is_marked else escape_markdown(cell.text) for cell in row]
+        for row in table.rows
     ]
-    return [_row(header), _row(rule), *map(_row, rows)]
+    return "\n".join([_row(header), _row(rule), *map(_row, rows)])
 
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _escape(shown: str) -> str:
-    """Text that Markdown shows as it is, in a table too."""
+def escape_markdown(shown: str) -> str:
+    """Return text that Markdown shows as it is, in a table too."""
     return _MARKUP.sub(r"\\\1", shown.replace("\n", " "))

@@ -1,0 +1,62 @@
+"""Which files of a checkpoint go to the hub: those that transformers and peft load, and nothing of a run's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fsdp_shard.checkpoint.formats import huggingface
+from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG, read_adapter_config
+from fsdp_shard.checkpoint.io import has_file, member
+from fsdp_shard.checkpoint.location import Location
+from fsdp_shard.checkpoint.model_files import has_tokenizer, list_model_files, replace_tokenizer
+from fsdp_shard.checkpoint.remote.hub_push import CARD
+from fsdp_shard.checkpoint.steps import INDEX_FILE, MANIFEST, SINGLE_FILE, read_manifest
+from fsdp_shard.errors import CheckpointError
+
+
+def is_loadable(location: Location) -> bool:
+    """Whether a checkpoint is a Hugging Face directory, so that it goes to the hub as it is."""
+    is_one = location.format == huggingface.NAME and location.weights.is_dir() and location.side is None
+    return is_one and any(has_file(location.weights, name) for name in (SINGLE_FILE, INDEX_FILE))
+
+
+def model_to_push(location: Location) -> dict[str, Path]:
+    """The files of a Hugging Face directory, by name: weights, model files and its README.md.
+
+    Raises:
+        CheckpointError: The weights are damaged, or a file is a link that leads out of the directory.
+        ModelError: There is no config.json.
+    """
+    root = location.directory
+    files = {**location.model_files, **_weights(location)}
+    others = [CARD, *(() if SINGLE_FILE in files else (INDEX_FILE,))]
+    files |= {name: member(root, name) for name in others if has_file(root, name)}
+    manifest = read_manifest(root) if has_file(root, MANIFEST) else None
+    if manifest is not None and manifest.files.keys() <= files.keys():  # not of a step, which has an optimizer, too
+        files[MANIFEST] = member(root, MANIFEST)
+    return dict(sorted(files.items()))
+
+
+def adapter_to_push(location: Location, base: str) -> dict[str, Path | bytes]:
+    """The files of an adapter, by name, with `base` as its base model, since a local path is of no use to others.
+
+    Raises:
+        CheckpointError: The checkpoint is no adapter, or damaged.
+    """
+    if not location.is_adapter:
+        raise CheckpointError(
+            f"{location.path} is not an adapter, so --adapter {base} has no effect; leave it out to push the model."
+        )
+    root = location.weights
+    settings = {**read_adapter_config(root), "base_model_name_or_path": base}
+    tokenizer = replace_tokenizer({}, list_model_files(root)) if has_tokenizer(root) else {}
+    files: dict[str, Path | bytes] = {**_weights(location)}
+    files |= {**tokenizer, ADAPTER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+    files |= {CARD: member(root, CARD)} if has_file(root, CARD) else {}
+    return dict(sorted(files.items()))
+
+
+def _weights(location: Location) -> dict[str, Path]:
+    root = location.weights if location.weights.is_dir() else location.weights.parent
+    return {path.relative_to(root).as_posix(): path for path in location.index.files()}

@@ -1,0 +1,182 @@
+"""Pushes a checkpoint to the Hugging Face hub, as `fsdp-shard push` and `convert push_to=` do: converted if nobody else
+could load it, with a model card made from its run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+from fsdp_shard import checkpoint, evaluation
+from fsdp_shard.checkpoint import CARD, CARD_MARK, ConvertSettings, HubRepository, HubTarget, Location, PushReport
+from fsdp_shard.config import OPTIONS, FinetuneConfig
+from fsdp_shard.errors import ConfigError, RemoteError, one_line
+from fsdp_shard.evaluation import CardSubject
+from fsdp_shard.utils import in_yaml, read_bounded, say, shipped, user_cache, walk, write_atomically
+
+_LONGEST_MESSAGE = 200
+
+
+def push_to_hub(
+    source: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    public: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    adapter_base: str | None = None,
+    evaluations: Sequence[str] = (),
+) -> PushReport:
+    """Push a checkpoint of any format to a repository of the Hugging Face hub, in one commit.
+
+    A Hugging Face directory goes as it is; everything else is converted to one first, in a directory of the cache that
+    is kept if the push fails. Pushing again goes on where it stopped. The token is that of `hf auth login` or HF_TOKEN.
+
+    Args:
+        source: A checkpoint, a run (its latest step), or a step of it (RUN@best).
+        repo_id: The repository, org/name, created if it does not exist. One that exists keeps its visibility.
+        public: Create it public, or push to one that is public.
+        revision: The branch, created if it does not exist; None for `main`.
+        message: The message of the commit.
+        adapter_base: Push an adapter (LoRA) as such, for this model on the hub, instead of the merged model.
+        evaluations: Directories of runs of `evaluate` of these weights, for the model card.
+
+    Returns:
+        What was pushed: `url` of the commit, and `written`, the size of each file in bytes by name.
+
+    Raises:
+        ConfigError: The arguments are wrong, there is no token, or the model would be published without `public`.
+        CheckpointError, ModelError: The checkpoint is damaged, or has no config.
+        RemoteError: The hub refuses a request or fails, or the connection does.
+        SaveError: The converted checkpoint could not be written.
+
+    Example:
+        >>> fs.push_to_hub("outputs/run@best", "org/name").url  # doctest: +SKIP
+        'https://huggingface.co/org/name/commit/9f8f8da0c3a1b4e8'
+    """
+    target = HubTarget(repo_id, public, revision)
+    target.check("")
+    if adapter_base is not None and not checkpoint.is_hub_id(adapter_base):
+        raise ConfigError(f"{adapter_base} is not the name of a model on the hub, org/name, which --adapter needs.")
+    checkpoint.require_hub()
+    location = checkpoint.locate(source)
+    adapter = None if adapter_base is None else checkpoint.adapter_to_push(location, adapter_base)
+    subject = _subject(target, location, adapter_base, evaluations)
+    model: dict[str, Path | bytes] | None
+    model = {**checkpoint.model_to_push(location)} if adapter is None and checkpoint.is_loadable(location) else None
+    files = model if adapter is None else adapter
+    text = message or f"Push {location.weights.name} with fsdp-shard"
+    with _advice("The same command goes on where it stopped."):
+        repository = checkpoint.open_repository(target)
+        say(repository)
+        if files is not None:
+            return _upload(repository, files, subject, text)
+        return _convert_and_upload(repository, location, subject, text)
+
+
+def push_converted(settings: ConvertSettings) -> dict[str, Any]:
+    """Push what `convert` has written to the repository `push_to`, if one is given.
+
+    Args:
+        settings: The settings of the conversion.
+
+    Returns:
+        For result.json: `pushed` with the figures of the push; nothing if there was none.
+
+    Raises:
+        RemoteError: The hub refuses a request or fails, or the connection does. The target is complete.
+
+    Example:
+        >>> fs.push_converted(config)["pushed"]["url"]  # doctest: +SKIP
+        'https://huggingface.co/org/name/commit/9f8f8da0c3a1b4e8'
+    """
+    if settings.push_to is None:
+        return {}
+    source = checkpoint.locate(
+        settings.source, base=settings.base, config=settings.config, tokenizer=settings.tokenizer
+    )
+    pushed = checkpoint.locate(settings.target)
+    files: dict[str, Path | bytes] = {**checkpoint.model_to_push(pushed)}
+    target = HubTarget(settings.push_to, settings.push_public)
+    subject = _subject(target, source, None, ()).of_pushed(pushed)
+    message = f"Push {source.weights.name} with fsdp-shard"
+    again = f"{settings.target} is complete: `fsdp-shard push {settings.target} {settings.push_to}` goes on with it."
+    try:
+        with _advice(again):
+            repository = checkpoint.open_repository(target)
+            report = _upload(repository, files, subject, message)
+    except BaseException:
+        # For the next push, which finds no run where the target is.
+        write_atomically(pushed.weights / CARD, evaluation.make_card(subject))
+        raise
+    say(report.describe())
+    return {"pushed": dataclasses.asdict(report)}
+
+
+def _subject(
+    target: HubTarget, location: Location, adapter_base: str | None, evaluations: Sequence[str]
+) -> CardSubject:
+    """What the model card is about; what cannot be in it is said."""
+    subject, problems = evaluation.read_subject(target, location, adapter_base, default_settings, evaluations)
+    for problem in problems:
+        say(f"not in the model card: {problem}", sys.stderr)
+    return subject
+
+
+def default_settings(chosen: Mapping[str, str]) -> dict[str, str]:
+    """The default of each setting of `finetune`, by dotted name; of groups, those of the options in `chosen`."""
+    config: Any = FinetuneConfig()
+    for group, options in OPTIONS.items():
+        if hasattr(config, group) and chosen.get(group) in options:
+            setattr(config, group, options[chosen[group]]())
+    shipped_defaults = yaml.safe_load((shipped("conf") / "finetune.yaml").read_text(encoding="utf-8"))["defaults"]
+    groups = {group: str(option) for one in shipped_defaults if isinstance(one, dict) for group, option in one.items()}
+    return groups | {name: "null" if value is None else in_yaml(value) for name, _, value in walk(config)}
+
+
+def _convert_and_upload(
+    repository: HubRepository, location: Location, subject: CardSubject, message: str
+) -> PushReport:
+    """Push a checkpoint that only fsdp-shard can load: converted to a directory that is kept if the push fails."""
+    states = json.dumps([str(location.weights.resolve()), location.file_states()])
+    work = user_cache("push") / hashlib.blake2b(states.encode(), digest_size=12).hexdigest()
+    if work.exists():
+        say(f"going on with {work}")
+    else:
+        say(checkpoint.convert(location.path, work).describe(str(work)))
+    try:
+        pushed = checkpoint.locate(work)
+        report = _upload(repository, {**checkpoint.model_to_push(pushed)}, subject.of_pushed(pushed), message)
+    except BaseException:
+        say(f"{work} is kept for the next push", sys.stderr)
+        raise
+    shutil.rmtree(work, ignore_errors=True)
+    return report
+
+
+def _upload(
+    repository: HubRepository, files: dict[str, Path | bytes], subject: CardSubject, message: str
+) -> PushReport:
+    """Upload files, with the README.md among them if there is one, else with a model card."""
+    card = files.setdefault(CARD, evaluation.make_card(subject).encode())
+    is_own = isinstance(card, Path) and CARD_MARK.encode() not in read_bounded(card, "tokenizer_bytes")
+    return repository.upload(files, one_line(message)[:_LONGEST_MESSAGE], has_own_card=is_own)
+
+
+@contextmanager
+def _advice(text: str) -> Iterator[None]:
+    """Add to errors of the hub what to do now."""
+    try:
+        yield
+    except RemoteError as error:
+        raise RemoteError(f"{error} {text}") from error

@@ -1,0 +1,137 @@
+"""The figures of evaluations in a model card: a table for people, and the hub's metadata (`model-index`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from fsdp_shard.evaluation.model_card.card_subject import CardSubject, without_directories
+from fsdp_shard.evaluation.report.report_data import Table, digest, number, text
+from fsdp_shard.evaluation.report.run_files import Run, as_number
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of an evaluation.
+
+    Attributes:
+        data: What it was computed on: the name of a file or a task.
+        kind: The kind of data, or the task.
+        measure: What it measures, such as `perplexity`.
+        value: The figure.
+        interval: Its confidence interval at 95 %.
+        standard_error: Its standard error, if there is no interval.
+        data_digest: Digest of the data.
+        settings: The settings that decide about it.
+    """
+
+    data: str
+    kind: str
+    measure: str
+    value: float
+    interval: tuple[float, float] | None = None
+    standard_error: float | None = None
+    data_digest: str | None = None
+    settings: Mapping[str, Any] | None = None
+
+
+def figures_of(subject: CardSubject) -> list[Figure]:
+    """All figures: those of the evaluations, and the held-out loss of the step."""
+    found = [figure for run in subject.evaluations for figure in _figures(run)]
+    held_out = [row for row in (subject.run.held_out if subject.run else ()) if row["step"] == subject.location.step]
+    for row in held_out:
+        for measure in ("loss", "perplexity"):
+            if (value := row.get(measure)) is not None:
+                found.append(Figure("held-out data of the training run", "held-out", measure, value))
+    return found
+
+
+def _figures(run: Run) -> Iterator[Figure]:
+    provenance = _map(run.result.get("provenance"))
+    data, settings = _map(provenance.get("data")), _map(provenance.get("settings"))
+    results = run.result.get("results")
+    if isinstance(results, dict):
+        yield from _task_figures(results)
+        return
+    name = data.get("path")
+    shown = without_directories(PurePath(name).name) if isinstance(name, str) and name else "a text"
+    kind, data_digest = data.get("kind"), data.get("digest")
+    intervals = _map(run.result.get("confidence_interval"))
+    used = {key: settings.get(key) for key in ("by", "sequence_length", "stride") if settings.get(key) is not None}
+    for measure in ("perplexity", "loss", "bits_per_byte"):
+        value = as_number(run.result.get(measure))
+        if value is not None:
+            yield Figure(
+                data=shown,
+                kind=kind if isinstance(kind, str) else "text",
+                measure=measure,
+                value=value,
+                interval=_interval(intervals.get(measure)),
+                data_digest=data_digest if isinstance(data_digest, str) else None,
+                settings=used,
+            )
+
+
+def _task_figures(results: Mapping[str, Any]) -> Iterator[Figure]:
+    """The harness names measures `acc,none` and their errors `acc_stderr,none`."""
+    for task, measures in results.items():
+        for name, value in _map(measures).items():
+            measure, _, filtered = name.partition(",")
+            found = as_number(value)
+            if measure.endswith("_stderr") or found is None:
+                continue
+            error = as_number(measures.get(f"{measure}_stderr,{filtered}"))
+            label = measure if filtered in ("", "none") else f"{measure} ({filtered})"
+            yield Figure(task, task, label, found, standard_error=error)
+
+
+def figures_table(figures: Sequence[Figure]) -> Table:
+    """The figures, a row each."""
+    columns = ("data", "measure", "value", "95% interval", "standard error", "windows", "digest of the data")
+    rows = [
+        [
+            text(one.data),
+            text(one.measure.replace("_", " ")),
+            number(one.value),
+            text(None if one.interval is None else " to ".join(number(end).text for end in one.interval)),
+            number(one.standard_error),
+            text(", ".join(f"{name} {value}" for name, value in (one.settings or {}).items()) or None),
+            digest(one.data_digest),
+        ]
+        for one in figures
+    ]
+    return Table("evaluations", "Evaluations", columns, rows)
+
+
+def eval_results(figures: Sequence[Figure], task: str) -> list[Any]:
+    """The figures as `EvalResult`s of huggingface_hub, which the hub shows; `task` is its name of the model's work."""
+    from huggingface_hub import EvalResult
+
+    made = []
+    for one in figures:
+        interval = {"confidence_interval_95": list(one.interval)} if one.interval else {}
+        error = {} if one.standard_error is None else {"standard_error": one.standard_error}
+        made.append(
+            EvalResult(
+                task_type=task,
+                dataset_type=text(one.kind).text,
+                dataset_name=text(one.data).text,
+                dataset_revision=None if one.data_digest is None else text(one.data_digest).text,
+                metric_type=text(one.measure).text,
+                metric_value=one.value,
+                metric_args={**(one.settings or {}), **interval, **error} or None,
+            )
+        )
+    return made
+
+
+def _interval(found: Any) -> tuple[float, float] | None:
+    ends = [as_number(end) for end in found] if isinstance(found, list) else []
+    low, high = ends if len(ends) == 2 else (None, None)
+    return None if low is None or high is None else (low, high)
+
+
+def _map(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

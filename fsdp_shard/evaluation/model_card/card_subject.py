@@ -1,0 +1,169 @@
+"""What a model card is about: a checkpoint, the run that it is of, and the evaluations of the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_shard.checkpoint import (
+    CHECKPOINTS,
+    TRAINER,
+    BaseModel,
+    HubTarget,
+    Location,
+    has_file,
+    is_hub_id,
+    member,
+    read_base_model,
+)
+from fsdp_shard.errors import InputError
+from fsdp_shard.evaluation.report.run_files import Run, find_runs, is_run, read_run
+from fsdp_shard.evaluation.report.same_weights import Digests, digests_in
+from fsdp_shard.evaluation.weights_digest import describe_weights
+from fsdp_shard.utils import format_count, read_json
+
+# The directories of an absolute path, which are nobody else's business; not those of an address (s3://bucket/data).
+_DIRECTORIES = re.compile(r"(?<![\w:/.])~?/(?:[^\s,'\"\[\]{}/]+/)*(?=[^\s,'\"\[\]{}/])")
+
+
+@dataclass(frozen=True)
+class CardSubject:
+    """What a model card is about.
+
+    Attributes:
+        target: The repository and branch that it is for.
+        location: The checkpoint that is pushed.
+        architectures: Classes of the model, as config.json names them.
+        adapter_base: The hub id of the base model if the adapter itself is pushed, not a model.
+        weights: Digest of the weights of the checkpoint, and of an adapter that of its base.
+        pushed_digest: Digest of the weights that are pushed, which may be converted.
+        run: The run that the checkpoint is a step of.
+        base: The model that this run began from.
+        data_digest: The fingerprint of its training data.
+        defaults: The default of each setting of a run, by dotted name.
+        evaluations: Runs of `evaluate` of the same weights.
+    """
+
+    target: HubTarget
+    location: Location
+    architectures: tuple[str, ...]
+    adapter_base: str | None
+    weights: Digests
+    pushed_digest: str
+    run: Run | None
+    base: BaseModel | None
+    data_digest: str | None
+    defaults: Mapping[str, str]
+    evaluations: Sequence[Run]
+
+    def of_pushed(self, pushed: Location) -> CardSubject:
+        """The same, with the digest of what the checkpoint was converted to; all weights are read for it."""
+        return dataclasses.replace(self, pushed_digest=describe_weights(pushed)["digest"])
+
+    @property
+    def repo_id(self) -> str:
+        """The name of the repository."""
+        return self.target.repo_id
+
+    @property
+    def base_on_hub(self) -> str | None:
+        """The hub id of the model that the run began from; None if it lay in a directory."""
+        path = self.adapter_base or (self.base.path if self.base else "")
+        return path if is_hub_id(path) and not Path(path).exists() else None
+
+
+def run_of(location: Location) -> Path | None:
+    """The directory of the run that a checkpoint is a step of; None if it is of none on this machine."""
+    steps = location.weights.parent
+    return steps.parent if location.step is not None and steps.name == CHECKPOINTS and is_run(steps.parent) else None
+
+
+def data_digest(location: Location) -> str | None:
+    """The fingerprint of the training data that a step records; None if it records none."""
+    if not has_file(location.weights, TRAINER):
+        return None
+    state = read_json(member(location.weights, TRAINER))
+    found = state.get("data") if isinstance(state, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def read_subject(
+    target: HubTarget,
+    location: Location,
+    adapter_base: str | None,
+    defaults: Callable[[Mapping[str, str]], Mapping[str, str]],
+    evaluations: Sequence[str],
+) -> tuple[CardSubject, list[str]]:
+    """Read what a card needs. All weights are read, for their digests.
+
+    Args:
+        target: The repository and branch that the card is for.
+        location: The checkpoint.
+        adapter_base: The hub id of the base model if the adapter itself is pushed.
+        defaults: Returns the default of each setting of a run, given its settings.
+        evaluations: Directories of runs of `evaluate`, or with such in them.
+
+    Returns:
+        What the card is about, and what was left out, a sentence each.
+
+    Raises:
+        InputError: One of `evaluations` has no run, or none of them is of these weights.
+    """
+    described = describe_weights(location)
+    weights = digests_in(described)
+    assert weights is not None, "described a line above"
+    directory = run_of(location)
+    run = None if directory is None else read_run(directory, directory.resolve().name)
+    chosen, left_out = _of_weights(evaluations, weights)
+    subject = CardSubject(
+        target=target,
+        location=location,
+        architectures=_architectures(location),
+        adapter_base=adapter_base,
+        weights=weights,
+        pushed_digest=weights[0],
+        run=run,
+        base=read_base_model(location.weights) if location.weights.is_dir() else None,
+        data_digest=data_digest(location) if run else None,
+        defaults=defaults(run.settings) if run else {},
+        evaluations=chosen,
+    )
+    problems = [problem for one in [*([run] if run else []), *chosen] for problem in one.problems]
+    return subject, [*left_out, *problems]
+
+
+def _of_weights(paths: Sequence[str], wanted: Digests) -> tuple[list[Run], list[str]]:
+    """The completed evaluations of certain weights, and what else there is, a sentence each."""
+    runs = [read_run(path, path.name) for path in find_runs(paths)] if paths else []
+    same = [run for run in runs if run.command == "evaluate" and _weights_of(run.result) == wanted]
+    if paths and not same:
+        raise InputError(
+            f"There is no evaluation of the weights that are pushed in {', '.join(paths)}: none of its "
+            f"{format_count(len(runs), 'run')} has their digest in result.json. Evaluate what you push, and then give "
+            "the run_dir of that."
+        )
+    others = [run.name for run in runs if run not in same]
+    told = f"{format_count(len(others), 'run')}, not evaluated with these weights: {', '.join(others)}."
+    return same, [told] if others else []
+
+
+def _weights_of(result: Mapping[str, Any]) -> Digests | None:
+    provenance = result.get("provenance")
+    weights = provenance.get("weights") if isinstance(provenance, dict) else None
+    return digests_in(weights) if isinstance(weights, dict) else None
+
+
+def _architectures(location: Location) -> tuple[str, ...]:
+    config = read_json(location.directory / "config.json")
+    found = config.get("architectures") if isinstance(config, dict) else None
+    names = found if isinstance(found, list) else []
+    return tuple(name for name in names if isinstance(name, str) and name.isidentifier())
+
+
+def without_directories(value: str) -> str:
+    """A setting without the directories of the absolute paths in it, which say how a machine is set up."""
+    return _DIRECTORIES.sub(".../", value)

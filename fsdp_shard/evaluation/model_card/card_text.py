@@ -1,0 +1,204 @@
+"""The text of a model card: metadata for the hub, and Markdown for people.
+
+All that comes from files is escaped: in the metadata by YAML, in the text as Markdown.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+
+from fsdp_shard.checkpoint import CARD_MARK
+from fsdp_shard.errors import one_line
+from fsdp_shard.evaluation.model_card.card_figures import Figure, eval_results, figures_of, figures_table
+from fsdp_shard.evaluation.model_card.card_subject import CardSubject, without_directories
+from fsdp_shard.evaluation.report.comparison import thinned
+from fsdp_shard.evaluation.report.report_data import Cell, Table, number, text
+from fsdp_shard.evaluation.report.run_files import Run, values_of
+from fsdp_shard.evaluation.report.tables import escape_markdown, markdown_table
+from fsdp_shard.utils import format_number, redact, redact_setting
+
+_MAX_ROWS = 12  # of the curve
+_MAX_VALUE = 200  # characters of a setting
+_PACKAGES = ("fsdp-shard", "torch", "transformers", "safetensors", "peft")
+_ELSEWHERE = (
+    "run_dir",
+    "model.path",
+    "data.path",
+    "model.revision",
+)  # settings that the card has in other places, or not
+_CLASSES = {  # by the end of an architecture's name
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+}
+
+_EVALUATION_NOTE = "Losses in nats per token. Compare figures of the same data and the same windows only."
+_LICENSE = (
+    "None is given here. What may be done with this model depends on the licenses of its base model and data: add "
+    "`license:` to the metadata at the top."
+)
+
+
+def make_card(subject: CardSubject) -> str:
+    """Return the content of README.md."""
+    figures = figures_of(subject)
+    run = subject.run
+    parts = [f"---\n{_metadata(subject, figures)}\n---\n\n{CARD_MARK}", f"# {_safe(subject.repo_id)}", _intro(subject)]
+    parts += _section("Training", [_table(_training_table(subject, run))] if run else [])
+    curve = _curve(run) if run else None
+    parts += _section("Loss", [_safe(curve.note), _table(curve)] if curve else [])
+    parts += _section("Evaluation", [_EVALUATION_NOTE, _table(figures_table(figures))] if figures else [])
+    settings = _settings_table(subject, run) if run else None
+    parts += _section("Settings", [_safe(settings.note), _table(settings)] if settings else [])
+    parts += _section("Weights", [_table(_weights_table(subject))])
+    parts += _section("How to load it", [_loading(subject)])
+    parts += _section("License", [_LICENSE])
+    return redact("\n\n".join(parts)) + "\n"
+
+
+def _section(title: str, parts: Sequence[str]) -> list[str]:
+    return [f"## {title}", *parts] if parts else []
+
+
+def _metadata(subject: CardSubject, figures: Sequence[Figure]) -> str:
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=subject.base_on_hub,
+        library_name="peft" if subject.adapter_base else "transformers",
+        pipeline_tag=_class(subject)[1],
+        tags=["fsdp-shard"],
+        model_name=subject.repo_id.rpartition("/")[2],
+        eval_results=eval_results(figures, _class(subject)[1] or "text-generation") or None,
+    )
+    return str(data.to_yaml())
+
+
+def _intro(subject: CardSubject) -> str:
+    what = "An adapter (LoRA)" if subject.adapter_base else "A model"
+    base = subject.base_on_hub
+    known = base or (without_directories(subject.base.path) if subject.base else None)
+    of_base = "" if known is None else f", fine-tuned from {_linked(base) if base else _safe(known)}"
+    run = subject.run
+    of_run = f" It is step {subject.location.step:,} of the run {_safe(run.name)}." if run else ""
+    return f"{what}{of_base}, pushed with fsdp-shard.{of_run}"
+
+
+def _linked(repo_id: str) -> str:
+    return f"[{_safe(repo_id)}](https://huggingface.co/{repo_id})"
+
+
+def _training_table(subject: CardSubject, run: Run) -> Table:
+    step = subject.location.step or 0
+    tokens = sum(values_of([row for row in run.steps if (row["step"] or 0) <= step], "tokens"))
+    seconds = sum(values_of([row for row in run.steps if (row["step"] or 0) <= step], "step_seconds"))
+    data = run.settings.get("data.path")
+    facts = {
+        "base model": subject.base.path if subject.base else run.settings.get("model.path"),
+        "fingerprint of the base model": subject.base.fingerprint if subject.base else None,
+        "data": None if data in (None, "null") else data,
+        "fingerprint of the data": subject.data_digest,
+        "step": f"{step:,}",
+        "tokens": f"{tokens:,.0f}" if tokens else None,
+        "seconds of training": format_number(round(seconds)) if seconds else None,
+        "status of the run": run.status,
+    }
+    return _facts(facts)
+
+
+def _weights_table(subject: CardSubject) -> Table:
+    found = {
+        "digest of the weights (xxh3_128)": subject.pushed_digest,
+        "architecture": ", ".join(subject.architectures) or None,
+    }
+    return _facts(found | {f"{name} where it was pushed": version for name, version in _versions().items()})
+
+
+def _facts(facts: dict[str, str | None]) -> Table:
+    rows = [[text(name), _value(value)] for name, value in facts.items() if value is not None]
+    return Table("facts", "", ("what", "value"), rows)
+
+
+def _curve(run: Run) -> Table | None:
+    """The training loss, as means of the steps since the row before, and the last held-out loss in them."""
+    points = [(row["step"] or 0.0, value) for row in run.steps if (value := row.get("loss")) is not None]
+    held_out = [(row["step"] or 0.0, value) for row in run.held_out if (value := row.get("loss")) is not None]
+    if not points:
+        return None
+    rows, before = [], -1.0
+    start = [(0.0, None)] if held_out and held_out[0][0] == 0 else []
+    for step, loss in [*start, *thinned(points, _MAX_ROWS)]:
+        inside = [value for at, value in held_out if before < at <= step]
+        rows.append([number(int(step)), number(loss), number(inside[-1] if inside else None)])
+        before = step
+    note = "In nats per token. The training loss is the mean of the steps since the row before."
+    return Table("curve", "", ("step", "training loss", "held-out loss"), rows, note)
+
+
+def _settings_table(subject: CardSubject, run: Run) -> Table | None:
+    names = [name for name in run.settings if name not in _ELSEWHERE]
+    differing = {name: run.settings[name] for name in names if run.settings[name] != subject.defaults.get(name)}
+    rows = [[text(name), _value(redact_setting(name, value))] for name, value in differing.items()]
+    note = "Those that are not the defaults of fsdp-shard."
+    return Table("settings", "", ("setting", "value"), rows, note) if rows else None
+
+
+def _value(value: str) -> Cell:
+    shown = one_line(without_directories(value))
+    return text(shown if len(shown) <= _MAX_VALUE else f"{shown[:_MAX_VALUE]}...")
+
+
+def _class(subject: CardSubject) -> tuple[str, str | None]:
+    """The class of transformers that loads the model, and the hub's name of what it does."""
+    name = subject.architectures[0] if subject.architectures else ""
+    settings = subject.run.settings if subject.run else {}
+    if settings.get("model.task") == "seq2seq":
+        return "AutoModelForSeq2SeqLM", "text2text-generation"
+    return next((found for end, found in _CLASSES.items() if name.endswith(end)), ("AutoModel", None))
+
+
+def _loading(subject: CardSubject) -> str:
+    repo_id, loader = subject.repo_id, _class(subject)[0]
+    if subject.adapter_base:
+        library, loader = "peft", loader.replace("AutoModel", "AutoPeftModel")
+    else:
+        library = "transformers"
+    revision = subject.target.revision
+    arguments = f'"{repo_id}"' + (f', revision="{revision}"' if revision else "")
+    lines = [
+        "```python",
+        f"from {library} import {loader}",
+        "",
+        f"model = {loader}.from_pretrained({arguments})",
+        "```",
+    ]
+    if loader.endswith("ForCausalLM") and revision is None:
+        base = f" base={subject.adapter_base}" if subject.adapter_base else ""
+        lines += ["", "```", f'fsdp-shard generate checkpoint={repo_id}{base} prompt="Once upon a time"', "```"]
+    return "\n".join(lines)
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _safe(shown: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    return _without_links(escape_markdown(one_line(shown)))
+
+
+def _table(table: Table) -> str:
+    return _without_links(markdown_table(table))
+
+
+def _without_links(shown: str) -> str:
+    """Escaped text in which no address becomes a link by itself."""
+    return shown.replace("://", ":\\//").replace("www.", "www\\.")
