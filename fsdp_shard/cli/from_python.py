@@ -50,7 +50,8 @@ def evaluate(settings: Sequence[str]) -> dict[str, Any]:
             `run_dir`, no file is left.
 
     Returns:
-        The figures of result.json: `perplexity`, `loss` and `num_tokens`, or the `results` of tasks.
+        The figures of result.json: `perplexity`, `loss` and `num_tokens`, the `results` of tasks, or the rows of
+            `speed`.
 
     Raises:
         FsdpShardError: What the command would report.

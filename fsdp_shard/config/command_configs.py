@@ -174,7 +174,7 @@ class ConvertConfig(RunConfig, ConvertSettings):
 
 @dataclass
 class EvaluateConfig(RunConfig, EvaluateSettings):
-    """Evaluate a checkpoint: perplexity on a text, or tasks of lm-evaluation-harness.
+    """Evaluate a checkpoint: perplexity on a text, tasks of lm-evaluation-harness, or speed.
 
     Example:
         >>> fs.EvaluateConfig(checkpoint="outputs/run@best").task
@@ -182,7 +182,10 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
     """
 
     command: ClassVar[str] = "evaluate"
-    headline: ClassVar[tuple[str, ...]] = ("perplexity", "loss", "seconds")
+    headline: ClassVar[tuple[str, ...]] = (
+        *("perplexity", "loss", "first_token_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"),
+        "seconds",
+    )
     unused: ClassVar[tuple[str, ...]] = ("launch",)
 
     run_dir: str = default_run_dir("evaluate")
@@ -190,8 +193,11 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
     def check(self, prefix: str) -> None:
         """Raise ConfigError for a seed that draws nothing, besides what the settings themselves refuse."""
         super().check(prefix)
-        if self.perplexity.by != "documents":
-            why = f"has no effect: it draws documents for intervals, with {prefix}perplexity.by=documents. Remove it."
+        if self.perplexity.by != "documents" and self.task != "speed":
+            why = (
+                f"has no effect: it draws documents for intervals, with {prefix}perplexity.by=documents, and the "
+                f"prompts of {prefix}task=speed. Remove it."
+            )
             refuse_changed(self, ["seed"], prefix, why)
 
 
@@ -209,7 +215,7 @@ class GenerateConfig(RunConfig, GenerateSettings):
     command: ClassVar[str] = "generate"
     headline: ClassVar[tuple[str, ...]] = ("num_new_tokens", "tokens_per_second", "peak_memory_bytes")
     ranks_are: ClassVar[Ranks] = "started"
-    unused: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = ("dispatch.schedule",)  # a token needs the one before it
 
     run_dir: str = default_run_dir("generate")
 
@@ -231,7 +237,8 @@ class PlanConfig(RunConfig, PlanSettings):
     headline: ClassVar[tuple[str, ...]] = ("peak_bytes", "fits")
     ranks_are: ClassVar[Ranks] = "planned"
     takes_training_run: ClassVar[bool] = True
-    unused: ClassVar[tuple[str, ...]] = ("seed", "model.kernels")  # the activations of fused kernels cannot be measured
+    # The activations of fused kernels cannot be measured; batches are not planned.
+    unused: ClassVar[tuple[str, ...]] = ("seed", "model.kernels", "dispatch.schedule")
 
     run_dir: str = default_run_dir("plan")
     model: ModelConfig = field(default_factory=ModelConfig)

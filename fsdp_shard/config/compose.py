@@ -194,7 +194,7 @@ def _job(composed: Any, number: int | None, overrides: tuple[str, ...], schema: 
 def _fill_alternatives(composed: Any) -> None:
     """Set required settings to "" where their dataclass has an alternative (`instead`) that is set.
 
-    `instead` maps a setting to `other` (which has any value) or `other=value`.
+    `instead` maps a setting to `other` (which has any value), `other=value` or `other=value|value`.
     """
     for name, other in getattr(OmegaConf.get_type(composed), "instead", {}).items():
         key, _, value = other.partition("=")
@@ -202,7 +202,7 @@ def _fill_alternatives(composed: Any) -> None:
         if section and section not in composed:  # removed by ~section, which is reported later
             continue
         holder = composed[section] if section else composed
-        if OmegaConf.is_missing(holder, leaf) and (composed[key] == value if value else composed[key]):
+        if OmegaConf.is_missing(holder, leaf) and (composed[key] in value.split("|") if value else composed[key]):
             holder[leaf] = ""
     for _, section in _sections(composed):
         _fill_alternatives(section)

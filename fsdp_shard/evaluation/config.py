@@ -1,7 +1,7 @@
 """Settings of an evaluation, and the checks that need no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -11,8 +11,20 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference import DispatchConfig
 from fsdp_shard.utils import REQUIRED, Parsed, changed_settings, refuse_changed, require_package, setting
 
-PERPLEXITY, LM_EVAL = "perplexity", "lm_eval"
+PERPLEXITY, LM_EVAL, SPEED = "perplexity", "lm_eval", "speed"
 WINDOWS, DOCUMENTS = "windows", "documents"
+
+# The tasks that have a setting or a section; with any other task it is an error.
+_TASKS_OF: dict[str, tuple[str, ...]] = {
+    "data": (PERPLEXITY,),
+    "perplexity": (PERPLEXITY,),
+    "against": (PERPLEXITY,),
+    "stride": (PERPLEXITY,),
+    "lm_eval": (LM_EVAL,),
+    "batch_size": (PERPLEXITY, LM_EVAL),
+    "speed": (SPEED,),
+}
+_MAX_SIZE = 1 << 20  # of a batch and of a context
 
 
 def parse_names(value: Any, setting: str) -> list[str]:
@@ -21,6 +33,21 @@ def parse_names(value: Any, setting: str) -> list[str]:
     if any(isinstance(name, (Mapping, list)) for name in given):
         raise ConfigError(f"{setting}={value} is not a list of names, such as [hellaswag, arc_easy].")
     return [str(name) for name in given if name not in (None, "")]
+
+
+def parse_counts(value: Any, setting: str) -> list[int]:
+    """Parse a positive whole number, or a list of them, each once and ascending; raises ConfigError for anything else.
+
+    None, which leaves the choice to the program, is an empty list.
+    """
+    if value is None:
+        return []
+    given = value if isinstance(value, list) else [value]
+    if not given or any(type(count) is not int or not 1 <= count <= _MAX_SIZE for count in given):
+        raise ConfigError(
+            f"{setting}={value} is not a list of whole numbers from 1 to {_MAX_SIZE:,}, such as [1, 8]; correct it."
+        )
+    return sorted(set(given))
 
 
 @dataclass
@@ -52,7 +79,8 @@ class LmEvalConfig:
     tasks: Any = setting(
         None,
         "The harness's tasks, groups or tags, such as [hellaswag, arc_easy]; * matches anything. Their questions are "
-        "downloaded from the hub, except those of tasks in include_path.",
+        "downloaded from the hub, except those of tasks in include_path, and of `everyday`: 110 questions about "
+        "everyday things with four choices, which come with fsdp-shard.",
     )
     include_path: str | None = setting(
         None,
@@ -70,7 +98,43 @@ class LmEvalConfig:
         False, "Write every question with the model's answers and their scores to RUN_DIR/samples/TASK.jsonl."
     )
 
+    cache: bool = setting(
+        False,
+        "Keep each answer in RUN_DIR/lm_eval_cache, by the harness, so that an evaluation that was killed goes on.",
+        warning="The files in lm_eval_cache are pickles; only for a run directory of your own.",
+    )
+
     names = Parsed("tasks", parse_names)
+
+
+@dataclass
+class SpeedConfig:
+    """Settings of `task=speed`: sizes of the batches and prompts to generate from, and how often."""
+
+    # Any, as a single number on the command line is not a list.
+    batch_sizes: Any = setting([1, 8], "Numbers of texts that are generated at once, such as [1, 8].")
+    context_lengths: Any = setting(
+        None,
+        "Numbers of tokens in the prompts, such as [128, 1024], each measured with each batch size. Default: 128 and "
+        "1,024, or what the model's context leaves beside new_tokens if that is less than 128. A prompt that would "
+        "exceed the context with new_tokens is left out, and the run says so.",
+    )
+    new_tokens: int = setting(
+        32,
+        "Number of tokens to generate for each text, whatever they are. The first is part of the prefill.",
+        minimum=2,
+    )
+    repeats: int = setting(
+        3, "Number of times that each size is measured, after one time that is not counted.", minimum=1
+    )
+
+    batches = Parsed("batch_sizes", parse_counts)
+    contexts = Parsed("context_lengths", parse_counts)
+
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError if there is no batch to measure."""
+        if not self.batches:
+            raise ConfigError(f"{prefix}batch_sizes={self.batch_sizes} names no size; give a list such as [1, 8].")
 
 
 @dataclass
@@ -78,7 +142,7 @@ class EvaluateSettings(SourceSettings):
     """The settings of `evaluate`: which model, which metric, on which text or questions."""
 
     # Required settings that are not needed with another setting.
-    instead: ClassVar[dict[str, str]] = {"data.path": f"task={LM_EVAL}"}
+    instead: ClassVar[dict[str, str]] = {"data.path": f"task={LM_EVAL}|{SPEED}"}
 
     checkpoint: str = setting(
         REQUIRED, "A run or a step of it (RUN@best), a checkpoint of any format, a .gguf file, or a hub id."
@@ -86,8 +150,9 @@ class EvaluateSettings(SourceSettings):
     task: str = setting(
         PERPLEXITY,
         "perplexity: how well the model predicts each token of data.path. lm_eval: how well it answers the questions "
-        "of lm_eval.tasks (needs the extra `eval`).",
-        choices=(PERPLEXITY, LM_EVAL),
+        "of lm_eval.tasks (needs the extra `eval`). speed: how fast it generates, by batch size and length of the "
+        "prompt, and the memory that this takes.",
+        choices=(PERPLEXITY, LM_EVAL, SPEED),
     )
     against: str | None = setting(
         None,
@@ -104,6 +169,7 @@ class EvaluateSettings(SourceSettings):
     data: DataConfig = field(default_factory=DataConfig)
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     lm_eval: LmEvalConfig = field(default_factory=LmEvalConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
     batch_size: int = setting(8, "Windows, or questions, per batch.", minimum=1)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
 
@@ -123,28 +189,37 @@ class EvaluateSettings(SourceSettings):
         return [self.source, *([self.other_source] if self.other_source else [])]
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for settings of the other task, and for lm_eval without names of tasks."""
-        if self.task == LM_EVAL:
-            for name in ("data", "perplexity"):
-                self._refuse_section(name, PERPLEXITY, prefix)
+        """Raise ConfigError for settings of another task, and for settings of the task that do not go together."""
+        self._refuse_others(prefix)
+        if self.task != PERPLEXITY:
             why = f"is for {prefix}task={PERPLEXITY}, not {self.task}; remove one of them."
-            refuse_changed(self, ["against", "stride"], prefix, why)
-            if not LmEvalConfig.names.of(self.lm_eval, f"{prefix}lm_eval."):
-                raise ConfigError(
-                    f"{prefix}task={LM_EVAL} needs the names of tasks: add {prefix}lm_eval.tasks=[hellaswag] or others "
-                    f"(`lm_eval ls tasks` lists them)."
-                )
-            return
-        self._refuse_section("lm_eval", LM_EVAL, prefix)
-        self._check_texts(prefix)
+            refuse_changed(self.dispatch, ["schedule"], f"{prefix}dispatch.", why)
+        if self.task == PERPLEXITY:
+            self._check_texts(prefix)
+        elif self.task == LM_EVAL and not LmEvalConfig.names.of(self.lm_eval, f"{prefix}lm_eval."):
+            raise ConfigError(
+                f"{prefix}task={LM_EVAL} needs the names of tasks: add {prefix}lm_eval.tasks=[hellaswag] or others "
+                f"(`lm_eval ls tasks` lists them)."
+            )
 
-    def _refuse_section(self, unused: str, other: str, prefix: str) -> None:
-        section = getattr(self, unused)
-        for name, value in changed_settings(section, [one.name for one in fields(section)]).items():
-            if (unused, name, value) != ("data", "path", ""):  # which composing puts there
+    def _refuse_others(self, prefix: str) -> None:
+        """Raise ConfigError for a setting that only other tasks have."""
+        for name, tasks in _TASKS_OF.items():
+            for key, value in () if self.task in tasks else self._changed(name):
                 raise ConfigError(
-                    f"{prefix}{unused}.{name}={value} is for {prefix}task={other}, not {self.task}; remove one of them."
+                    f"{prefix}{key}={value} is for {prefix}task={' or '.join(tasks)}, not {self.task}; remove one of "
+                    f"them."
                 )
+
+    def _changed(self, name: str) -> list[tuple[str, Any]]:
+        """The setting `name`, or those of the section, that are not the default: names and values."""
+        section = getattr(self, name)
+        if not is_dataclass(section):
+            return list(changed_settings(self, [name]).items())
+        changed = changed_settings(section, [one.name for one in fields(section)])
+        if name == "data" and changed.get("path") == "":  # which composing puts there
+            del changed["path"]
+        return [(f"{name}.{key}", value) for key, value in changed.items()]
 
     def _check_texts(self, prefix: str) -> None:
         """Raise ConfigError if windows cannot be laid over the data in the way that is asked for."""
@@ -176,7 +251,7 @@ def check_inputs(settings: EvaluateSettings) -> None:
     """Raise DataError or ConfigError if the data cannot be read, or a package is missing; needs no torch."""
     if settings.task == PERPLEXITY:
         check_text(settings.data)
-    else:
+    elif settings.task == LM_EVAL:
         require_package("lm_eval", "eval", "task=lm_eval", "set task=perplexity")
 
 
@@ -185,6 +260,10 @@ def check_text(data: DataConfig) -> None:
     if data.mixture:
         raise ConfigError(
             "data.mixture is for training on several texts; evaluate each of them separately, with data.path."
+        )
+    if data.eval_sets:
+        raise ConfigError(
+            "data.eval_sets is for evaluations during training; evaluate each of them separately, with data.path."
         )
     if data.streaming:
         raise ConfigError("data.streaming=true is for training: an evaluation reads all of data.path. Remove it.")

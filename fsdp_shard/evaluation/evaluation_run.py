@@ -9,7 +9,8 @@ from fsdp_shard.checkpoint import Location
 from fsdp_shard.evaluation.config import EvaluateSettings, check_inputs
 from fsdp_shard.evaluation.perplexity_task.perplexity import settle_windows
 from fsdp_shard.evaluation.registry import EVALUATIONS
-from fsdp_shard.inference import check_checkpoint, dispatch_model
+from fsdp_shard.evaluation.speed import check_sizes
+from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
 from fsdp_shard.utils import say
 
@@ -21,7 +22,8 @@ def check_evaluation(settings: EvaluateSettings) -> None:
         settings: The settings.
 
     Raises:
-        InputError: A checkpoint or the data cannot be read, a package is missing, or windows are too long for a model.
+        InputError: A checkpoint or the data cannot be read, a package is missing, or windows or prompts are too long
+            for a model.
 
     Example:
         >>> import fsdp_shard as fs
@@ -34,6 +36,7 @@ def check_evaluation(settings: EvaluateSettings) -> None:
     for source in settings.sources:
         check_checkpoint(source)
     settle_windows(settings)
+    check_sizes(settings)
 
 
 def run_evaluation(settings: EvaluateSettings, run_dir: str, seed: int = 0) -> Mapping[str, Any]:
@@ -41,8 +44,8 @@ def run_evaluation(settings: EvaluateSettings, run_dir: str, seed: int = 0) -> M
 
     Args:
         settings: The settings, as `check_evaluation` leaves them.
-        run_dir: Directory for the losses of finished batches, documents.jsonl and samples.
-        seed: Seed of the resamples of documents.
+        run_dir: Directory for the losses of finished batches, documents.jsonl, samples and speed.svg.
+        seed: Seed of the resamples of documents, and of the prompts whose speed is measured.
 
     Returns:
         The figures, for result.json.
@@ -69,8 +72,9 @@ def run_evaluation(settings: EvaluateSettings, run_dir: str, seed: int = 0) -> M
     evaluation = EVALUATIONS[settings.task](settings, run_dir, seed, tokenizer)
     say(evaluation.describe())
 
-    def load(source: Location) -> PreTrainedModel:
-        return dispatch_model(source, load_config(source.directory, trust), settings.dispatch, log=say)
+    def load(source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None) -> PreTrainedModel:
+        its_config = load_config(source.directory, trust)
+        return dispatch_model(source, its_config, settings.dispatch, kv_cache, log=say, on_plan=on_plan)
 
     figures = evaluation.measure(load)
     say(figures.text)

@@ -7,6 +7,7 @@ doi:10.5281/zenodo.12608602), with its own seeds, so that results compare with t
 import importlib.metadata
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.checkpoint import Location
+from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
+from fsdp_shard.evaluation.harness_model import harness_model
 from fsdp_shard.evaluation.provenance import provenance
-from fsdp_shard.utils import format_count, nearest
+from fsdp_shard.utils import format_count, nearest, shipped
 
 TaskManager = Any  # the harness's, which may not be installed
 
@@ -33,26 +37,34 @@ class LmEval:
     manager: TaskManager
     loaded: Mapping[str, Any]
     tokenizer: PreTrainedTokenizerBase
-    samples_dir: Path
+    run_dir: Path
+    ranks: Communicator
+
+    @property
+    def num_questions(self) -> dict[str, int]:
+        """How many questions each task asks."""
+        most = self.settings.lm_eval.limit or sys.maxsize
+        return {name: min(len(task.eval_docs), most) for name, task in self.loaded["tasks"].items()}
 
     def describe(self) -> str:
         """Number of questions and tasks."""
         limit = self.settings.lm_eval.limit
-        asked = [min(len(task.eval_docs), limit or len(task.eval_docs)) for task in self.loaded["tasks"].values()]
+        asked = self.num_questions.values()
         part = "" if limit is None else f" (lm_eval.limit={limit}: not a figure to publish)"
         return f"{sum(asked)} questions of {format_count(len(asked), 'task')}{part}"
 
     def measure(self, load: Callable[[Location], PreTrainedModel]) -> Figures:
         """Ask the model all questions; `row["results"]` has the harness's names: {task: {"acc,none": 0.5, ...}}."""
         from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
         from lm_eval.utils import make_table
 
         asked, model = self.settings.lm_eval, load(self.settings.source)
+        known = run_on_main(self.ranks, self._provenance)
         start = time.perf_counter()
         with _only_errors():
             results: Any = simple_evaluate(
-                HFLM(pretrained=model, tokenizer=self.tokenizer, batch_size=self.settings.batch_size),
+                harness_model(model, self.tokenizer, self.settings.batch_size, self.ranks),
+                use_cache=self._cache(known) if asked.cache else None,
                 tasks=_top_level(self.loaded),
                 num_fewshot=asked.num_fewshot,
                 limit=asked.limit,
@@ -61,8 +73,11 @@ class LmEval:
                 task_manager=self.manager,
             )
         seconds = time.perf_counter() - start
+        if not self.ranks.is_main:
+            return Figures("", {})  # the harness has the results of all ranks on the first one
         for name, rows in results.get("samples", {}).items():
-            _write_samples(self.samples_dir / f"{name.replace('/', '_')}.jsonl", rows)
+            in_order = sorted(rows, key=lambda row: int(row["doc_id"]))  # of several ranks
+            _write_samples(self.run_dir / "samples" / f"{name.replace('/', '_')}.jsonl", in_order)
         groups = [make_table(results, "groups")] if results.get("groups") else []
         row = {
             "results": results["results"],
@@ -72,22 +87,38 @@ class LmEval:
             "versions": results["versions"],
             "lm_eval": importlib.metadata.version("lm_eval"),
             "seconds": seconds,
-            "provenance": provenance(self.settings, self.tokenizer, {"lm_eval": asdict(asked)}),
+            "provenance": known,
         }
         return Figures("\n".join([make_table(results).rstrip(), *groups]).rstrip(), _plain(row))
 
+    def _provenance(self) -> dict[str, Any]:
+        return provenance(self.settings, self.tokenizer, {"lm_eval": asdict(self.settings.lm_eval)})
 
-def open_tasks(settings: EvaluateSettings, run_dir: str, seed: int, tokenizer: PreTrainedTokenizerBase) -> LmEval:
+    def _cache(self, known: dict[str, Any]) -> str:
+        """The beginning of the names of the files with answers of these weights, computed in this way."""
+        parts = [known["weights"], known["tokenizer"], known["settings"]["dispatch"], known["versions"]]
+        digest = xxhash.xxh3_128_hexdigest(json.dumps([*parts, self.settings.batch_size], sort_keys=True).encode())
+        return str(self.run_dir / "lm_eval_cache" / digest)
+
+
+def open_tasks(
+    settings: EvaluateSettings,
+    run_dir: str,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    context: DistributedContext | None = None,
+) -> LmEval:
     """Load the tasks that `settings.lm_eval` names, with their questions.
 
     Args:
         settings: The tasks, and the batch size.
-        run_dir: Directory for samples.
+        run_dir: Directory for samples, and for answers to go on with.
         seed: Not used: the harness has its own.
         tokenizer: The model's tokenizer.
+        context: The ranks, which divide the questions; None for a single process.
 
     Raises:
-        ConfigError: There is no such task, or it cannot be asked here.
+        ConfigError: There is no such task, it cannot be asked here, or it has fewer questions than there are ranks.
         DataError: The questions cannot be read.
     """
     from lm_eval import tasks
@@ -100,14 +131,23 @@ def open_tasks(settings: EvaluateSettings, run_dir: str, seed: int, tokenizer: P
     if asked.chat_template and not tokenizer.chat_template:
         raise ConfigError("lm_eval.chat_template=true, but the model's tokenizer has no chat template; remove it.")
     with _only_errors():
-        manager = tasks.TaskManager(include_path=asked.include_path)
+        own = [asked.include_path] if asked.include_path is not None else []
+        manager = tasks.TaskManager(include_path=[str(shipped("conf") / "lm_eval"), *own])
         loaded = _load(manager, _known(asked.names, manager))
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(f"lm_eval.tasks: {name} runs code that the model writes, which evaluate never does.")
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"lm_eval.tasks: {name} asks about images, and evaluate asks text questions only.")
-    return LmEval(settings, manager, loaded, tokenizer, Path(run_dir) / "samples")
+    ranks = context or OnlyRank(rank=0, world_size=1)
+    found = LmEval(settings, manager, loaded, tokenizer, Path(run_dir), ranks)
+    for name, count in found.num_questions.items():
+        if count < ranks.world_size:
+            raise ConfigError(
+                f"lm_eval.tasks: {name} asks {format_count(count, 'question')}, which {ranks.world_size} ranks cannot "
+                f"divide; start fewer ranks (launch.ranks)."
+            )
+    return found
 
 
 def _known(names: list[str], manager: TaskManager) -> list[str]:

@@ -11,7 +11,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard.data import tokenizer_state
-from fsdp_shard.evaluation.config import EvaluateSettings
+from fsdp_shard.evaluation.config import SPEED, EvaluateSettings
 from fsdp_shard.evaluation.weights_digest import describe_weights
 
 _PACKAGES = ("fsdp-shard", "torch", "transformers", "tokenizers", "numpy")
@@ -38,10 +38,15 @@ def provenance(
         tokenizer: The tokenizer.
         settled: Settings that belong to the task.
     """
-    dispatch = {name: value for name, value in asdict(settings.dispatch).items() if name != "prefetch_blocks"}
+    dispatch = asdict(settings.dispatch)
+    batch_size = {"batch_size": settings.batch_size}
+    if settings.task == SPEED:  # which has batch sizes of its own
+        batch_size = {}
+    else:  # it changes nothing but the speed
+        del dispatch["prefetch_blocks"], dispatch["schedule"]
     return {
         "weights": describe_weights(settings.source),
         "tokenizer": {"digest": tokenizer_digest(tokenizer)},
-        "settings": {"task": settings.task, **settled, "batch_size": settings.batch_size, "dispatch": dispatch},
+        "settings": {"task": settings.task, **settled, **batch_size, "dispatch": dispatch},
         "versions": versions(),
     }

@@ -1,16 +1,22 @@
 from .available_memory import free_cpu_bytes as free_cpu_bytes
 from .compare_logits import diff_logits as diff_logits
 from .config import (
+    BATCH_MAJOR as BATCH_MAJOR,
+    SCHEDULES as SCHEDULES,
     DispatchConfig as DispatchConfig,
     GenerateSettings as GenerateSettings,
     GenerationSettings as GenerationSettings,
 )
+from .device_map.device_plan import DevicePlan as DevicePlan, device_name as device_name
 from .dispatch import (
+    OnPlan as OnPlan,
     dispatch_model as dispatch_model,
     load_dispatched as load_dispatched,
     plan_from_config as plan_from_config,
 )
+from .generation.decoder import Decoder as Decoder
 from .generation.kv_cache_size import KVCacheBudget as KVCacheBudget
 from .generation.text_generation import complete_prompts as complete_prompts, join_ranks as join_ranks
 from .offload.mmap_tensors import MappedFiles as MappedFiles
 from .preflight import check_checkpoint as check_checkpoint, check_generation as check_generation
+from .schedule import Schedule as Schedule, plan_schedule as plan_schedule, stream_of as stream_of

@@ -16,6 +16,9 @@ Device = int | str
 """A device for a block: the number of a GPU, `cpu`, or `disk`, from which it is read each time it runs."""
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "disk")
+AUTO, BATCH_MAJOR, LAYER_MAJOR = "auto", "batch_major", "layer_major"
+SCHEDULES = (BATCH_MAJOR, LAYER_MAJOR)
+_STREAMING = ("prefetch_blocks", "schedule")  # settings of streamed blocks
 DTYPES = ("keep", "float32", "bfloat16", "float16")
 
 
@@ -104,6 +107,13 @@ class DispatchConfig:
     prefetch_blocks: int = setting(
         2, "Blocks on disk, or on the CPU of a machine with GPUs, to fetch while one computes.", minimum=0
     )
+    schedule: str = setting(
+        AUTO,
+        "Of `evaluate task=perplexity`, where blocks are streamed. batch_major: one batch after the other. "
+        "layer_major: each block is fetched once, and all batches run through it, or as many as threads and memory "
+        "allow. auto: what reads and writes less. The figures are the same.",
+        choices=(AUTO, *SCHEDULES),
+    )
 
     quantize: str = setting(
         "none",
@@ -122,7 +132,7 @@ class DispatchConfig:
         """Raise ConfigError if a package for `quantize` is not installed, or for settings that have no effect."""
         if self.quantize != "none":
             QUANTIZATIONS[self.quantize].check_installed(f"{prefix}quantize={self.quantize}")
-            refuse_changed(self, ["prefetch_blocks"], prefix, f"has no effect with {prefix}quantize={self.quantize}.")
+            refuse_changed(self, _STREAMING, prefix, f"has no effect with {prefix}quantize={self.quantize}.")
         named, given, budgets = f"{prefix}device_map={self.device_map}", self.assignment, set(self.budgets or ())
         gpus = sorted(device for device in budgets if isinstance(device, int))
         fixed: dict[str, set[Device]] = {"cpu": {"cpu"}, "disk": {"disk", *gpus[:1]}}
@@ -134,7 +144,7 @@ class DispatchConfig:
         if budgets and (missing := sorted(used - budgets - {"disk"}, key=str)):
             raise ConfigError(f"{prefix}max_memory lacks {missing[0]}, which {named} uses; add its size.")
         if "disk" not in used and (used == {"cpu"} or "cpu" not in used):
-            refuse_changed(self, ["prefetch_blocks"], prefix, f"has no effect with {named}: no block is streamed.")
+            refuse_changed(self, _STREAMING, prefix, f"has no effect with {named}: no block is streamed.")
 
 
 @dataclass

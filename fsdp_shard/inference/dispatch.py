@@ -20,7 +20,7 @@ from fsdp_shard import checkpoint
 from fsdp_shard.checkpoint import Location, TensorIndex, locate
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError, ModelError, PlanError, one_line
-from fsdp_shard.inference import available_memory, quantization, tensor_parallel_dispatch
+from fsdp_shard.inference import available_memory, quantization, schedule, tensor_parallel_dispatch
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.device_map.device_plan import DevicePlan
 from fsdp_shard.inference.device_map.strategies import plan_device_map
@@ -31,6 +31,7 @@ from fsdp_shard.models import Block, build_on_meta, dtypes_to_keep, load_config,
 from fsdp_shard.utils import check, format_count
 
 Log = Callable[[str], object]
+OnPlan = Callable[[DevicePlan], object]
 # Options of a file's generation config that make `generate` compile native code, import other packages, load weights of
 # the path or hub id that config.json has, or ask for code on the hub.
 _METHODS = (
@@ -106,6 +107,7 @@ def dispatch_model(
     *,
     log: Log | None = None,
     context: DistributedContext | None = None,
+    on_plan: OnPlan | None = None,
 ) -> PreTrainedModel:
     """Load a model that has been located, as `load_dispatched` does, by the settings of a command.
 
@@ -117,6 +119,7 @@ def dispatch_model(
         log: Called with the plan, before any weight is read, and with stored tensors that the model does not have; with
             None, those are a Python warning.
         context: The ranks of this run, which each hold the model or divide its layers; None for a single process.
+        on_plan: Called with the plan, before any weight is read; not if ranks divide the layers.
 
     Returns:
         The model, in eval mode.
@@ -142,13 +145,16 @@ def dispatch_model(
         blocks, plan = plan_dispatch(model, settings, kv_cache, context)
         available_memory.check_devices([*plan.devices.values(), plan.main])
         log(f"{index.path}: {plan.describe()}")
+        if on_plan is not None:
+            on_plan(plan)
         cache = max(available_memory.free_cpu_bytes() - plan.resident_bytes.get("cpu", 0), 0)
         pages = PageBudget("cpu" in (settings.budgets or {}), cache)
         quantizer = None
         if kind := QUANTIZATIONS.get(settings.quantize):
             layers = quantization.quantized_layers(model, blocks, kind)
             quantizer = kind.quantizer(model, layers, "cpu" if plan.main == "cpu" else "cuda")
-        dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
+        stream = dispatch_blocks(model, blocks, plan, index, matched.stored, pages, quantizer)
+        schedule.keep_stream(model, stream)
         device_map = dict(plan.devices)
     model.__dict__["hf_device_map"] = device_map  # the name in transformers and accelerate
     _load_generation_config(model, source)

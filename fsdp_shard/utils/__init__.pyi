@@ -49,6 +49,8 @@ from .process_memory import (
     keep_freed_memory as keep_freed_memory,
     lock_pages as lock_pages,
     peak_resident_bytes as peak_resident_bytes,
+    reset_peak_resident_bytes as reset_peak_resident_bytes,
+    resident_bytes as resident_bytes,
 )
 from .secrets import redact as redact, redact_setting as redact_setting
 from .settings import (
@@ -86,6 +88,7 @@ from .torch_private import (
     keep_batch_norms_wrapped as keep_batch_norms_wrapped,
     local_shape_and_offset as local_shape_and_offset,
     non_persistent_buffers as non_persistent_buffers,
+    num_storage_users as num_storage_users,
     persistent_buffers as persistent_buffers,
     record_memory_history as record_memory_history,
     restore_frozen_parameters as restore_frozen_parameters,

@@ -31,9 +31,10 @@ def recipes() -> list[Item]:
 
 
 def configs() -> list[Item]:
-    """Return the shipped YAML files, named by their path below conf/, described by their first comments."""
+    """Return the shipped configs, named by their path below conf/, described by their first comments."""
     root = shipped("conf")
-    files = sorted(root.rglob("*.yaml"), key=lambda file: (file.parent != root, file))
+    found = (file for file in root.rglob("*.yaml") if file.parent.name != "lm_eval")  # whose tasks are no configs
+    files = sorted(found, key=lambda file: (file.parent != root, file))
     return [Item(file.relative_to(root).as_posix(), file, _first_comment(file)) for file in files]
 
 

@@ -26,6 +26,23 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def reset_peak_resident_bytes() -> bool:
+    """Have `peak_resident_bytes` count from now on; return False, and change nothing, where the system cannot."""
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process has in RAM now, in bytes."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
 def device_peak_bytes(device_type: str) -> int:
     """Return the most memory allocated on the current GPU so far, in bytes; for the CPU, the peak in RAM."""
     if device_type != "cuda":

@@ -174,3 +174,9 @@ def restore_frozen_parameters(module: nn.Module) -> None:
 
 def _flat_handles(module: nn.Module) -> Iterator[Any]:
     return (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(module) if unit._handle is not None)
+
+
+def num_storage_users(tensor: torch.Tensor) -> int:
+    """Return how many tensors use the memory of `tensor`, itself included."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` is a user, too

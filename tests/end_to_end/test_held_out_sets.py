@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_shard.data.config import DataConfig
+from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.evaluation.report.comparison import build_report
-from fsdp_shard.evaluation.report.same_weights import WeightDigests
 from tests.support.runs import run_recipe
 
 
@@ -64,13 +62,7 @@ def test_each_set_has_the_loss_that_it_has_alone(settings: list[str], texts: Pat
     assert f"loss {last['loss']:.4f}" in both.err
     assert f"asked {last['sets']['asked']['loss']:.4f}, plain {last['sets']['plain']['loss']:.4f}" in both.err
     assert both.result["best_loss"] == min(row["loss"] for row in rows[1:])
-
-    peaks = both.result["peak_memory_bytes_by_rank"]
-    assert len(peaks) == 2
-    tables = {table.key: table for table in build_report([str(tmp_path / "both")], WeightDigests()).tables}
-    found = [[cell.value for cell in row[1:3]] for row in tables["held-out-sets"].rows]
-    assert found == [[name, last["sets"][name]["loss"]] for name in ("asked", "plain")]
-    assert [cell.value for cell in tables["memory-by-rank"].rows[0][-2:]] == peaks
+    assert len(both.result["peak_memory_bytes_by_rank"]) == 2
 
 
 def sets_of(name: str, given: dict[str, tuple[str, str]]) -> str:

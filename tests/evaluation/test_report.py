@@ -70,6 +70,26 @@ def test_runs_are_side_by_side(tmp_path: Path) -> None:
     assert "| optim.lr | 0.001 | **0.1** |" in to_markdown(report)
 
 
+def test_held_out_sets_and_the_memory_of_ranks(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a")
+    sets = [{"code": {"loss": 3.0, "perplexity": 20.1, "num_tokens": 5}, "a/b": {"loss": 1.5}}, {"code": 7, "c": None}]
+    rows = [{"step": step, "loss": 4.0, "sets": sets[0]} for step in (0, 5)] + [
+        {"step": 9, "loss": 3.0, "sets": sets[1]}
+    ]
+    (path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    (path / "result.json").write_text(json.dumps({"status": "completed", "peak_memory_bytes_by_rank": [1024, 4096]}))
+    report = _report(path)
+    found = [[cell.value for cell in row] for row in _table(report, "held-out-sets").rows]
+    assert found == [["a", "code", 3.0, 20.1, 5, 3.0], ["a", "a/b", 1.5, None, None, 1.5]]
+    (memory,) = _table(report, "memory-by-rank").rows
+    assert [cell.value for cell in memory] == ["a", 2, 1024, 2560, 4096, 1, 1024, 4096]
+
+    (path / "evaluations.jsonl").write_text(json.dumps(rows[2]) + "\n")
+    (path / "result.json").write_text(json.dumps({"peak_memory_bytes_by_rank": [1024, "x"]}))
+    keys = {table.key for table in _report(path).tables}
+    assert not keys & {"held-out-sets", "memory-by-rank"}
+
+
 def test_a_sweep_has_its_table_and_picture(tmp_path: Path) -> None:
     for at, lr in enumerate(("0.1", "0.001", "0.01")):
         _run(tmp_path / "sweep" / str(at), lr)

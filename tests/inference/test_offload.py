@@ -216,7 +216,7 @@ class Recorder:
         self.meet: dict[int, threading.Barrier] = {}  # a block waits there, once, when it is fetched
         self.modules = [nn.Linear(2, 2, bias=False, device="meta").requires_grad_(False) for _ in range(count)]
         self.ring = Ring(torch.device("cpu"), self._fill)
-        stream = BlockStream(self.ring, prefetch)
+        self.stream = stream = BlockStream(self.ring, prefetch)
         for number, module in enumerate(self.modules):
             content = Content(((str(number), torch.float32, (2, 2)),))
             slots = [Slot(module, "weight", module.weight, 0)]

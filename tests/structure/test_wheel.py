@@ -66,6 +66,7 @@ def test_the_wheel_puts_nothing_but_the_package_on_the_path(wheel: Path) -> None
     inside = {name for name in names if name.startswith("fsdp_shard/_shipped/")}
     assert inside == {
         *(f"fsdp_shard/_shipped/conf/{item.name}" for item in configs()),
+        *(f"fsdp_shard/_shipped/conf/lm_eval/everyday{end}" for end in (".yaml", ".jsonl", "_questions.py")),
         *(f"fsdp_shard/_shipped/recipes/{item.name}.py" for item in recipes()),
     }
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -16,17 +16,19 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import xxhash
 
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.inference import BATCH_MAJOR, SCHEDULES
 from fsdp_shard.utils import name_in_errors, try_lock
 
 _LONGEST_LINE = 64 << 20  # bytes
 
 
 class BatchLosses(NamedTuple):
-    """The numbers of the windows of a batch, the sum of the losses of each in nats, and how long they took."""
+    """The numbers of the windows of a batch, the sum of the losses of each in nats, how long and in which order."""
 
     windows: list[int]
     losses: list[float]
     seconds: float
+    schedule: str = BATCH_MAJOR
 
 
 class LossLog:
@@ -61,7 +63,7 @@ class LossLog:
 
     def append(self, batch: BatchLosses) -> None:
         """Add a batch, and wait until it is on the disk."""
-        self._write({"windows": batch.windows, "losses": batch.losses, "seconds": batch.seconds})
+        self._write(batch._asdict())
 
     def close(self) -> None:
         """Close the file, and give the lock back."""
@@ -118,7 +120,8 @@ def _batch_of(line: dict[str, Any] | None, windows: Sequence[int]) -> BatchLosse
     numbers = [*losses, seconds] if isinstance(losses, list) else []
     if len(numbers) != len(windows) + 1 or not all(isinstance(one, float) and math.isfinite(one) for one in numbers):
         return None
-    return BatchLosses(list(windows), numbers[:-1], numbers[-1])
+    schedule = line.get("schedule", BATCH_MAJOR)
+    return BatchLosses(list(windows), numbers[:-1], numbers[-1], schedule) if schedule in SCHEDULES else None
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -7,9 +7,8 @@ the run directory, from which an evaluation that was killed goes on to the same 
 
 import gc
 import math
-import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,7 @@ from fsdp_shard.checkpoint import Location
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.config import DOCUMENTS, PERPLEXITY, EvaluateSettings, Figures
 from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, DocumentFigures
-from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
+from fsdp_shard.evaluation.perplexity_task.loss_log import LossLog
 from fsdp_shard.evaluation.perplexity_task.scored_text import (
     ScoredText,
     TextSize,
@@ -32,9 +31,10 @@ from fsdp_shard.evaluation.perplexity_task.scored_text import (
 )
 from fsdp_shard.evaluation.perplexity_task.significance import Difference, Floats
 from fsdp_shard.evaluation.perplexity_task.tokenizer_match import check_same_tokens
-from fsdp_shard.evaluation.perplexity_task.window_losses import window_losses
+from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.weights_digest import describe_weights
+from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
 from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
 from fsdp_shard.utils import RESULT, format_count, report_progress, say
 
@@ -52,12 +52,14 @@ class Perplexity:
         num_tokens: Tokens that are scored.
         size: The text that they are; see `scored_text`.
         seconds: How long the model ran.
+        schedule: The order in which batches went through it; both, if the evaluation was continued in the other one.
     """
 
     loss: float
     num_tokens: int
     size: TextSize
     seconds: float
+    schedule: str = BATCH_MAJOR
 
     @property
     def perplexity(self) -> float:
@@ -89,6 +91,7 @@ class Perplexity:
             "bits_per_byte": self.bits_per_byte,
             "bits_per_character": self.bits_per_character,
             "seconds": self.seconds,
+            "schedule": self.schedule,
         }
 
 
@@ -127,8 +130,7 @@ class PerplexityEvaluation:
             ConfigError: Another process works in the run directory.
         """
         settings = self.settings
-        losses, seconds = self._losses(load, self.provenance["weights"], settings.source, LOSSES_FILE)
-        own = self._figures(losses, seconds)
+        losses, own = self._evaluate(load, self.provenance["weights"], settings.source, LOSSES_FILE)
         lines = [
             f"perplexity {own.perplexity:.4f} (loss {own.loss:.4f}) over {format_count(own.num_tokens, 'token')}",
         ]
@@ -182,23 +184,13 @@ class PerplexityEvaluation:
     ) -> tuple[dict[str, Any], Floats, str]:
         """Evaluate the other model; return its figures with the difference, its losses, and a sentence."""
         weights = describe_weights(source)
-        losses, seconds = self._losses(load, weights, source, OTHER_LOSSES_FILE)
-        other = self._figures(losses, seconds)
+        losses, other = self._evaluate(load, weights, source, OTHER_LOSSES_FILE)
         found = Difference(own.loss - other.loss, None, None) if documents is None else documents.against(losses)
         row = other.row | {"difference": found.row, "weights": weights}
         return row, losses, found.sentence(source.path, own.loss, other.loss)
 
-    def _figures(self, losses: Floats, seconds: float) -> Perplexity:
-        num_tokens = self.text.windows.num_predictions
-        loss = math.fsum(losses.tolist()) / num_tokens
-        if loss > MAX_LOSS:
-            raise LossError(
-                f"The loss is {loss:.4g}, too large for a perplexity: the weights are not those of a trained model."
-            )
-        return Perplexity(loss, num_tokens, self.text.size, seconds)
-
-    def _losses(self, load: Load, weights: dict[str, Any], source: Location, name: str) -> tuple[Floats, float]:
-        """Return the loss of each window [num_windows] and the seconds that they took, computed or from the file."""
+    def _evaluate(self, load: Load, weights: dict[str, Any], source: Location, name: str) -> tuple[Floats, Perplexity]:
+        """Return the loss of each window [num_windows], computed or from the file, and the figures of the model."""
         batches = self.text.batches(self.settings.batch_size)
         found = np.zeros(len(self.text.windows))
         with LossLog(self.run_dir / name, self._inputs(weights), batches) as log:
@@ -206,19 +198,39 @@ class PerplexityEvaluation:
             done, left = log.finished, batches[len(log.finished) :]
             if left:
                 model = load(source)
-                with report_progress(len(self.text.windows), "evaluate", "windows") as count:
+                schedule = self._schedule(model, left)
+                with (
+                    report_progress(len(self.text.windows), "evaluate", "windows") as count,
+                    closing(batch_losses(model, self.text, left, schedule, self.run_dir)) as computed,
+                ):
                     count(sum(len(batch.windows) for batch in done))
-                    for windows in left:
-                        start = time.perf_counter()
-                        losses = window_losses(model, self.text, windows)
-                        done.append(BatchLosses(windows, losses, time.perf_counter() - start))
-                        log.append(done[-1])
-                        count(len(windows))
-                del model
+                    for batch in computed:
+                        done.append(batch)
+                        log.append(batch)
+                        count(len(batch.windows))
+                del model, computed
                 gc.collect()  # a second model needs the memory, and blocks on disk hold theirs by cycles
         for batch in done:
             found[batch.windows] = batch.losses
-        return found, math.fsum(batch.seconds for batch in done)
+        seconds = math.fsum(batch.seconds for batch in done)
+        schedules = sorted({batch.schedule for batch in done})
+        return found, self._figures(found, seconds, ", ".join(schedules))
+
+    def _schedule(self, model: PreTrainedModel, batches: list[list[int]]) -> Schedule:
+        length = self.text.windows.sequence_length
+        schedule = plan_schedule(model, self.settings.dispatch, [(len(windows), length) for windows in batches])
+        if text := schedule.describe():
+            say(text)
+        return schedule
+
+    def _figures(self, losses: Floats, seconds: float, schedule: str) -> Perplexity:
+        num_tokens = self.text.windows.num_predictions
+        loss = math.fsum(losses.tolist()) / num_tokens
+        if loss > MAX_LOSS:
+            raise LossError(
+                f"The loss is {loss:.4g}, too large for a perplexity: the weights are not those of a trained model."
+            )
+        return Perplexity(loss, num_tokens, self.text.size, seconds, schedule)
 
     def _inputs(self, weights: dict[str, Any]) -> dict[str, Any]:
         """All that the losses of a model depend on."""

@@ -1,14 +1,20 @@
 """The losses of windows under a model that may be dispatched in any way."""
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from fsdp_shard.data import MASKED
 from fsdp_shard.errors import LossError
+from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses
 from fsdp_shard.evaluation.perplexity_task.scored_text import ScoredText
+from fsdp_shard.inference import Schedule
 from fsdp_shard.models import check_vocabulary, running
 
 
@@ -38,6 +44,33 @@ def window_losses(model: PreTrainedModel, text: ScoredText, windows: Sequence[in
         total = sum(losses)
         raise LossError(f"The loss of {text.name_of(windows)} is {total}: weights or activations are not finite.")
     return losses
+
+
+def batch_losses(
+    model: PreTrainedModel, text: ScoredText, batches: Sequence[list[int]], schedule: Schedule, run_dir: Path
+) -> Generator[BatchLosses]:
+    """Run batches of windows in the order that a schedule has.
+
+    Args:
+        model: A causal language model.
+        text: What is scored.
+        batches: The numbers of the windows of each batch.
+        schedule: The schedule, made for the model and these batches.
+        run_dir: Directory for temporary files.
+
+    Yields:
+        The losses of each batch, in order; the seconds are those since the batch before it.
+
+    Raises:
+        LossError: A loss is not finite.
+        ModelError: The model does not have all tokens, or cannot be run.
+    """
+    start = time.perf_counter()
+    passes = [partial(window_losses, model, text, windows) for windows in batches]
+    with closing(schedule.run(model, passes, run_dir)) as results:
+        for windows, losses in zip(batches, results, strict=True):
+            yield BatchLosses(windows, losses, time.perf_counter() - start, schedule.name)
+            start = time.perf_counter()
 
 
 def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> float:

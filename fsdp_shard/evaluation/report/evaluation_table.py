@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_shard.evaluation.report.report_data import Cell, Table, digest, number, text
+from fsdp_shard.evaluation.report.report_data import Cell, Table, digest, number, size, text
 from fsdp_shard.evaluation.report.run_files import Run, as_number
 from fsdp_shard.evaluation.report.same_weights import WeightDigests, digests_in
 
@@ -14,6 +14,12 @@ _NOTE = (
     "An evaluation is of a step of a run if both have the same digest of their weights, wherever they lie; otherwise "
     "the path that was evaluated is shown. Compare figures of the same data only."
 )
+
+_OF_SIZES = (
+    *("evaluation", "weights", "on", "batch", "context", "first token s", "prefill tokens/s", "decode tokens/s"),
+    *("per text", "peak memory"),
+)
+_SIZES = "Medians; tokens per second of all texts of a batch, and of each. Compare figures of the same machine only."
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class _Score:
 
 
 def evaluation_tables(evaluated: Sequence[Run], trained: Sequence[Run], digests: WeightDigests) -> list[Table]:
-    """The figures of evaluations: perplexities, and the tasks of lm-evaluation-harness.
+    """The figures of evaluations: perplexities, the tasks of lm-evaluation-harness, and speeds.
 
     Args:
         evaluated: Runs of `evaluate`.
@@ -37,11 +43,13 @@ def evaluation_tables(evaluated: Sequence[Run], trained: Sequence[Run], digests:
     """
     scores = [score for run in evaluated for score in _scores(run, trained, digests)]
     tasks = [row for score in scores for row in _tasks(score)]
-    texts = [_perplexity(score) for score in scores if "results" not in score.figures]
+    sizes = [row for score in scores for row in _sizes(score)]
+    texts = [_perplexity(score) for score in scores if not {"results", "speed"} & set(score.figures)]
     columns = ("evaluation", "weights", "loss", "perplexity", "95% interval", "bits per byte", "tokens", "data")
     found = [Table("evaluations", "Evaluations", (*columns, "digest"), texts, _NOTE)] if texts else []
     of_tasks = ("evaluation", "weights", "task", "measure", "value", "standard error", "digest")
-    return [*found, *([Table("tasks", "Tasks", of_tasks, tasks, _NOTE)] if tasks else [])]
+    found += [Table("tasks", "Tasks", of_tasks, tasks, _NOTE)] if tasks else []
+    return [*found, *([Table("generation-speed", "Speed of generation", _OF_SIZES, sizes, _SIZES)] if sizes else [])]
 
 
 def _scores(run: Run, trained: Sequence[Run], digests: WeightDigests) -> Iterator[_Score]:
@@ -89,6 +97,27 @@ def _tasks(score: _Score) -> Iterator[list[Cell]]:
             label = measure if filtered in ("", "none") else f"{measure} ({filtered})"
             cells = [text(task), text(label), number(as_number(value)), number(error)]
             yield [text(score.run.name), score.weights, *cells, score.weights_digest]
+
+
+def _sizes(score: _Score) -> Iterator[list[Cell]]:
+    """A row for each size of batch and prompt whose speed was measured."""
+    rows = score.figures.get("speed")
+    places = _by_device(score.figures.get("weights_bytes"))
+    quantize = score.run.settings.get("dispatch.quantize", "none")
+    on = ", ".join([*places, *([] if quantize == "none" else [quantize])])
+    names = (
+        *("batch_size", "context_length", "first_token_seconds", "prefill_tokens_per_second"),
+        *("decode_tokens_per_second", "decode_tokens_per_second_per_text"),
+    )
+    for row in map(_map, rows if isinstance(rows, list) else []):
+        figures = [number(as_number(row.get(name))) for name in names]
+        memory = text(", ".join(_by_device(row.get("peak_memory_bytes"))) or None)
+        yield [text(score.run.name), score.weights, text(on or None), *figures, memory]
+
+
+def _by_device(value: Any) -> list[str]:
+    """Bytes by device as text."""
+    return [f"{name} {size(as_number(num_bytes)).text}" for name, num_bytes in _map(value).items()]
 
 
 def _map(value: Any) -> Mapping[str, Any]:

@@ -4,19 +4,38 @@ While a block computes, threads fetch those that follow it. Parameters that the 
 the module; only their pages are populated and, where memory is short, dropped. The others are on the meta device, and
 hooks around the block's forward pass replace them by views of a buffer. The order of blocks is learned from earlier
 passes, so an encoder that runs once does not confuse the decoder.
+
+Instead of the passes themselves, a schedule may say when blocks are fetched and released (`layer_major`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock, get_ident
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from fsdp_shard.errors import RunError
 from fsdp_shard.inference.offload.buffer_ring import Buffer, Content, Ring
+
+ANOTHER_THREAD = (
+    "Another thread runs this model, whose blocks are streamed: one pass at a time. Wait for it, or load the model "
+    "once per thread."
+)
+
+
+class Driver(Protocol):
+    """What decides when blocks are fetched and released, while it drives a stream."""
+
+    def before(self, number: int, inputs: Sequence[Any]) -> None:
+        """A pass, in the calling thread, comes to block `number`, whose weights must be there on return."""
+        ...
+
+    def after(self, number: int) -> None:
+        """The pass has left the block, or failed in it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,7 @@ class StreamedBlock:
         content: The tensors to read into the buffer.
         populate: Reads the pages of parameters that are used directly in a file.
         drop: Releases those pages.
+        num_bytes: What a fetch reads.
     """
 
     module: nn.Module
@@ -46,12 +66,21 @@ class StreamedBlock:
     content: Content
     populate: Callable[[], None]
     drop: Callable[[], None]
+    num_bytes: int = 0
 
 
 class BlockStream:
-    """The streamed blocks of a model, in the order in which they are added; at most `prefetch` are fetched ahead."""
+    """The streamed blocks of a model, in the order in which they are added; at most `prefetch` are fetched ahead.
+
+    Attributes:
+        device: The device that they compute on.
+        num_fetches: Fetches of blocks so far.
+        num_bytes_fetched: The bytes of their weights.
+    """
 
     def __init__(self, ring: Ring, prefetch: int) -> None:
+        self.device = ring.device
+        self.num_fetches = self.num_bytes_fetched = 0
         self._ring, self._prefetch = ring, prefetch
         self._blocks: list[StreamedBlock] = []
         self._fetches: dict[int, tuple[Future[None], Buffer | None]] = {}
@@ -62,6 +91,18 @@ class BlockStream:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="fsdp-shard-prefetch")
         self._lock = Lock()
         self._thread: int | None = None  # whose pass it is
+        self._driver: Driver | None = None
+        self._end: int | None = None  # the block with which a next round would begin, if there is none
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self._blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a pass reads."""
+        return sum(block.num_bytes for block in self._blocks)
 
     def add(self, block: StreamedBlock) -> None:
         """Stream `block` whenever its forward pass runs."""
@@ -76,12 +117,18 @@ class BlockStream:
                     f"code asks for the device of these weights, which are on meta between passes. Keep this block in "
                     f"memory, by a larger max_memory or a device_map that names it."
                 )
+            if self._driver is not None:
+                self._driver.before(number, (*args, *kwargs.values()))
+                return
             with self._lock:
                 self._check_thread()
                 self._leave(number)  # in case that Ctrl-C ended the last pass, after which torch calls no hooks
                 self._enter(number)
 
         def after(*_: Any) -> None:
+            if self._driver is not None:
+                self._driver.after(number)
+                return
             with self._lock:
                 if self._thread == get_ident():
                     self._leave(number)
@@ -89,13 +136,39 @@ class BlockStream:
         block.module.register_forward_pre_hook(before, with_kwargs=True)
         block.module.register_forward_hook(after, always_call=True)  # a pass that raises releases its buffer, too
 
+    @contextmanager
+    def driven(self, driver: Driver) -> Iterator[None]:
+        """Meanwhile, `driver` is called as passes come to blocks and leave them; it calls `enter` and `leave`."""
+        with self._lock:
+            if self._driver is not None:
+                raise RunError(ANOTHER_THREAD)
+            self._check_thread()
+            for number in list(self._running):  # of a pass that Ctrl-C ended
+                self._leave(number)
+            self._driver = driver
+        try:
+            yield
+        finally:
+            with self._lock:
+                for number in list(self._running):
+                    self._leave(number)
+                self._driver = self._end = None
+
+    def enter(self, number: int, *, end: int | None = None) -> None:
+        """Wait until block `number` is fetched, and fetch what follows it, but not from block `end` on."""
+        with self._lock:
+            self._end = end
+            self._enter(number)
+
+    def leave(self, number: int) -> None:
+        """Release the weights of block `number`, if it has been entered."""
+        with self._lock:
+            self._leave(number)
+
     def _check_thread(self) -> None:
         """Two passes at once would need more memory than is reserved, and overwrite each other's buffers."""
         if self._running and self._thread != get_ident():
-            raise RunError(
-                "Another thread runs this model, whose blocks are streamed: one pass at a time. Wait for it, or load "
-                "the model once per thread."
-            )
+            raise RunError(ANOTHER_THREAD)
         self._thread = get_ident()
 
     def _enter(self, number: int) -> None:
@@ -137,6 +210,8 @@ class BlockStream:
         following: list[int] = []
         for _ in range(self._prefetch):
             number = self._successors.get(number, (number + 1) % len(self._blocks))
+            if number == self._end:
+                break
             if number not in following and number not in self._running:
                 following.append(number)
         for other in self._fetches.keys() - following:
@@ -149,6 +224,8 @@ class BlockStream:
         block = self._blocks[number]
         if self._fetches and len(self._fetches) + len(self._running) > self._prefetch:
             self._cancel(next(reversed(self._fetches)))  # it was a wrong guess
+        self.num_fetches += 1
+        self.num_bytes_fetched += block.num_bytes
         buffer = self._ring.acquire() if block.content.tensors else None
         self._fetches[number] = self._threads.submit(_load, block, self._ring, buffer), buffer
 

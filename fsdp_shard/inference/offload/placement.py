@@ -50,7 +50,7 @@ def dispatch_blocks(
     stored: Mapping[str, str],
     page_budget: PageBudget,
     quantizer: Quantizer | None = None,
-) -> None:
+) -> block_hooks.BlockStream:
     """Make `model` run by `plan`.
 
     Args:
@@ -61,6 +61,9 @@ def dispatch_blocks(
         stored: Parameters and persistent buffers -> names in `index`.
         page_budget: How long pages of streamed blocks stay in memory.
         quantizer: Quantizes its layers as soon as they are loaded.
+
+    Returns:
+        The streamed blocks.
     """
     main = torch.device(device_name(plan.main))
     reader = TensorReader(index)
@@ -70,10 +73,11 @@ def dispatch_blocks(
             filled = torch.empty_like(buffer, device=main)
             setattr(owner, name, filled)
             reader.fill(stored[fqn], filled)
-    _BlockLoader(model, plan, reader, stored, page_budget).load(blocks, quantizer)
+    stream = _BlockLoader(model, plan, reader, stored, page_budget).load(blocks, quantizer)
     index.close()  # a later read opens its files again
     _move_inputs(model, blocks, plan)
     model_device.set_device(model, main)
+    return stream
 
 
 @dataclass
@@ -95,8 +99,8 @@ class _BlockLoader:
         self._pages = page_cache.PageReader()
         self._cache_left = self._budget.cache_bytes
 
-    def load(self, blocks: Sequence[Block], quantizer: Quantizer | None) -> None:
-        """Load, stream or quantize each block."""
+    def load(self, blocks: Sequence[Block], quantizer: Quantizer | None) -> block_hooks.BlockStream:
+        """Load, stream or quantize each block; return those that are streamed."""
         ring = buffer_ring.Ring if self._plan.main == "cpu" else buffer_ring.GpuRing
         main = torch.device(device_name(self._plan.main))
         stream = block_hooks.BlockStream(ring(main, self._reader.fill_all), self._plan.prefetch)
@@ -117,6 +121,7 @@ class _BlockLoader:
                 weights = {id(owner): meta for owner, name, meta in slots if name == "weight"}
                 for layer in quantizer.layers[block.fqn]:
                     self._quantize(layer, weights[id(layer)], quantizer)
+        return stream
 
     def _quantize(self, layer: torch.nn.Linear, meta: torch.nn.Parameter, quantizer: Quantizer) -> None:
         """Quantize a layer and free its original weight."""
@@ -165,7 +170,8 @@ class _BlockLoader:
             these.advise_huge()
         parts = [part for these in ahead for part in these.parts()]
         populate = partial(self._pages.populate, parts, is_unmapped=self._budget.is_strict)
-        return block_hooks.StreamedBlock(module, shown, content, populate, self._drop(pages))
+        num_bytes = content.num_bytes + sum(these.num_bytes for these in ahead)
+        return block_hooks.StreamedBlock(module, shown, content, populate, self._drop(pages), num_bytes)
 
     def _page_locked(self, content: buffer_ring.Content) -> torch.Tensor:
         """Page-locked CPU memory that holds `content`, from which a GPU copies by itself."""

@@ -1,0 +1,49 @@
+"""A model that is already loaded, as lm-evaluation-harness asks it: alone, or on ranks that divide the questions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fsdp_shard.distributed import Communicator
+
+
+def harness_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, ranks: Communicator
+) -> Any:
+    """Wrap a model as the harness's `LM`; needs the package lm_eval.
+
+    Args:
+        model: The model, dispatched in any way.
+        tokenizer: Its tokenizer.
+        batch_size: Questions per batch.
+        ranks: The ranks, which each have the whole model, and divide the questions.
+
+    Returns:
+        The harness's own model of transformers, but for how ranks communicate.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    class RankedModel(HFLM):  # type: ignore[misc]  # the harness has no types
+        """The harness expects accelerate to have set up ranks; here they are those of the run."""
+
+        @property
+        def rank(self) -> int:
+            return ranks.rank
+
+        @property
+        def world_size(self) -> int:
+            return ranks.world_size
+
+        def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+            return torch.tensor(ranks.all_gather_object(tensor.tolist()))
+
+        def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+            return ranks.gather_object(obj)
+
+        def barrier(self) -> None:
+            ranks.barrier()
+
+    return RankedModel(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)

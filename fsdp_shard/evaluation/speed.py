@@ -1,0 +1,236 @@
+"""`task=speed`: how fast a model generates, by batch size and length of the prompts, and the memory that it takes.
+
+The model is loaded once, with the memory of the largest KV cache reserved, and generates as in `generate`.
+"""
+
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from fsdp_shard.checkpoint import Location
+from fsdp_shard.errors import ConfigError, ModelError, PlanError, RunError
+from fsdp_shard.evaluation.config import SPEED, EvaluateSettings, Figures, SpeedConfig
+from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.speed_passes import Size, SizeFigures, TimedModel
+from fsdp_shard.evaluation.speed_plot import speed_plot
+from fsdp_shard.evaluation.speed_table import speed_table
+from fsdp_shard.inference import DevicePlan, KVCacheBudget, OnPlan, device_name
+from fsdp_shard.models import Context, context_of, load_config, load_context
+from fsdp_shard.utils import (
+    RESULT,
+    first_line,
+    format_count,
+    is_out_of_memory,
+    report_progress,
+    write_atomically,
+)
+
+PLOT = "speed.svg"
+_CONTEXT_LENGTHS = (128, 1024)
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+class LoadModel(Protocol):
+    """Loads a model."""
+
+    def __call__(
+        self, source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None
+    ) -> PreTrainedModel:
+        """Load the model in `source`; the other arguments are those of `dispatch_model`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A size that is not measured, and why."""
+
+    size: Size
+    reason: str
+
+    def __str__(self) -> str:
+        return f"left out: {self.size}: {self.reason}"
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """For result.json."""
+        return {**asdict(self.size), "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class SpeedEvaluation:
+    """The speed of the model in `settings.checkpoint` at `sizes`; `left_out` are those beyond its context."""
+
+    settings: EvaluateSettings
+    run_dir: Path
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    sizes: tuple[Size, ...]
+    left_out: tuple[LeftOut, ...]
+
+    def describe(self) -> str:
+        """The sizes, how often each is measured, and which are left out."""
+        speed = self.settings.speed
+        sizes = f"{speed.new_tokens} new tokens each for {format_count(len(self.sizes), 'size')} of batch and prompt"
+        times = f"measured {format_count(speed.repeats, 'time')} after one time that is not counted"
+        return "\n".join([f"{sizes}, {times}", *map(str, self.left_out)])
+
+    def measure(self, load: LoadModel) -> Figures:
+        """Load the model, with the memory of the largest KV cache that fits, and measure each size.
+
+        Raises:
+            PlanError: No size fits in memory.
+            RunError: There was not enough memory for any size.
+        """
+        for name in (RESULT, PLOT):  # of an earlier run
+            (self.run_dir / name).unlink(missing_ok=True)
+        start = time.perf_counter()
+        model, plan, fitting, left_out = self._load(load)
+        load_seconds = time.perf_counter() - start
+        timed = TimedModel(model, self.tokenizer, plan, self.settings.speed, self.seed)
+        start = time.perf_counter()
+        figures, beyond_memory = self._time(timed, fitting)
+        seconds = time.perf_counter() - start
+        left_out += beyond_memory
+        if not figures:
+            raise RunError(
+                f"No size could be measured: {left_out[-1].size}: {left_out[-1].reason}. Give smaller "
+                f"speed.batch_sizes or speed.context_lengths, or keep fewer blocks in memory by dispatch.max_memory."
+            )
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.run_dir / PLOT, speed_plot(figures, self.settings.source.path))
+        lines = [*speed_table(figures, cpu_memory_is_peak=timed.cpu_memory_is_peak), *map(str, left_out)]
+        lines.append(f"drawn in {self.run_dir / PLOT}")
+        row = {
+            # The best over all sizes.
+            "first_token_seconds": min(one.first_token.median for one in figures),
+            "prefill_tokens_per_second": max(one.prefill.median for one in figures),
+            "decode_tokens_per_second": max(one.decoded.median for one in figures),
+            "speed": [one.row for one in figures],
+            "left_out": [one.row for one in (*self.left_out, *left_out)],
+            "cpu_memory_is_peak": timed.cpu_memory_is_peak,
+            **_planned(plan),
+            "load_seconds": load_seconds,
+            "seconds": seconds,
+            "provenance": self._provenance(timed),
+        }
+        return Figures("\n".join(lines), row)
+
+    def _load(self, load: LoadModel) -> tuple[PreTrainedModel, DevicePlan, list[Size], list[LeftOut]]:
+        """Load the model; return it, its plan, the sizes that fit, and those whose KV cache does not."""
+        new_tokens = self.settings.speed.new_tokens
+        budgets = {size: KVCacheBudget(size.batch_size, size.context_length + new_tokens) for size in self.sizes}
+        fitting = sorted(self.sizes, key=lambda size: budgets[size].batch_size * budgets[size].num_tokens)
+        left_out: list[LeftOut] = []
+        plans: list[DevicePlan] = []
+        while True:
+            try:
+                model = load(self.settings.source, budgets[fitting[-1]], plans.append)
+            except PlanError as error:  # raised before any weight is read
+                if len(fitting) == 1:
+                    raise
+                left_out.append(LeftOut(fitting.pop(), str(error)))
+                continue
+            return model, plans[-1], [size for size in self.sizes if size in fitting], left_out
+
+    def _time(self, timed: TimedModel, sizes: list[Size]) -> tuple[list[SizeFigures], list[LeftOut]]:
+        """The figures of each size, and the sizes for whose passes there was not enough memory."""
+        found: list[SizeFigures] = []
+        left_out: list[LeftOut] = []
+        passes = 1 + self.settings.speed.repeats
+        with report_progress(len(sizes) * passes, "speed", "passes") as count:
+            for size in sizes:
+                try:
+                    found.append(timed.measure(size, count))
+                except (torch.OutOfMemoryError, MemoryError, ModelError) as error:
+                    if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_memory(error):
+                        raise
+                    left_out.append(LeftOut(size, f"not enough memory as it ran ({first_line(error)})"))
+                if timed.gpus:
+                    torch.cuda.empty_cache()  # each size begins alike
+        return found, left_out
+
+    def _provenance(self, timed: TimedModel) -> dict[str, Any]:
+        speed = self.settings.speed
+        sizes = {"batch_sizes": speed.batches, "context_lengths": speed.contexts or None}
+        settled = {"speed": {**sizes, "new_tokens": speed.new_tokens, "repeats": speed.repeats}}
+        machine = {
+            "cpu": _cpu_name(),
+            "num_threads": torch.get_num_threads(),
+            "gpus": {device_name(gpu): torch.cuda.get_device_name(gpu) for gpu in timed.gpus},
+        }
+        return provenance(self.settings, self.tokenizer, settled) | {"machine": machine, "seed": self.seed}
+
+
+def open_speed(
+    settings: EvaluateSettings, run_dir: str, seed: int, tokenizer: PreTrainedTokenizerBase
+) -> SpeedEvaluation:
+    """Prepare the sizes.
+
+    Args:
+        settings: The model and the sizes.
+        run_dir: Directory for the plot.
+        seed: Seed of the random prompts.
+        tokenizer: The model's tokenizer, for its vocabulary.
+
+    Raises:
+        ConfigError: The model's context has room for none of them.
+    """
+    config: PretrainedConfig = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
+    sizes, left_out = sizes_within(settings.speed, context_of(config, settings.dispatch.trust_remote_code))
+    return SpeedEvaluation(settings, Path(run_dir), seed, tokenizer, tuple(sizes), tuple(left_out))
+
+
+def check_sizes(settings: EvaluateSettings) -> None:
+    """Raise ConfigError if `task=speed` and the model's context has room for none of the sizes."""
+    if settings.task == SPEED:
+        context = load_context(settings.source.directory, settings.dispatch.trust_remote_code)
+        sizes_within(settings.speed, context)
+
+
+def sizes_within(speed: SpeedConfig, context: Context) -> tuple[list[Size], list[LeftOut]]:
+    """Return the sizes that a context has room for with the new tokens, and the others.
+
+    Raises:
+        ConfigError: There is room for none.
+    """
+    wanted = speed.contexts or list(_CONTEXT_LENGTHS)
+    room = max(wanted) if context.length is None else context.length - speed.new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"speed.new_tokens={speed.new_tokens} leaves no room for a prompt in the model's context of "
+            f"{context.length} tokens; give at most {(context.length or 1) - 1}."
+        )
+    fitting = [length for length in wanted if length <= room]
+    if not fitting and speed.contexts:
+        raise ConfigError(
+            f"speed.context_lengths={speed.context_lengths} with speed.new_tokens={speed.new_tokens} exceeds the "
+            f"model's context of {context.length} tokens; give prompts of at most {room}."
+        )
+    reason = f"with {speed.new_tokens} new tokens it exceeds the model's context of {context.length} tokens"
+    beyond = [length for length in wanted if length > room]
+    sizes = [Size(batch, length) for batch in speed.batches for length in fitting or [room]]
+    return sizes, [LeftOut(Size(batch, length), reason) for batch in speed.batches for length in beyond]
+
+
+def _planned(plan: DevicePlan) -> dict[str, Any]:
+    """Where the weights are, and what else the plan reserves, by device."""
+    return {
+        "weights_bytes": {device_name(device): num_bytes for device, num_bytes in plan.resident_bytes.items()},
+        "streaming_bytes": {device_name(plan.main): plan.buffer_bytes} if plan.buffer_bytes else {},
+        "kv_cache_bytes": {device_name(device): num_bytes for device, num_bytes in plan.cache_bytes.items()},
+    }
+
+
+def _cpu_name() -> str:
+    """What the system calls the processor."""
+    try:
+        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()

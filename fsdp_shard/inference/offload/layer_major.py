@@ -1,0 +1,191 @@
+"""Runs many forward passes of a model with streamed blocks side by side: each block is read once for all of them.
+
+Each pass has a thread of its own, which is suspended where it comes to a streamed block. Only one thread runs at a
+time: once a block is fetched, every pass that waits for it goes on to its next streamed block or to its end, one after
+the other. So nothing is assumed about the code of the model, and each pass has the operations, in the order and the
+shapes, that it has alone: its results are equal bit for bit. What a pass needs later, such as masks, stays in its
+frames.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
+from threading import Semaphore, Thread, current_thread
+from typing import Any, Generic, TypeVar
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from fsdp_shard.errors import RunError
+from fsdp_shard.inference.offload.block_hooks import ANOTHER_THREAD, BlockStream
+from fsdp_shard.inference.offload.hidden_state_file import HiddenStateFile
+from fsdp_shard.utils import give_back_free_memory
+
+T = TypeVar("T")
+
+
+def run_wave(
+    stream: BlockStream,
+    passes: Sequence[Callable[[], T]],
+    *,
+    embeddings: torch.nn.Module | None = None,
+    file: HiddenStateFile | None = None,
+    is_last: bool = True,
+) -> Generator[T]:
+    """Run passes of the model whose blocks `stream` has, block by block.
+
+    Args:
+        stream: The streamed blocks.
+        passes: The passes. Each is called in a thread of its own, so it has to enter modes of torch that belong to
+            threads, such as `inference_mode`, itself.
+        embeddings: The module whose output begins the hidden states, if `file` is to have that, too.
+        file: Where the hidden states of waiting passes go; None to leave them in memory.
+        is_last: Whether nothing follows for which blocks should be fetched ahead.
+
+    Yields:
+        The results, in the order of `passes`, each as soon as it is there and those before it are.
+
+    Raises:
+        Exception: The first error of a pass or of a fetch. The other passes are given up.
+    """
+    wave = _Wave(stream, passes, file)
+    hook = None if embeddings is None or file is None else embeddings.register_forward_hook(wave.note)
+    try:
+        with stream.driven(wave):
+            try:
+                yield from wave.results(is_last)
+            finally:
+                wave.give_up()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+class _GivenUp(BaseException):
+    """Ends a pass whose result nobody waits for; no Exception, as model code may catch those."""
+
+
+class _Pass(Generic[T]):
+    """A pass, and the block that it waits for."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.work = work
+        self.go = Semaphore(0)
+        self.thread: Thread | None = None
+        self.waits_for: int | None = None
+        self.noted: list[ref[Tensor]] = []
+        self.results: list[T] = []
+        self.error: BaseException | None = None
+
+
+class _Wave(Generic[T]):
+    """The passes of a wave; implements `Driver`."""
+
+    def __init__(self, stream: BlockStream, passes: Sequence[Callable[[], T]], file: HiddenStateFile | None) -> None:
+        self._stream, self._file = stream, file
+        self._passes = [_Pass(work) for work in passes]
+        self._by_thread: dict[Thread, _Pass[T]] = {}
+        self._suspended = Semaphore(0)
+        self._entered: set[int] = set()
+        self._inside: Counter[int] = Counter()
+        self._first: int | None = None
+        self._is_given_up = False
+
+    def results(self, is_last: bool) -> Iterator[T]:
+        """Yield the results, in order."""
+        left = iter(self._passes)
+        due = next(left, None)
+        for one in self._turns(is_last):
+            if one.error is not None:
+                raise one.error
+            while due is not None and due.results:
+                yield due.results.pop()
+                due = next(left, None)
+
+    def before(self, number: int, inputs: Sequence[Any]) -> None:
+        """Suspend the pass of this thread until block `number` is entered."""
+        one = self._by_thread.get(current_thread())
+        if one is None:
+            raise RunError(ANOTHER_THREAD)
+        if self._is_given_up:
+            raise _GivenUp
+        if self._file is not None:
+            self._file.move([*inputs, *(tensor() for tensor in one.noted)])
+        one.waits_for = number
+        self._suspended.release()
+        one.go.acquire()
+        if self._is_given_up:
+            raise _GivenUp
+        self._inside[number] += 1
+
+    def after(self, number: int) -> None:
+        """Note that a pass has left block `number`."""
+        if self._inside[number]:
+            self._inside[number] -= 1
+
+    def note(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Note the output of the embeddings, which many models keep until the end of a pass."""
+        one = self._by_thread.get(current_thread())
+        if one is not None and isinstance(output, Tensor):
+            one.noted.append(ref(output))
+
+    def give_up(self) -> None:
+        """End all threads; one that computes ends when it comes to its next block."""
+        self._is_given_up = True
+        for one in self._by_thread.values():
+            one.go.release()
+        for thread in self._by_thread:
+            thread.join()
+
+    def _turns(self, is_last: bool) -> Iterator[_Pass[T]]:
+        """Yield each pass when it has been run to its next block or its end."""
+        for one in self._passes:
+            yield self._run_on(one)
+        while waiting := [one for one in self._passes if one.waits_for is not None]:
+            # A pass that has fallen behind, as it has blocks that others leave out, is caught up with first.
+            number = min(one.waits_for for one in waiting if one.waits_for is not None)
+            self._turn_to(number, is_last)
+            for one in waiting:
+                if one.waits_for == number:
+                    yield self._run_on(one)
+
+    def _turn_to(self, number: int, is_last: bool) -> None:
+        """Enter block `number`, and leave the others, except those in which a pass has come to this one."""
+        for other in [other for other in self._entered if other != number and not self._inside[other]]:
+            self._stream.leave(other)
+            self._entered.remove(other)
+        if self._first is None:
+            self._first = number
+        if number not in self._entered:
+            self._stream.enter(number, end=self._first if is_last else None)
+            self._entered.add(number)
+
+    def _run_on(self, one: _Pass[T]) -> _Pass[T]:
+        one.waits_for = None
+        if one.thread is None:
+            one.thread = Thread(target=self._run, args=(one,), name="fsdp-shard-pass", daemon=True)
+            self._by_thread[one.thread] = one
+            try:
+                one.thread.start()
+            except RuntimeError as error:
+                del self._by_thread[one.thread]
+                raise RunError(
+                    f"dispatch.schedule=layer_major needs a thread for each of {len(self._passes)} batches, and this "
+                    f"process may not start so many; raise its limit (ulimit -u), increase batch_size, or set "
+                    f"dispatch.schedule=batch_major."
+                ) from error
+        else:
+            one.go.release()
+        self._suspended.acquire()
+        give_back_free_memory()  # glibc keeps what each thread frees for that thread: it would add up over all passes
+        return one
+
+    def _run(self, one: _Pass[T]) -> None:
+        device = self._stream.device
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                one.results.append(one.work())
+        except BaseException as error:  # raised again where the results are taken
+            one.error = error
+        self._suspended.release()

@@ -1,0 +1,170 @@
+"""The order in which many batches go through a model with streamed blocks.
+
+`batch_major`: one batch after the other, each through all blocks. `layer_major`: all batches of a wave through one
+block after the other, so that the weights are read once a wave; the hidden states of the batches that wait are in
+memory, or in a file.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from fsdp_shard.errors import PlanError
+from fsdp_shard.inference import available_memory
+from fsdp_shard.inference.config import BATCH_MAJOR, LAYER_MAJOR, DispatchConfig
+from fsdp_shard.inference.offload.block_hooks import BlockStream
+from fsdp_shard.inference.offload.hidden_state_file import HiddenStateFile
+from fsdp_shard.inference.offload.layer_major import run_wave
+from fsdp_shard.utils import format_count, format_size
+
+T = TypeVar("T")
+
+_STREAM = "block_stream"  # an attribute of the model
+_MAX_PASSES, _MAX_COMPUTE_THREADS = 512, 4096
+_MEMORY_PART = 4  # of the CPU's budget, or of what is free: hidden states may have 1 / this
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the batches of an evaluation go through a model.
+
+    Attributes:
+        name: `batch_major` or `layer_major`.
+        num_batches: Number of batches.
+        num_blocks: Number of streamed blocks.
+        num_bytes: Bytes of their weights.
+        waves: The number of batches in each wave; empty for `batch_major`.
+        to_file: Whether the hidden states of waiting batches go to a file.
+    """
+
+    name: str
+    num_batches: int
+    num_blocks: int
+    num_bytes: int
+    waves: tuple[int, ...] = ()
+    to_file: bool = False
+
+    def describe(self) -> str:
+        """Say how often the weights are read, and where the hidden states are; empty if no block is streamed."""
+        if not self.num_blocks:
+            return ""
+        weights = f"{format_count(self.num_blocks, 'streamed block')} ({format_size(self.num_bytes)})"
+        batches = "1 batch" if self.num_batches == 1 else f"{self.num_batches:,} batches"
+        if not self.waves:
+            return f"schedule {self.name}: {weights} read for each of {batches}"
+        often = "once" if len(self.waves) == 1 else f"in each of {len(self.waves)} waves"
+        where = "in a temporary file of run_dir" if self.to_file else "in memory"
+        return f"schedule {self.name}: {weights} read {often} for {batches}, whose hidden states are {where}"
+
+    def run(self, model: PreTrainedModel, passes: Sequence[Callable[[], T]], directory: Path) -> Generator[T]:
+        """Run a pass for each batch.
+
+        Args:
+            model: The model that the schedule was made for.
+            passes: Runs the model once, and returns a result; under `layer_major` called in another thread.
+            directory: Directory for the file of hidden states.
+
+        Yields:
+            The results, in the order of `passes`, as soon as they are there.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        if not self.waves:
+            yield from (one() for one in passes)
+            return
+        stream = stream_of(model)
+        assert stream is not None
+        first = 0
+        with HiddenStateFile(directory) if self.to_file else nullcontext() as file:
+            for number, count in enumerate(self.waves, 1):
+                these = passes[first : first + count]
+                first += count
+                is_last = number == len(self.waves)
+                wave = run_wave(stream, these, embeddings=model.get_input_embeddings(), file=file, is_last=is_last)
+                with closing(wave):
+                    yield from wave
+
+
+def keep_stream(model: PreTrainedModel, stream: BlockStream) -> None:
+    """Note the streamed blocks of a model, for `stream_of`."""
+    model.__dict__[_STREAM] = stream
+
+
+def stream_of(model: PreTrainedModel) -> BlockStream | None:
+    """Return the streamed blocks of a model; None if it has none."""
+    stream: BlockStream | None = vars(model).get(_STREAM)
+    return stream if stream is not None and stream.num_blocks else None
+
+
+def plan_schedule(
+    model: PreTrainedModel, settings: DispatchConfig, shapes: Sequence[tuple[int, int]], memory: int | None = None
+) -> Schedule:
+    """Choose how batches go through a model: `settings.schedule`, or with `auto` what moves the fewest bytes.
+
+    Args:
+        model: A dispatched model.
+        settings: The settings that it was dispatched by.
+        shapes: Rows and tokens of each batch.
+        memory: Bytes for hidden states; by default a quarter of the CPU's budget or, without one, of what is free.
+
+    Raises:
+        PlanError: `layer_major` is asked for, and no block is streamed.
+    """
+    stream = stream_of(model)
+    if stream is None:
+        if settings.schedule == LAYER_MAJOR:
+            raise PlanError(
+                "dispatch.schedule=layer_major is for models with streamed blocks, and all blocks of this one stay in "
+                "memory; leave it out, or give less memory by dispatch.max_memory."
+            )
+        return Schedule(BATCH_MAJOR, len(shapes), 0, 0)
+    batch_major = Schedule(BATCH_MAJOR, len(shapes), stream.num_blocks, stream.num_bytes)
+    if settings.schedule == BATCH_MAJOR or not shapes:
+        return batch_major
+    hidden = [_hidden_bytes(model, *shape) for shape in shapes]
+    memory = _free_bytes(stream, settings) // _MEMORY_PART if memory is None else memory
+    most = max(min(_MAX_PASSES, _MAX_COMPUTE_THREADS // torch.get_num_threads()), 1)
+    in_memory = _waves(hidden, memory, most)
+    layer_major = replace(batch_major, name=LAYER_MAJOR, waves=in_memory)
+    choices = {layer_major: len(in_memory) * stream.num_bytes}
+    if len(in_memory) > 1 and stream.device.type == "cpu":
+        waves = _waves(hidden, sum(hidden), most)
+        moved = 2 * stream.num_blocks * sum(hidden)  # written before each block, and read in it
+        choices[replace(layer_major, waves=waves, to_file=True)] = len(waves) * stream.num_bytes + moved
+    if settings.schedule != LAYER_MAJOR:
+        choices = {batch_major: len(shapes) * stream.num_bytes} | choices
+    return min(choices, key=lambda schedule: choices[schedule])  # the first of equal ones
+
+
+def _waves(hidden: Sequence[int], memory: int, most: int) -> tuple[int, ...]:
+    """Divide batches into waves of at most `most`, whose hidden states take at most `memory` bytes, or of one."""
+    counts: list[int] = []
+    free = 0
+    for num_bytes in hidden:
+        if not counts or num_bytes > free or counts[-1] == most:
+            counts.append(0)
+            free = memory
+        counts[-1] += 1
+        free -= num_bytes
+    return tuple(counts)
+
+
+def _hidden_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
+    """Estimate what a batch holds while it waits: embeddings, the hidden state, and a mask."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return rows * tokens * model.dtype.itemsize * (2 * weight.shape[-1] + tokens)
+
+
+def _free_bytes(stream: BlockStream, settings: DispatchConfig) -> int:
+    """Bytes that the device of streamed blocks has: the CPU's budget, if one is given, or what is free."""
+    if stream.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(stream.device)[0])
+    free = available_memory.free_cpu_bytes()
+    return min(free, (settings.budgets or {}).get("cpu", free))
