@@ -226,17 +226,21 @@ def _state_bytes(model: PreTrainedModel, units: Sequence[sharding.Unit], run: Pl
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
     padding = getattr(torch, run.model.dtype)
     local_shapes = run.shard.local_shapes(shapes, units, run.num_shards)
-    owned_by_rank = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
+    owned_by_rank: Sequence[Sequence[str]] = [()] * run.num_shards
+    if run.optim.needs_full_params:
+        owned_by_rank = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
 
     def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
         return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
 
+    contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
     known: dict[tuple[object, ...], tuple[int, int, int]] = {}
     sizes = []
     for local, owned in zip(local_shapes, owned_by_rank, strict=True):
-        gradients = {name: shape for name, shape in local.items() if name in trained}
-        updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else gradients
-        if (key := (tuple(local.items()), tuple(updated))) not in known:
+        content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
+        if (key := (content, tuple(owned))) not in known:
+            gradients = {name: shape for name, shape in local.items() if name in trained}
+            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else gradients
             optimizer = optimizer_bytes(run.optim, updated, shapes, dtypes) if updated else 0
             known[key] = num_bytes(local), num_bytes(gradients), optimizer
         sizes.append(known[key])

@@ -101,8 +101,20 @@ def check_supported(model: nn.Module, settings: ShardConfig) -> None:
 
 
 def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
-    """The rows of each parameter for each shard: cut as `torch.chunk` does, so the last may hold less or nothing."""
-    return [{name: _rows(shape, num_shards, index) for name, shape in shapes.items()} for index in range(num_shards)]
+    """The rows of each parameter for each shard: cut as `torch.chunk` does, so the last may hold less or nothing.
+
+    Shards that hold the same share one dict: of a thousand ranks, there are a few kinds.
+    """
+    # A parameter has its whole number of rows in the first shards, then the rest in one, and none in the others.
+    ends = {0}
+    for size in {shape[0] for shape in shapes.values() if shape}:
+        num_full = size // -(-size // num_shards)
+        ends |= {num_full, num_full + 1}
+    local: list[dict[str, Shape]] = []
+    for index in range(num_shards):
+        same = index not in ends
+        local.append(local[-1] if same else {name: _rows(shape, num_shards, index) for name, shape in shapes.items()})
+    return local
 
 
 def _rows(shape: Shape, num_shards: int, index: int) -> Shape:
