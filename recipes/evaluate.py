@@ -6,7 +6,10 @@ import fsdp_shard as fs
 @fs.recipe(fs.EvaluateConfig, check=fs.check_evaluation)
 def main(config: fs.EvaluateConfig) -> None:
     """Evaluate the model in `checkpoint` by `task`, alone or against another one."""
-    fs.write_result(config.run_dir, fs.run_evaluation(config, config.run_dir, config.seed))
+    with fs.join_ranks(config.launch) as context:
+        figures = fs.run_evaluation(config, config.run_dir, config.seed, context)
+        if context is None or context.is_main:
+            fs.write_result(config.run_dir, figures)
 
 
 if __name__ == "__main__":

@@ -174,7 +174,9 @@ class ConvertConfig(RunConfig, ConvertSettings):
 
 @dataclass
 class EvaluateConfig(RunConfig, EvaluateSettings):
-    """Evaluate a checkpoint: perplexity on a text, tasks of lm-evaluation-harness, or speed.
+    """Evaluate a checkpoint: perplexity, tasks of lm-evaluation-harness, classes, generated answers, or speed.
+
+    Several ranks each load the model, and divide the batches.
 
     Example:
         >>> fs.EvaluateConfig(checkpoint="outputs/run@best").task
@@ -184,19 +186,20 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
     command: ClassVar[str] = "evaluate"
     headline: ClassVar[tuple[str, ...]] = (
         *("perplexity", "loss", "first_token_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"),
-        "seconds",
+        *("accuracy", "f1_macro", "exact_match", "f1", "rougeL", "wer", "seconds"),
     )
-    unused: ClassVar[tuple[str, ...]] = ("launch",)
+    ranks_are: ClassVar[Ranks] = "started"
+    unused: ClassVar[tuple[str, ...]] = ()
 
     run_dir: str = default_run_dir("evaluate")
 
     def check(self, prefix: str) -> None:
         """Raise ConfigError for a seed that draws nothing, besides what the settings themselves refuse."""
         super().check(prefix)
-        if self.perplexity.by != "documents" and self.task != "speed":
+        if self.perplexity.by != "documents" and self.task in ("perplexity", "lm_eval"):
             why = (
-                f"has no effect: it draws documents for intervals, with {prefix}perplexity.by=documents, and the "
-                f"prompts of {prefix}task=speed. Remove it."
+                f"has no effect: it draws documents for intervals, with {prefix}perplexity.by=documents, the rows of "
+                f"{prefix}task=classification and generation, and the prompts of {prefix}task=speed. Remove it."
             )
             refuse_changed(self, ["seed"], prefix, why)
 

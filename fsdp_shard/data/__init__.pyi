@@ -12,6 +12,7 @@ from .kinds.kind import (
     MASKED_LM as MASKED_LM,
     SEQ2SEQ as SEQ2SEQ,
 )
+from .labeled_texts import LabeledTexts as LabeledTexts, open_labeled_texts as open_labeled_texts
 from .pipeline import (
     Samples as Samples,
     open_samples as open_samples,
@@ -20,6 +21,7 @@ from .pipeline import (
     prepare_on_ranks as prepare_on_ranks,
     tokenize_all as tokenize_all,
 )
+from .questions import QuestionRow as QuestionRow, read_questions as read_questions
 from .samples.batch import (
     MASKED as MASKED,
     NO_WINDOW as NO_WINDOW,

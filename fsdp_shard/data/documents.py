@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import Examples
 from fsdp_shard.errors import DataError
 
-_NAMES = ("id", "name")  # columns that name a row, the first one that it has
+NAMES = ("id", "name")  # columns that name a row, the first one that it has
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,21 @@ class Documents:
     def rows(self) -> Iterator[DocumentRow]:
         """Read the rows again, in their order; raises DataError if there are others than when they were tokenized."""
         number, example = 0, 0
-        for number, row in enumerate(self.source.rows((*self.kind.columns, *_NAMES)), start=1):
+        for number, row in enumerate(self.source.rows((*self.kind.columns, *NAMES)), start=1):
             if number > len(self.counts):
                 break
             has_example = bool(self.counts[number - 1])
             text = self.kind.read(row) if has_example and isinstance(self.kind, WholeText) else None
-            yield DocumentRow(row.where, self._name_of(row), example if has_example else None, text)
+            yield DocumentRow(row.where, name_of(row, self.kind.columns), example if has_example else None, text)
             example += has_example
         if number != len(self.counts):
             raise DataError(f"{self.source.name} was changed while it was read; start again.")
 
-    def _name_of(self, row: Row) -> str | int | None:
-        values = (row.values.get(name) for name in _NAMES if name not in self.kind.columns)
-        return next((value for value in values if isinstance(value, (str, int))), None)
+
+def name_of(row: Row, columns: Sequence[str]) -> str | int | None:
+    """Return what the data calls a row, in a column `id` or `name` that is none of `columns`; None without one."""
+    values = (row.values.get(name) for name in NAMES if name not in columns)
+    return next((value for value in values if isinstance(value, (str, int))), None)
 
 
 def prepare_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:

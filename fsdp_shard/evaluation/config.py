@@ -6,22 +6,26 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from fsdp_shard.checkpoint import Location, SourceSettings, locate
-from fsdp_shard.data import CAUSAL, DataConfig, check_source, check_task
+from fsdp_shard.data import CAUSAL, CLASSIFICATION as SEQUENCE_CLASSIFICATION, DataConfig, check_source, check_task
 from fsdp_shard.errors import ConfigError
+from fsdp_shard.evaluation.scored_rows.config import ScoringConfig
 from fsdp_shard.inference import DispatchConfig
 from fsdp_shard.utils import REQUIRED, Parsed, changed_settings, refuse_changed, require_package, setting
 
 PERPLEXITY, LM_EVAL, SPEED = "perplexity", "lm_eval", "speed"
+CLASSIFICATION, GENERATION = "classification", "generation"
+TASKS = (PERPLEXITY, LM_EVAL, CLASSIFICATION, GENERATION, SPEED)
 WINDOWS, DOCUMENTS = "windows", "documents"
 
 # The tasks that have a setting or a section; with any other task it is an error.
 _TASKS_OF: dict[str, tuple[str, ...]] = {
-    "data": (PERPLEXITY,),
+    "data": (PERPLEXITY, CLASSIFICATION, GENERATION),
     "perplexity": (PERPLEXITY,),
     "against": (PERPLEXITY,),
     "stride": (PERPLEXITY,),
     "lm_eval": (LM_EVAL,),
-    "batch_size": (PERPLEXITY, LM_EVAL),
+    "scoring": (CLASSIFICATION, GENERATION),
+    "batch_size": (PERPLEXITY, LM_EVAL, CLASSIFICATION, GENERATION),
     "speed": (SPEED,),
 }
 _MAX_SIZE = 1 << 20  # of a batch and of a context
@@ -150,9 +154,10 @@ class EvaluateSettings(SourceSettings):
     task: str = setting(
         PERPLEXITY,
         "perplexity: how well the model predicts each token of data.path. lm_eval: how well it answers the questions "
-        "of lm_eval.tasks (needs the extra `eval`). speed: how fast it generates, by batch size and length of the "
-        "prompt, and the memory that this takes.",
-        choices=(PERPLEXITY, LM_EVAL, SPEED),
+        "of lm_eval.tasks (needs the extra `eval`). classification: how often a classifier finds the label of a text. "
+        "generation: how well answers to prompts agree with those of the data, by scoring.metrics. speed: how fast the "
+        "model generates, by batch size and length of the prompt, and the memory that this takes.",
+        choices=TASKS,
     )
     against: str | None = setting(
         None,
@@ -169,8 +174,9 @@ class EvaluateSettings(SourceSettings):
     data: DataConfig = field(default_factory=DataConfig)
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     lm_eval: LmEvalConfig = field(default_factory=LmEvalConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
-    batch_size: int = setting(8, "Windows, or questions, per batch.", minimum=1)
+    batch_size: int = setting(8, "Windows, questions, texts or prompts per batch.", minimum=1)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
 
     @cached_property
@@ -201,6 +207,8 @@ class EvaluateSettings(SourceSettings):
                 f"{prefix}task={LM_EVAL} needs the names of tasks: add {prefix}lm_eval.tasks=[hellaswag] or others "
                 f"(`lm_eval ls tasks` lists them)."
             )
+        elif self.task in (CLASSIFICATION, GENERATION):
+            self._check_rows(prefix)
 
     def _refuse_others(self, prefix: str) -> None:
         """Raise ConfigError for a setting that only other tasks have."""
@@ -238,6 +246,24 @@ class EvaluateSettings(SourceSettings):
                 f"{prefix}{rows} each window has rows of its own; add {by}, which scores each row alone."
             )
 
+    def _check_rows(self, prefix: str) -> None:
+        """Raise ConfigError for data that the task does not take, and settings without effect on it."""
+        data, why = self.data, f"has no effect with {prefix}task={self.task}; leave it out."
+        held_out = f"holds out rows in training; give the rows of {prefix}task={self.task} by {prefix}data.eval_path."
+        refuse_changed(data, ["eval_fraction"], f"{prefix}data.", held_out)
+        if self.task == CLASSIFICATION:
+            refuse_changed(self.scoring, ["metrics", "max_new_tokens"], f"{prefix}scoring.", why)
+            return
+        ScoringConfig.asked.of(self.scoring, f"{prefix}scoring.")
+        if data.kind == "text":
+            raise ConfigError(
+                f"{prefix}task={GENERATION} needs prompts with answers: set {prefix}data.kind=pairs, instruction or "
+                f"chat."
+            )
+        # Prompts are whole, and are tokenized as they are read.
+        names = ["sequence_length", "target_length", "packing", "workers", "cache_dir"]
+        refuse_changed(data, names, f"{prefix}data.", why)
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -249,14 +275,17 @@ class Figures:
 
 def check_inputs(settings: EvaluateSettings) -> None:
     """Raise DataError or ConfigError if the data cannot be read, or a package is missing; needs no torch."""
-    if settings.task == PERPLEXITY:
+    if settings.task in (PERPLEXITY, GENERATION):
+        settings.scoring.check_packages()
         check_text(settings.data)
+    elif settings.task == CLASSIFICATION:
+        check_text(settings.data, SEQUENCE_CLASSIFICATION)
     elif settings.task == LM_EVAL:
         require_package("lm_eval", "eval", "task=lm_eval", "set task=perplexity")
 
 
-def check_text(data: DataConfig) -> None:
-    """Raise DataError or ConfigError if the text to evaluate, as `open_perplexity` reads it, cannot be read."""
+def check_text(data: DataConfig, task: str = CAUSAL) -> None:
+    """Raise DataError or ConfigError if the data to evaluate a model of this `model.task` on cannot be read."""
     if data.mixture:
         raise ConfigError(
             "data.mixture is for training on several texts; evaluate each of them separately, with data.path."
@@ -267,5 +296,5 @@ def check_text(data: DataConfig) -> None:
         )
     if data.streaming:
         raise ConfigError("data.streaming=true is for training: an evaluation reads all of data.path. Remove it.")
-    check_task(CAUSAL, data)
-    check_source(data, held_out=data.eval_path is not None)
+    check_task(task, data)
+    check_source(data, held_out=data.eval_path is not None, task=task)

@@ -1,14 +1,17 @@
 """The stages of an evaluation: what can be checked before a model is loaded, and the evaluation itself."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import Location
-from fsdp_shard.evaluation.config import EvaluateSettings, check_inputs
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.evaluation.config import CLASSIFICATION, GENERATION, EvaluateSettings, check_inputs
 from fsdp_shard.evaluation.perplexity_task.perplexity import settle_windows
 from fsdp_shard.evaluation.registry import EVALUATIONS
+from fsdp_shard.evaluation.scored_rows.classification import check_classification
+from fsdp_shard.evaluation.scored_rows.generated_answers import check_answering
 from fsdp_shard.evaluation.speed import check_sizes
 from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
@@ -36,19 +39,24 @@ def check_evaluation(settings: EvaluateSettings) -> None:
     for source in settings.sources:
         check_checkpoint(source)
     settle_windows(settings)
+    check_classification(settings)
+    check_answering(settings)
     check_sizes(settings)
 
 
-def run_evaluation(settings: EvaluateSettings, run_dir: str, seed: int = 0) -> Mapping[str, Any]:
+def run_evaluation(
+    settings: EvaluateSettings, run_dir: str, seed: int = 0, context: DistributedContext | None = None
+) -> Mapping[str, Any]:
     """Evaluate the model in `checkpoint`, and then the one in `against`, and print the figures.
 
     Args:
         settings: The settings, as `check_evaluation` leaves them.
         run_dir: Directory for the losses of finished batches, documents.jsonl, samples and speed.svg.
         seed: Seed of the resamples of documents, and of the prompts whose speed is measured.
+        context: The ranks, which each have the whole model, and divide the batches; None for a single process.
 
     Returns:
-        The figures, for result.json.
+        The figures, for result.json; on rank 0, and none on others.
 
     Raises:
         FsdpShardError: The models do not suit the evaluation or each other, or a loss is not finite.
@@ -65,17 +73,22 @@ def run_evaluation(settings: EvaluateSettings, run_dir: str, seed: int = 0) -> M
     trust = settings.dispatch.trust_remote_code
     for source in settings.sources:
         config = load_config(source.directory, trust)
-        check_causal(config)
+        if settings.task not in (CLASSIFICATION, GENERATION):  # which have other models
+            check_causal(config)
         if settings.data.packing:
             check_packing(config)
     tokenizer = load_tokenizer(settings.source.tokenizer, trust)
-    evaluation = EVALUATIONS[settings.task](settings, run_dir, seed, tokenizer)
-    say(evaluation.describe())
+    is_main = context is None or context.is_main
+    log: Callable[[str], object] = say if is_main else lambda text: None
+    evaluation = EVALUATIONS[settings.task](settings, run_dir, seed, tokenizer, context)
+    log(evaluation.describe())
 
     def load(source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None) -> PreTrainedModel:
         its_config = load_config(source.directory, trust)
-        return dispatch_model(source, its_config, settings.dispatch, kv_cache, log=say, on_plan=on_plan)
+        return dispatch_model(
+            source, its_config, settings.dispatch, kv_cache, log=log, context=context, on_plan=on_plan
+        )
 
     figures = evaluation.measure(load)
-    say(figures.text)
+    log(figures.text)
     return figures.row

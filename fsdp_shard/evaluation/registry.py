@@ -5,9 +5,20 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_shard.evaluation.config import LM_EVAL, PERPLEXITY, SPEED, EvaluateSettings, Figures
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.evaluation.config import (
+    CLASSIFICATION,
+    GENERATION,
+    LM_EVAL,
+    PERPLEXITY,
+    SPEED,
+    EvaluateSettings,
+    Figures,
+)
 from fsdp_shard.evaluation.lm_eval import open_tasks
 from fsdp_shard.evaluation.perplexity_task.perplexity import open_perplexity
+from fsdp_shard.evaluation.scored_rows.classification import open_classification
+from fsdp_shard.evaluation.scored_rows.generated_answers import open_generation
 from fsdp_shard.evaluation.speed import LoadModel, open_speed
 
 
@@ -19,7 +30,7 @@ class Evaluation(Protocol):
         ...
 
     def measure(self, load: LoadModel) -> Figures:
-        """Evaluate the models, each loaded by `load`, with a progress bar.
+        """Evaluate the models, each loaded by `load`, with a progress bar; the figures are on rank 0.
 
         Raises:
             LossError, PlanError, RunError: There is no result.
@@ -27,9 +38,14 @@ class Evaluation(Protocol):
         ...
 
 
-# `task` -> the function that prepares it, from settings, run directory, seed and the model's tokenizer.
-EVALUATIONS: dict[str, Callable[[EvaluateSettings, str, int, PreTrainedTokenizerBase], Evaluation]] = {
+# Settings, run directory, seed, the model's tokenizer, and the ranks that divide the work.
+_Open = Callable[[EvaluateSettings, str, int, PreTrainedTokenizerBase, DistributedContext | None], Evaluation]
+
+# `task` -> the function that prepares it.
+EVALUATIONS: dict[str, _Open] = {
     PERPLEXITY: open_perplexity,
     LM_EVAL: open_tasks,
+    CLASSIFICATION: open_classification,
+    GENERATION: open_generation,
     SPEED: open_speed,
 }

@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.checkpoint import Location
+from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, ModelError, PlanError, RunError
 from fsdp_shard.evaluation.config import SPEED, EvaluateSettings, Figures, SpeedConfig
 from fsdp_shard.evaluation.provenance import provenance
@@ -167,7 +168,11 @@ class SpeedEvaluation:
 
 
 def open_speed(
-    settings: EvaluateSettings, run_dir: str, seed: int, tokenizer: PreTrainedTokenizerBase
+    settings: EvaluateSettings,
+    run_dir: str,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    context: DistributedContext | None = None,
 ) -> SpeedEvaluation:
     """Prepare the sizes.
 
@@ -176,10 +181,15 @@ def open_speed(
         run_dir: Directory for the plot.
         seed: Seed of the random prompts.
         tokenizer: The model's tokenizer, for its vocabulary.
+        context: None: several ranks would disturb each other.
 
     Raises:
-        ConfigError: The model's context has room for none of them.
+        ConfigError: The model's context has room for none of them, or there are several ranks.
     """
+    if context is not None:
+        raise ConfigError(
+            f"task=speed measures one process, and this run has {context.world_size} ranks; remove launch.ranks."
+        )
     config: PretrainedConfig = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
     sizes, left_out = sizes_within(settings.speed, context_of(config, settings.dispatch.trust_remote_code))
     return SpeedEvaluation(settings, Path(run_dir), seed, tokenizer, tuple(sizes), tuple(left_out))

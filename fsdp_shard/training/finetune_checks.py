@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fsdp_shard import checkpoint, data, models, sharding
 from fsdp_shard.distributed import is_restarted, uses_gpus, world_sizes
-from fsdp_shard.errors import ConfigError, ModelError
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.run_lock import check_free
 from fsdp_shard.training.config import FinetuneSettings, check_batch, check_held_out
@@ -18,7 +18,7 @@ from fsdp_shard.training.logging.trackers import check_trackers
 from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
 from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
-from fsdp_shard.training.model_origin import decoder_start, empty_model, model_source, pad_token
+from fsdp_shard.training.model_origin import check_classifier, decoder_start, empty_model, model_source
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.qlora import quantize_base
@@ -84,7 +84,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     models.check_model_task(model_config, task)
     checkpoint.check_loadable(source.model_index)
     if task == data.CLASSIFICATION:
-        _check_classifier(model_config)
+        check_classifier(model_config)
     if config.data.packing:
         models.check_packing(model_config, config.model.attention)
     if task == data.MASKED_LM:
@@ -112,19 +112,6 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     sharding.check_dtypes(model, shard)
     _check_float16(model)
     chunk_loss(model, config.model, shard)
-
-
-def _check_classifier(model: PretrainedConfig) -> None:
-    if (num_labels := len(model.id2label or {})) < 2:
-        raise ModelError(
-            f"The model has num_labels={num_labels} in its config.json, and with one class there is nothing to learn; "
-            f"set two or more."
-        )
-    if pad_token(model) is None:
-        raise ModelError(
-            "The model has no pad_token_id in its config.json, which a classifier needs to find the end of a text; add "
-            "one, such as its end-of-text token."
-        )
 
 
 def _check_adapted_experts(model: PreTrainedModel, shard: sharding.ShardConfig) -> None:

@@ -120,6 +120,20 @@ def decoder_start(model: PreTrainedModel) -> int:
     return start
 
 
+def check_classifier(model: PretrainedConfig) -> None:
+    """Raise ModelError if a classifier has fewer than two classes, or cannot find the end of a padded text."""
+    if (num_labels := len(model.id2label or {})) < 2:
+        raise ModelError(
+            f"The model has num_labels={num_labels} in its config.json, and with one class there is nothing to learn; "
+            f"set two or more."
+        )
+    if pad_token(model) is None:
+        raise ModelError(
+            "The model has no pad_token_id in its config.json, which a classifier needs to find the end of a text; add "
+            "one, such as its end-of-text token."
+        )
+
+
 def pad_token(model: PretrainedConfig) -> int | None:
     """Return the padding token of the model, if it has one."""
     found: int | None = getattr(model.get_text_config(), "pad_token_id", None)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fsdp_shard.data.kinds import chat_spans
+from fsdp_shard.data.kinds import chat_spans, kind
 from fsdp_shard.data.kinds.conversation import COLUMNS, Conversation, check_role_names, check_roles, read_conversation
-from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, RowSettings, Tokenizer
+from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, Question, RowSettings, Tokenizer
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.models import tokenizer_files
@@ -79,6 +79,21 @@ class ChatKind(Kind):
             [Example(list(ids), chat_spans.inside(offsets, spans))] if spans else []
             for ids, offsets, (_, spans) in zip(encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True)
         ]
+
+    def questions(self, read: list[Conversation], tokenizer: Tokenizer) -> list[Question | None]:
+        check_roles(read)
+        return [self._question(one, tokenizer) for one in read]
+
+    def _question(self, conversation: Conversation, tokenizer: Tokenizer) -> Question | None:
+        """Return what comes before the last turn of the assistant, and the text of that turn."""
+        messages = conversation.messages
+        last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
+        answer = messages[last].get("content")
+        if last == 0 or not isinstance(answer, str) or not answer.strip():
+            return None
+        before = conversation._replace(messages=messages[:last])
+        prompt = chat_spans.Renderer(tokenizer, before, ()).render_prompt()
+        return Question(prompt, kind.token_ids([prompt], tokenizer, add_special_tokens=False)[0], answer)
 
     def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
         message = {"role": "user", "content": text}

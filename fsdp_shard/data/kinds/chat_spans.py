@@ -81,8 +81,24 @@ class Renderer:
                 raise
             except Exception as error:  # a template is a program
                 rejected = rejected or error
-        reason = first_line(rejected) if rejected else "it does not write the arguments of tool calls as JSON"
-        raise DataError(f"{self._where}: {self._template} rejects the conversation: {reason}") from rejected
+        raise self._rejection(rejected) from rejected
+
+    def render_prompt(self) -> str:
+        """Return the text up to where the assistant's next turn begins; raises DataError if the template refuses it."""
+        rejected: Exception | None = None
+        for form in _FORMS:
+            messages, probe = (_form(self._messages, *form, value) for value in (None, _PROBE))
+            try:
+                text, _ = self._render(messages, prompt=True)
+                if probe == messages or str(_PROBE) not in self._render(probe, prompt=True)[0]:
+                    return text
+            except Exception as error:  # a template is a program
+                rejected = rejected or error
+        raise self._rejection(rejected) from rejected
+
+    def _rejection(self, error: Exception | None) -> DataError:
+        reason = first_line(error) if error else "it does not write the arguments of tool calls as JSON"
+        return DataError(f"{self._where}: {self._template} rejects the conversation: {reason}")
 
     def _render(self, messages: list[Message], *, prompt: bool = False) -> tuple[str, list[Span]]:
         """Return the text and the spans that the template marks; with `prompt`, up to where the assistant begins."""

@@ -31,6 +31,14 @@ class Example(NamedTuple):
     label: str | int | None = None
 
 
+class Question(NamedTuple):
+    """A prompt: its text, its token ids as a trained model expects them, and the answer of the data."""
+
+    prompt: str
+    ids: list[int]
+    reference: str
+
+
 @dataclass(frozen=True)
 class Kind(ABC):
     """How rows become examples. Plain data, so that it can be sent to other processes.
@@ -64,6 +72,14 @@ class Kind(ABC):
     @abstractmethod
     def examples(self, read: list[Any], tokenizer: Tokenizer) -> list[list[Example]]:
         """Return the examples of each row that has been read."""
+
+    def questions(self, read: list[Any], tokenizer: Tokenizer) -> list[Question | None]:
+        """Return the question of each row that has been read, None for one without a prompt or an answer.
+
+        Raises:
+            DataError: The tokenizer's chat template refuses a conversation.
+        """
+        return [None] * len(read)  # running text asks nothing
 
     def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
         """Return the tokens of a prompt as a trained model expects it, such as an instruction without its response.

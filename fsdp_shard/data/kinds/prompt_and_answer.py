@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_shard.data.kinds import kind
-from fsdp_shard.data.kinds.kind import Example, Kind, Tokenizer
+from fsdp_shard.data.kinds.kind import Example, Kind, Question, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,27 @@ class PromptKind(Kind):
 
     def examples(self, read: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[list[Example]]:
         prompts, answers = map(list, zip(*read, strict=True))
+        sources = self._sources(prompts, tokenizer)
         if self.seq2seq:
-            sources = kind.token_ids(prompts, tokenizer)
             targets = tokenizer(text_target=answers, verbose=False)["input_ids"]
         else:
-            begin, end = kind.beginning(tokenizer), self.end(tokenizer)
-            sources = [[*begin, *ids] for ids in kind.plain_ids(prompts, tokenizer)]
+            end = self.end(tokenizer)
             targets = [[*ids, end] for ids in kind.plain_ids(answers, tokenizer)]
         return [
             [Example([*source, *target], [False] * len(source) + [True] * len(target))]
             for source, target in zip(sources, targets, strict=True)
         ]
+
+    def questions(self, read: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[Question | None]:
+        prompts = [prompt for prompt, _ in read]
+        sources = self._sources(prompts, tokenizer) if read else []
+        return [Question(prompt, ids, answer) for (prompt, answer), ids in zip(read, sources, strict=True)]
+
+    def _sources(self, prompts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+        if self.seq2seq:
+            return kind.token_ids(prompts, tokenizer)
+        begin = kind.beginning(tokenizer)
+        return [[*begin, *ids] for ids in kind.plain_ids(prompts, tokenizer)]
 
 
 def fill(template: str, **values: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from fsdp_shard.evaluation.model_card.card_subject import CardSubject, without_directories
 from fsdp_shard.evaluation.report.report_data import Table, digest, number, text
 from fsdp_shard.evaluation.report.run_files import Run, as_number
+from fsdp_shard.evaluation.scored_rows.config import MEASURES
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _figures(run: Run) -> Iterator[Figure]:
     kind, data_digest = data.get("kind"), data.get("digest")
     intervals = _map(run.result.get("confidence_interval"))
     used = {key: settings.get(key) for key in ("by", "sequence_length", "stride") if settings.get(key) is not None}
-    for measure in ("perplexity", "loss", "bits_per_byte"):
+    for measure in ("perplexity", "loss", "bits_per_byte", *MEASURES):
         value = as_number(run.result.get(measure))
         if value is not None:
             yield Figure(

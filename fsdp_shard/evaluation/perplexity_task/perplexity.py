@@ -7,21 +7,23 @@ the run directory, from which an evaluation that was killed goes on to the same 
 
 import gc
 import math
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_shard.checkpoint import Location
+from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.config import DOCUMENTS, PERPLEXITY, EvaluateSettings, Figures
 from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, DocumentFigures
-from fsdp_shard.evaluation.perplexity_task.loss_log import LossLog
+from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
 from fsdp_shard.evaluation.perplexity_task.scored_text import (
     ScoredText,
     TextSize,
@@ -31,7 +33,7 @@ from fsdp_shard.evaluation.perplexity_task.scored_text import (
 )
 from fsdp_shard.evaluation.perplexity_task.significance import Difference, Floats
 from fsdp_shard.evaluation.perplexity_task.tokenizer_match import check_same_tokens
-from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses
+from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses, batches_of_all
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.weights_digest import describe_weights
 from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
@@ -40,6 +42,7 @@ from fsdp_shard.utils import RESULT, format_count, report_progress, say
 
 Load = Callable[[Location], PreTrainedModel]
 
+_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # the death of a rank is noticed at once, and a hang by the launcher
 DOCUMENTS_FILE, LOSSES_FILE, OTHER_LOSSES_FILE = "documents.jsonl", "losses.jsonl", "losses_against.jsonl"
 
 
@@ -95,9 +98,27 @@ class Perplexity:
         }
 
 
+class _Scored(NamedTuple):
+    """The loss of each window [num_windows], the figures, and which weights they are of."""
+
+    losses: Floats
+    figures: Perplexity
+    weights: dict[str, Any]
+
+
+class _Opened(NamedTuple):
+    """The losses that there are of a model, and which weights it has."""
+
+    log: LossLog
+    weights: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class PerplexityEvaluation:
-    """The perplexity of the models that `settings` name on `text`; `lengths` says how long windows and contexts are."""
+    """The perplexity of the models that `settings` name on `text`.
+
+    `lengths` says how long windows and contexts are; `ranks` divide the batches.
+    """
 
     settings: EvaluateSettings
     run_dir: Path
@@ -105,6 +126,7 @@ class PerplexityEvaluation:
     tokenizer: PreTrainedTokenizerBase
     text: ScoredText
     lengths: tuple[str, ...]
+    ranks: Communicator
 
     def describe(self) -> str:
         """The length of windows and the context, the number of tokens, and what is left out or not scored."""
@@ -125,31 +147,38 @@ class PerplexityEvaluation:
         Args:
             load: Loads a model; not called for one whose losses are all there.
 
+        Returns:
+            The figures, on rank 0.
+
         Raises:
             LossError: A loss is not finite, or too large for a perplexity.
             ConfigError: Another process works in the run directory.
         """
-        settings = self.settings
-        losses, own = self._evaluate(load, self.provenance["weights"], settings.source, LOSSES_FILE)
+        settings, other_source = self.settings, self.settings.other_source
+        scored = self._score(load, settings.source, LOSSES_FILE)
+        other = None if other_source is None else self._score(load, other_source, OTHER_LOSSES_FILE)
+        if scored is None:
+            return Figures("", {})
+        own = scored.figures
         lines = [
             f"perplexity {own.perplexity:.4f} (loss {own.loss:.4f}) over {format_count(own.num_tokens, 'token')}",
         ]
         row = own.row | self._layout
         documents = None
         if self.text.documents is not None:
-            documents = DocumentFigures(self.text, losses, settings.perplexity.num_resamples, self.seed)
+            documents = DocumentFigures(self.text, scored.losses, settings.perplexity.num_resamples, self.seed)
             lines += documents.lines(own.bits_per_byte)
             row |= documents.row
         else:
             row |= {"num_documents": None, "confidence_interval": None}
             row["confidence_interval_note"] = "windows are not of single documents; set perplexity.by=documents"
-        other_losses = None
-        if settings.other_source is not None:
-            compared, other_losses, line = self._compared(load, own, settings.other_source, documents)
-            lines.append(line)
-            row["against"] = compared
+        if other_source is not None and other is not None:
+            loss = own.loss - other.figures.loss
+            found = Difference(loss, None, None) if documents is None else documents.against(other.losses)
+            lines.append(found.sentence(other_source.path, own.loss, other.figures.loss))
+            row["against"] = other.figures.row | {"difference": found.row, "weights": other.weights}
         if documents is not None:
-            documents.write(self.run_dir / DOCUMENTS_FILE, other_losses)
+            documents.write(self.run_dir / DOCUMENTS_FILE, None if other is None else other.losses)
         return Figures("\n".join(lines), row | {"provenance": self.provenance})
 
     @cached_property
@@ -179,47 +208,59 @@ class PerplexityEvaluation:
             "notes": list(self.text.notes),
         }
 
-    def _compared(
-        self, load: Load, own: Perplexity, source: Location, documents: DocumentFigures | None
-    ) -> tuple[dict[str, Any], Floats, str]:
-        """Evaluate the other model; return its figures with the difference, its losses, and a sentence."""
-        weights = describe_weights(source)
-        losses, other = self._evaluate(load, weights, source, OTHER_LOSSES_FILE)
-        found = Difference(own.loss - other.loss, None, None) if documents is None else documents.against(losses)
-        row = other.row | {"difference": found.row, "weights": weights}
-        return row, losses, found.sentence(source.path, own.loss, other.loss)
-
-    def _evaluate(self, load: Load, weights: dict[str, Any], source: Location, name: str) -> tuple[Floats, Perplexity]:
-        """Return the loss of each window [num_windows], computed or from the file, and the figures of the model."""
+    def _score(self, load: Load, source: Location, name: str) -> _Scored | None:
+        """Score all windows, of which the file may have some; a collective. The result is on rank 0."""
         batches = self.text.batches(self.settings.batch_size)
-        found = np.zeros(len(self.text.windows))
-        with LossLog(self.run_dir / name, self._inputs(weights), batches) as log:
-            self._say_state(log, len(batches), source)
-            done, left = log.finished, batches[len(log.finished) :]
+        opened = run_on_all(self.ranks, lambda: self._open(source, name, batches) if self.ranks.is_main else None)
+        with nullcontext() if opened is None else opened.log:
+            done = [] if opened is None else opened.log.finished
+            left = batches[self.ranks.broadcast_object(len(done)) :]
             if left:
-                model = load(source)
-                schedule = self._schedule(model, left)
+                model = run_on_all(self.ranks, lambda: load(source))
+                mine = left[self.ranks.rank :: self.ranks.world_size]
+                schedule = self._schedule(model, mine)
                 with (
-                    report_progress(len(self.text.windows), "evaluate", "windows") as count,
-                    closing(batch_losses(model, self.text, left, schedule, self.run_dir)) as computed,
+                    closing(batch_losses(model, self.text, mine, schedule, self.run_dir)) as computed,
+                    closing(batches_of_all(computed, len(left), self.ranks)) as of_all,
                 ):
-                    count(sum(len(batch.windows) for batch in done))
-                    for batch in computed:
-                        done.append(batch)
-                        log.append(batch)
-                        count(len(batch.windows))
+                    if opened is None:
+                        deque(of_all, maxlen=0)  # which rank 0 has
+                    else:
+                        done += self._log(of_all, opened.log)
                 del model, computed
                 gc.collect()  # a second model needs the memory, and blocks on disk hold theirs by cycles
+        if opened is None:
+            return None
+        losses = np.zeros(len(self.text.windows))
         for batch in done:
-            found[batch.windows] = batch.losses
+            losses[batch.windows] = batch.losses
         seconds = math.fsum(batch.seconds for batch in done)
-        schedules = sorted({batch.schedule for batch in done})
-        return found, self._figures(found, seconds, ", ".join(schedules))
+        schedules = ", ".join(sorted({batch.schedule for batch in done}))
+        return _Scored(losses, self._figures(losses, seconds, schedules), opened.weights)
+
+    def _open(self, source: Location, name: str, batches: list[list[int]]) -> _Opened:
+        """Open the file with the losses of a model, after a look at its weights."""
+        is_own = source is self.settings.source
+        weights = self.provenance["weights"] if is_own else describe_weights(source)
+        log = LossLog(self.run_dir / name, self._inputs(weights), batches)
+        self._say_state(log, len(batches), source)
+        return _Opened(log, weights)
+
+    def _log(self, batches: Iterable[BatchLosses], log: LossLog) -> list[BatchLosses]:
+        """Write each batch into the file as soon as it is there; return all."""
+        logged = []
+        with report_progress(len(self.text.windows), "evaluate", "windows") as count:
+            count(sum(len(batch.windows) for batch in log.finished))
+            for batch in batches:
+                logged.append(batch)
+                log.append(batch)
+                count(len(batch.windows))
+        return logged
 
     def _schedule(self, model: PreTrainedModel, batches: list[list[int]]) -> Schedule:
         length = self.text.windows.sequence_length
         schedule = plan_schedule(model, self.settings.dispatch, [(len(windows), length) for windows in batches])
-        if text := schedule.describe():
+        if self.ranks.is_main and (text := schedule.describe()):
             say(text)
         return schedule
 
@@ -259,15 +300,20 @@ def _digests(weights: dict[str, Any]) -> list[str]:
 
 
 def open_perplexity(
-    settings: EvaluateSettings, run_dir: str, seed: int, tokenizer: PreTrainedTokenizerBase
+    settings: EvaluateSettings,
+    run_dir: str,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    context: DistributedContext | None = None,
 ) -> PerplexityEvaluation:
-    """Prepare what is scored.
+    """Prepare what is scored; with ranks, a collective.
 
     Args:
         settings: The models, the data, and how it is divided.
         run_dir: Directory for the losses of batches, and for documents.jsonl.
         seed: Seed of the resamples.
         tokenizer: The tokenizer of the model in `checkpoint`.
+        context: The ranks, which each have the whole model, and divide the batches; None for a single process.
 
     Raises:
         ConfigError: The windows are longer than a model has positions, or the models have different tokenizers.
@@ -277,11 +323,15 @@ def open_perplexity(
     contexts = [context_of(load_config(source.directory, trust), trust) for source in settings.sources]
     lengths = dict.fromkeys(context.describe(settings.data.window_length) for context in contexts)
     opened = open_documents if settings.perplexity.by == DOCUMENTS else open_windows
-    text = opened(settings.data, settings.stride, tokenizer)
+    # Digests of large weights, and waves of large models, take longer than other collectives may.
+    ranks = OnlyRank(rank=0, world_size=1) if context is None else context.with_new_group(_TIMEOUT_SECONDS)
+    # Rank 0 tokenizes, and others find the tokens in the cache.
+    first = run_on_all(ranks, lambda: opened(settings.data, settings.stride, tokenizer) if ranks.is_main else None)
+    text = run_on_all(ranks, lambda: first or opened(settings.data, settings.stride, tokenizer))
     if settings.other_source is not None:
         other = load_tokenizer(settings.other_source.tokenizer, trust)
         check_same_tokens(text.windows, tokenizer, other, settings.source, settings.other_source)
-    return PerplexityEvaluation(settings, Path(run_dir), seed, tokenizer, text, tuple(lengths))
+    return PerplexityEvaluation(settings, Path(run_dir), seed, tokenizer, text, tuple(lengths), ranks)
 
 
 def settle_windows(settings: EvaluateSettings) -> None:

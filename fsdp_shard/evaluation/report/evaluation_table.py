@@ -9,6 +9,7 @@ from typing import Any
 from fsdp_shard.evaluation.report.report_data import Cell, Table, digest, number, size, text
 from fsdp_shard.evaluation.report.run_files import Run, as_number
 from fsdp_shard.evaluation.report.same_weights import WeightDigests, digests_in
+from fsdp_shard.evaluation.scored_rows.config import MEASURES
 
 _NOTE = (
     "An evaluation is of a step of a run if both have the same digest of their weights, wherever they lie; otherwise "
@@ -20,6 +21,9 @@ _OF_SIZES = (
     *("per text", "peak memory"),
 )
 _SIZES = "Medians; tokens per second of all texts of a batch, and of each. Compare figures of the same machine only."
+# Figures that only some tasks have: classification and generation; and those of tasks other than perplexity.
+_SCORED = {"accuracy", "num_prompts"}
+_OTHERS = _SCORED | {"results", "speed"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class _Score:
 
 
 def evaluation_tables(evaluated: Sequence[Run], trained: Sequence[Run], digests: WeightDigests) -> list[Table]:
-    """The figures of evaluations: perplexities, the tasks of lm-evaluation-harness, and speeds.
+    """The figures of evaluations: perplexities, tasks (lm-evaluation-harness, classes, answers), and speeds.
 
     Args:
         evaluated: Runs of `evaluate`.
@@ -42,12 +46,12 @@ def evaluation_tables(evaluated: Sequence[Run], trained: Sequence[Run], digests:
         digests: Finds those.
     """
     scores = [score for run in evaluated for score in _scores(run, trained, digests)]
-    tasks = [row for score in scores for row in _tasks(score)]
+    tasks = [row for score in scores for row in (*_tasks(score), *_scored_rows(score))]
     sizes = [row for score in scores for row in _sizes(score)]
-    texts = [_perplexity(score) for score in scores if not {"results", "speed"} & set(score.figures)]
+    texts = [_perplexity(score) for score in scores if not _OTHERS & set(score.figures)]
     columns = ("evaluation", "weights", "loss", "perplexity", "95% interval", "bits per byte", "tokens", "data")
     found = [Table("evaluations", "Evaluations", (*columns, "digest"), texts, _NOTE)] if texts else []
-    of_tasks = ("evaluation", "weights", "task", "measure", "value", "standard error", "digest")
+    of_tasks = ("evaluation", "weights", "task", "measure", "value", "error or 95% interval", "digest")
     found += [Table("tasks", "Tasks", of_tasks, tasks, _NOTE)] if tasks else []
     return [*found, *([Table("generation-speed", "Speed of generation", _OF_SIZES, sizes, _SIZES)] if sizes else [])]
 
@@ -96,6 +100,19 @@ def _tasks(score: _Score) -> Iterator[list[Cell]]:
             error = as_number(measures.get(f"{measure}_stderr,{filtered}"))
             label = measure if filtered in ("", "none") else f"{measure} ({filtered})"
             cells = [text(task), text(label), number(as_number(value)), number(error)]
+            yield [text(score.run.name), score.weights, *cells, score.weights_digest]
+
+
+def _scored_rows(score: _Score) -> Iterator[list[Cell]]:
+    """A row for each measure of `task=classification` or `task=generation`; the data stands for the task."""
+    settings = _map(_map(score.figures.get("provenance")).get("settings"))
+    intervals = _map(score.figures.get("confidence_interval"))
+    if not _SCORED & set(score.figures):
+        return
+    task = text(f"{_text(settings.get('task'))}: {_text(score.data.get('path'))}")
+    for name in MEASURES:
+        if (value := as_number(score.figures.get(name))) is not None:
+            cells = [task, text(name), number(value), _interval(intervals.get(name))]
             yield [text(score.run.name), score.weights, *cells, score.weights_digest]
 
 

@@ -22,8 +22,8 @@ from fsdp_shard.utils import format_count, format_size, peak_resident_bytes, rep
 _write = partial(print, end="", flush=True)
 
 
-def join_ranks(launch: LaunchConfig, tensor_parallel: int) -> AbstractContextManager[DistributedContext | None]:
-    """The ranks that divide the prompts, and each layer if `tensor_parallel` > 1; None for a single process.
+def join_ranks(launch: LaunchConfig, tensor_parallel: int = 1) -> AbstractContextManager[DistributedContext | None]:
+    """The ranks that divide the prompts or batches, and each layer if `tensor_parallel` > 1; None for a single process.
 
     Example:
         >>> with fs.join_ranks(config.launch, config.tensor_parallel) as context:  # doctest: +SKIP

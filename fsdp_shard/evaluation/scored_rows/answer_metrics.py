@@ -1,0 +1,130 @@
+"""Metrics of generated answers against references: exact match and F1 as SQuAD's script has them, ROUGE, and WER."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdp_shard.evaluation.perplexity_task.significance import Floats
+from fsdp_shard.evaluation.scored_rows.config import EXACT_MATCH, F1, ROUGE, WER
+from fsdp_shard.utils import format_count
+
+_ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The scores of all answers by one measure.
+
+    Attributes:
+        name: The measure, as in result.json.
+        values: Of each answer [num_answers]; the figure is sum(values) / sum(sizes).
+        sizes: What each counts for [num_answers]: 1, or for the word error rate the words of the reference.
+    """
+
+    name: str
+    values: Floats
+    sizes: Floats
+
+    @property
+    def figure(self) -> float:
+        """The figure over all answers."""
+        return float(self.values.sum() / self.sizes.sum())
+
+    def of(self, index: int) -> float:
+        """The score of one answer."""
+        return float(self.values[index] / self.sizes[index])
+
+
+def score_answers(
+    names: Sequence[str], answers: Sequence[str], references: Sequence[str]
+) -> tuple[list[Metric], list[str]]:
+    """Score answers.
+
+    Args:
+        names: The metrics, as in `scoring.metrics`.
+        answers: The answers.
+        references: The answer of the data to each, with at least one character that is not white space.
+
+    Returns:
+        The scores by each measure, of which ROUGE has three, and notes for people.
+    """
+    found, notes = list[Metric](), list[str]()
+    for name in names:
+        metrics, note = _SCORERS[name](answers, references)
+        found += metrics
+        notes += note
+    return found, notes
+
+
+def normalized(text: str) -> str:
+    """The text in lower case, without punctuation (ASCII), English articles and superfluous white space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, reference: str) -> float:
+    """1 if both texts are equal once normalized, else 0."""
+    return float(normalized(answer) == normalized(reference))
+
+
+def word_f1(answer: str, reference: str) -> float:
+    """The F1 of the words that both normalized texts have, each as often as it occurs in both."""
+    said, wanted = normalized(answer).split(), normalized(reference).split()
+    if not said or not wanted:  # such as the reference "The"
+        return float(said == wanted)
+    return 2 * (Counter(said) & Counter(wanted)).total() / (len(said) + len(wanted))
+
+
+_Scored = tuple[list[Metric], list[str]]
+
+
+def _mean(name: str, values: Sequence[float]) -> Metric:
+    return Metric(name, np.array(values, np.float64), np.ones(len(values)))
+
+
+def _exact_matches(answers: Sequence[str], references: Sequence[str]) -> _Scored:
+    return [_mean(EXACT_MATCH, [exact_match(*pair) for pair in zip(answers, references, strict=True)])], []
+
+
+def _word_f1s(answers: Sequence[str], references: Sequence[str]) -> _Scored:
+    return [_mean(F1, [word_f1(*pair) for pair in zip(answers, references, strict=True)])], []
+
+
+def _rouge(answers: Sequence[str], references: Sequence[str]) -> _Scored:
+    """F-measures without stemming. The package knows words of a-z and 0-9 only."""
+    from rouge_score.rouge_scorer import RougeScorer
+    from rouge_score.tokenizers import DefaultTokenizer
+
+    tokenizer = DefaultTokenizer(use_stemmer=False)
+    scorer: Any = RougeScorer(list(_ROUGE_TYPES), tokenizer=tokenizer)
+    scores = [scorer.score(reference, answer) for answer, reference in zip(answers, references, strict=True)]
+    unknown = sum(not tokenizer.tokenize(reference) for reference in references)
+    note = (
+        f"ROUGE knows words of the letters a-z and of digits only: {format_count(unknown, 'reference')} without any, "
+        f"which count as 0"
+    )
+    return [_mean(name, [each[name].fmeasure for each in scores]) for name in _ROUGE_TYPES], [note] if unknown else []
+
+
+def _word_error_rate(answers: Sequence[str], references: Sequence[str]) -> _Scored:
+    """All errors divided by all words of the references, as the rate is defined for a corpus."""
+    import jiwer
+
+    counts = [jiwer.process_words(reference, answer) for answer, reference in zip(answers, references, strict=True)]
+    errors = [one.substitutions + one.deletions + one.insertions for one in counts]
+    words = [one.hits + one.substitutions + one.deletions for one in counts]
+    return [Metric(WER, np.array(errors, np.float64), np.array(words, np.float64))], []
+
+
+_SCORERS: Mapping[str, Callable[[Sequence[str], Sequence[str]], _Scored]] = {
+    EXACT_MATCH: _exact_matches,
+    F1: _word_f1s,
+    ROUGE: _rouge,
+    WER: _word_error_rate,
+}

@@ -1,0 +1,246 @@
+"""`task=classification`: how often a sequence classifier finds the class of a text, on rows as training reads them."""
+
+import time
+from collections import ChainMap, Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from fsdp_shard.data import CLASSIFICATION as SEQUENCE_CLASSIFICATION, Ints, LabeledTexts, open_labeled_texts
+from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
+from fsdp_shard.errors import LossError, ModelError
+from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figures
+from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.scored_rows.class_figures import ClassFigures
+from fsdp_shard.evaluation.scored_rows.row_scores import (
+    WAIT_SECONDS,
+    Intervals,
+    data_row,
+    described,
+    interval_text,
+    left_out_lines,
+    remove_earlier,
+    write_predictions,
+)
+from fsdp_shard.evaluation.speed import LoadModel
+from fsdp_shard.models import (
+    ModelConfig,
+    check_model_task,
+    check_vocabulary,
+    config_file,
+    context_of,
+    load_config,
+    running,
+    settle_length,
+)
+from fsdp_shard.training import check_classifier, data_task
+from fsdp_shard.utils import format_count, report_progress
+
+
+class _Prediction(NamedTuple):
+    """What the model says of a text: the most likely class, its probability, and the loss of the text's own class."""
+
+    number: int
+    probability: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Classification:
+    """The classes that the model in `settings.checkpoint` finds for `texts`; `names` are those of its classes.
+
+    `length` says how long texts and the context are; `ranks` divide the batches.
+    """
+
+    settings: EvaluateSettings
+    run_dir: Path
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    texts: LabeledTexts
+    names: tuple[str, ...]
+    length: str
+    ranks: Communicator
+
+    def describe(self) -> str:
+        """The length of texts and the context, the number of texts, and which rows are left out."""
+        left_out = [(row.where, row.left_out) for row in self.texts.rows() if row.left_out]
+        texts = f"{format_count(len(self.texts.samples), 'text')}, {len(self.names)} classes"
+        if num_truncated := int(self._is_truncated.sum()):
+            texts += f", {num_truncated:,} cut to {format_count(self.texts.samples.sequence_length, 'token')}"
+        return "\n".join([self.length, *left_out_lines(left_out), texts])
+
+    def measure(self, load: LoadModel) -> Figures:
+        """Run all texts, longest first.
+
+        Args:
+            load: Loads the model.
+
+        Returns:
+            The figures, on rank 0.
+
+        Raises:
+            LossError: A logit is not finite.
+            ModelError: The model does not have all tokens, or cannot be run.
+        """
+        ranks = self.ranks.with_new_group(WAIT_SECONDS)
+        if ranks.is_main:
+            remove_earlier(self.run_dir)
+        model, start = load(self.settings.source), time.perf_counter()
+        own = run_on_all(ranks, lambda: self._predict(model))
+        found: Mapping[int, _Prediction] = ChainMap(*ranks.gather_object(own))
+        if not ranks.is_main:
+            return Figures("", {})
+        seconds = time.perf_counter() - start
+        ordered = [found[number] for number in range(len(self.texts.samples))]
+        figures = ClassFigures(
+            self.names,
+            self.texts.labels,
+            np.array([one.number for one in ordered]),
+            np.array([one.loss for one in ordered]),
+        )
+        rows, left_out = self._rows(ordered)
+        written = write_predictions(self.run_dir, rows)
+        intervals = Intervals(self.settings.scoring.num_resamples, self.seed)
+        interval = intervals.of(figures.correct)
+        row = figures.row
+        lines = [
+            f"accuracy {row['accuracy']:.4f} (95 % interval: {interval_text(interval)}) of "
+            f"{format_count(len(ordered), 'text')}",
+            f"macro F1 {row['f1_macro']:.4f}, weighted F1 {row['f1_weighted']:.4f}, "
+            f"cross-entropy {row['cross_entropy']:.4f}",
+            *figures.lines(),
+            written,
+        ]
+        row |= {"num_truncated": int(self._is_truncated.sum()), "left_out": left_out}
+        row |= intervals.row({"accuracy": interval})
+        return Figures("\n".join(lines), row | {"seconds": seconds, "provenance": self._provenance()})
+
+    @property
+    def _is_truncated(self) -> Ints:
+        return np.asarray(self.texts.lengths > self.texts.samples.sequence_length)
+
+    def _predict(self, model: PreTrainedModel) -> dict[int, _Prediction]:
+        """Run the batches of this rank; the longest texts come first, and those of a batch have similar lengths."""
+        order, size = np.argsort(-self.texts.lengths, kind="stable"), self.settings.batch_size
+        batches = [order[first : first + size] for first in range(0, len(order), size)]
+        own, found = batches[self.ranks.rank :: self.ranks.world_size], dict[int, _Prediction]()
+        with report_progress(sum(map(len, own)), "evaluate", "texts") as count:
+            for numbers in own:
+                found |= self._predict_batch(model, numbers)
+                count(len(numbers))
+        return found
+
+    def _predict_batch(self, model: PreTrainedModel, numbers: Ints) -> dict[int, _Prediction]:
+        batch = self.texts.samples.batch(numbers)
+        check_vocabulary(batch.input_ids, model.config)
+        inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
+        with torch.inference_mode(), running(model):
+            logits = model(**inputs).logits.to("cpu", torch.float64)  # [num_texts, num_classes]
+        if not bool(logits.isfinite().all()):
+            wrong = {int(numbers[row]) for row in (~logits.isfinite().all(-1)).nonzero()[:, 0]}
+            wheres = [row.where for row in self.texts.rows() if row.sample in wrong]
+            raise LossError(
+                f"The logits of {format_count(len(wheres), 'text')} are not finite, the first at {wheres[0]}: weights "
+                f"or activations are not finite. Verify the checkpoint, or load it with dispatch.dtype=float32."
+            )
+        likely = logits.log_softmax(-1)
+        best = likely.max(-1)
+        losses = -likely.gather(-1, torch.from_numpy(batch.labels)[:, None])[:, 0]
+        columns = (best.indices.tolist(), best.values.exp().tolist(), losses.tolist())
+        return {
+            int(number): _Prediction(*values)
+            for number, values in zip(numbers, zip(*columns, strict=True), strict=True)
+        }
+
+    def _rows(self, predictions: list[_Prediction]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """Return the rows of predictions.jsonl, and how many are left out by reason."""
+        labels, is_truncated, rows = self.texts.labels, self._is_truncated, list[dict[str, Any]]()
+        left_out = Counter[str]()
+        for index, text in enumerate(self.texts.rows()):
+            row = described(index, text.where, text.name) | {"text": text.text}
+            if text.sample is None:
+                row["left_out"] = text.left_out
+                left_out[text.left_out] += 1
+            else:
+                one = predictions[text.sample]
+                row |= {
+                    "label": self.names[labels[text.sample]],
+                    "prediction": self.names[one.number],
+                    "probability": one.probability,
+                    "loss": one.loss,
+                    "truncated": bool(is_truncated[text.sample]),
+                }
+            rows.append(row)
+        return rows, dict(left_out)
+
+    def _provenance(self) -> dict[str, Any]:
+        settings = self.settings
+        settled = {
+            "sequence_length": settings.data.window_length,
+            "num_resamples": settings.scoring.num_resamples,
+        }
+        found = provenance(settings, self.tokenizer, settled)
+        return found | {"data": data_row(settings, self.texts.digest), "seed": self.seed}
+
+
+def open_classification(
+    settings: EvaluateSettings,
+    run_dir: str,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    context: DistributedContext | None = None,
+) -> Classification:
+    """Tokenize the texts.
+
+    Args:
+        settings: The model and the data.
+        run_dir: Directory for predictions.jsonl.
+        seed: Seed of the resamples.
+        tokenizer: The model's tokenizer.
+        context: The ranks that divide the batches; None for a single process.
+
+    Raises:
+        DataError: The data cannot be read, has no text with a label, or has a class that the model does not have.
+    """
+    trust, source = settings.dispatch.trust_remote_code, settings.source
+    config = load_config(source.directory, trust)
+    task = data_task(ModelConfig(source.path, task=SEQUENCE_CLASSIFICATION, trust_remote_code=trust), source)
+    length = context_of(config, trust).describe(settings.data.window_length)
+    ranks = context or OnlyRank(rank=0, world_size=1)
+    texts = open_labeled_texts(settings.data, tokenizer, task, ranks)
+    named: dict[Any, str] = dict(config.id2label or {})
+    names = tuple(str(named.get(number, number)) for number in range(task.num_labels))
+    return Classification(settings, Path(run_dir), seed, tokenizer, texts, names, length, ranks)
+
+
+def check_classification(settings: EvaluateSettings) -> None:
+    """Check that the model is a classifier, and settle `data.sequence_length`; nothing for another task.
+
+    Raises:
+        ModelError: The model is no classifier of texts by one class each.
+        ConfigError: `data.sequence_length` exceeds the model's context.
+    """
+    if settings.task != CLASSIFICATION:
+        return
+    trust = settings.dispatch.trust_remote_code
+    config: PretrainedConfig = load_config(settings.source.directory, trust)
+    try:
+        check_model_task(config, SEQUENCE_CLASSIFICATION)
+    except ModelError as error:
+        name = next(iter(config.architectures or ()), config.model_type)
+        raise ModelError(
+            f"task={CLASSIFICATION} needs a sequence classifier, and {config_file(config)} is of a {name}; give a "
+            f"checkpoint that was trained with model.task={SEQUENCE_CLASSIFICATION}."
+        ) from error
+    check_classifier(config)
+    if (problem := getattr(config, "problem_type", None)) not in (None, "single_label_classification"):
+        raise ModelError(
+            f"{config_file(config)} has problem_type={problem}, and task={CLASSIFICATION} scores one class for each "
+            f"text; give a classifier of problem_type=single_label_classification."
+        )
+    settle_length(settings.data, context_of(config, trust))

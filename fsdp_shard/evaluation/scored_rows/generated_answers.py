@@ -1,0 +1,255 @@
+"""`task=generation`: what a model answers to the prompts of the data, scored against the answers there."""
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fsdp_shard.data import CAUSAL, SEQ2SEQ, QuestionRow, check_task, read_questions
+from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
+from fsdp_shard.errors import ConfigError, DataError, LossError
+from fsdp_shard.evaluation.config import GENERATION, EvaluateSettings, Figures
+from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.scored_rows.answer_metrics import Metric, score_answers
+from fsdp_shard.evaluation.scored_rows.row_scores import (
+    Intervals,
+    data_row,
+    described,
+    interval_text,
+    left_out_lines,
+    remove_earlier,
+    write_predictions,
+)
+from fsdp_shard.evaluation.speed import LoadModel
+from fsdp_shard.inference import (
+    Completion,
+    Decoder,
+    GenerationSettings,
+    KVCacheBudget,
+    Prompt,
+    check_generates,
+    complete,
+)
+from fsdp_shard.models import check_vocabulary, context_of, load_config
+from fsdp_shard.utils import format_count, format_table, report_progress
+
+
+@dataclass(frozen=True)
+class GeneratedAnswers:
+    """The answers of the model in `settings.checkpoint` to the questions in `rows`, of which some are left out.
+
+    `context` are the ranks that divide the batches; None for a single process.
+    """
+
+    settings: EvaluateSettings
+    run_dir: Path
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    rows: tuple[QuestionRow, ...]
+    context: DistributedContext | None
+
+    @property
+    def _asked(self) -> list[QuestionRow]:
+        return [row for row in self.rows if row.question is not None]
+
+    def describe(self) -> str:
+        """How many prompts there are, which rows are left out, and the metrics."""
+        scoring, asked = self.settings.scoring, self._asked
+        missing = f" ({' and '.join(scoring.missing)} need the extra `eval`)" if scoring.missing else ""
+        lengths = [len(row.question.ids) for row in asked if row.question is not None]
+        prompts = f"{format_count(len(asked), 'prompt')} of up to {format_count(max(lengths), 'token')}"
+        left_out = [(row.where, row.left_out) for row in self.rows if row.left_out]
+        return "\n".join(
+            [
+                *left_out_lines(left_out),
+                f"{prompts}, answered greedily in up to {format_count(scoring.max_new_tokens, 'token')}",
+                f"metrics: {', '.join(scoring.chosen)}{missing}",
+            ]
+        )
+
+    def measure(self, load: LoadModel) -> Figures:
+        """Answer all prompts, longest first, and score the answers.
+
+        Args:
+            load: Loads the model.
+
+        Returns:
+            The figures, on rank 0.
+
+        Raises:
+            LossError: A logit is not finite.
+            ModelError: The model cannot be run.
+        """
+        ranks: Communicator = self.context or OnlyRank(rank=0, world_size=1)
+        if ranks.is_main:
+            remove_earlier(self.run_dir)
+        scoring, asked = self.settings.scoring, self._asked
+        longest = max(len(row.question.ids) for row in asked if row.question is not None)
+        budget = KVCacheBudget(min(self.settings.batch_size, len(asked)), longest + scoring.max_new_tokens)
+        model, start = load(self.settings.source, budget), time.perf_counter()
+        completions = self._answer(model)
+        run_on_main(ranks, lambda: self._check_finite(completions))
+        if not ranks.is_main:
+            return Figures("", {})
+        seconds = time.perf_counter() - start
+        references = [row.question.reference for row in asked if row.question is not None]
+        answers = [one.completion for one in completions]
+        metrics, notes = score_answers(scoring.chosen, answers, references)
+        num_at_limit = sum(one.num_new_tokens == scoring.max_new_tokens for one in completions)
+        if num_at_limit:
+            many = "answer has" if num_at_limit == 1 else "answers have"
+            notes.append(
+                f"{num_at_limit:,} {many} scoring.max_new_tokens={scoring.max_new_tokens} tokens, and may lack an end"
+            )
+        return self._figures(completions, metrics, notes, {"num_at_limit": num_at_limit, "seconds": seconds})
+
+    def _answer(self, model: PreTrainedModel) -> list[Completion]:
+        """Return the answers in order, on rank 0; none on others. They end with the first one that is not finite."""
+        scoring, asked = self.settings.scoring, self._asked
+        prompts = [Prompt(row.question.prompt, row.where) for row in asked if row.question is not None]
+        encoded = [row.question.ids for row in asked if row.question is not None]
+        # With the log probabilities: tokens alone do not show that logits are NaN.
+        settings = GenerationSettings(
+            max_new_tokens=scoring.max_new_tokens, batch_size=self.settings.batch_size, output_scores=True
+        )
+        found = list[Completion]()
+        with report_progress(len(prompts), "evaluate", "prompts") as count:
+            for one in complete(Decoder(model, self.tokenizer, settings), prompts, encoded, context=self.context):
+                found.append(one)
+                count(1)
+                if self.context is None and _is_damaged(one):  # other ranks go on to the end of theirs
+                    break
+        return found
+
+    def _check_finite(self, completions: Sequence[Completion]) -> None:
+        wheres = [row.where for row, one in zip(self._asked, completions, strict=False) if _is_damaged(one)]
+        if wheres:
+            raise LossError(
+                f"The logits of the answer to {wheres[0]} are not finite: weights or activations are not finite. "
+                f"Verify the checkpoint, or load it with dispatch.dtype=float32."
+            )
+
+    def _figures(
+        self, completions: Sequence[Completion], metrics: Sequence[Metric], notes: list[str], others: dict[str, Any]
+    ) -> Figures:
+        """Write the rows, and return the figures with their intervals."""
+        intervals = Intervals(self.settings.scoring.num_resamples, self.seed)
+        ends = {metric.name: intervals.of(metric.values, metric.sizes) for metric in metrics}
+        table = [["metric", "value", "95 % interval"]]
+        table += [[one.name, f"{one.figure:.4f}", interval_text(ends[one.name])] for one in metrics]
+        written = write_predictions(self.run_dir, self._rows(completions, metrics))
+        row = {metric.name: metric.figure for metric in metrics} | {
+            "metrics": self.settings.scoring.chosen,
+            "num_prompts": len(completions),
+            "num_new_tokens": sum(one.num_new_tokens for one in completions),
+            "left_out": dict(Counter(row.left_out for row in self.rows if row.left_out)),
+            "notes": notes,
+            **others,
+            **intervals.row(ends),
+            "provenance": self._provenance(),
+        }
+        lines = [*format_table(table), *notes, written]
+        return Figures("\n".join([f"{format_count(len(completions), 'answer')}", *lines]), row)
+
+    def _rows(self, completions: Sequence[Completion], metrics: Sequence[Metric]) -> list[dict[str, Any]]:
+        """Return the rows of predictions.jsonl."""
+        rows, number = list[dict[str, Any]](), 0
+        for index, asked in enumerate(self.rows):
+            row = described(index, asked.where, asked.name)
+            if asked.question is None:
+                row["left_out"] = asked.left_out
+            else:
+                row |= {"prompt": asked.question.prompt, "reference": asked.question.reference}
+                row |= {"answer": completions[number].completion, "num_new_tokens": completions[number].num_new_tokens}
+                row |= {metric.name: metric.of(number) for metric in metrics}
+                number += 1
+            rows.append(row)
+        return rows
+
+    def _provenance(self) -> dict[str, Any]:
+        settings, scoring = self.settings, self.settings.scoring
+        settled = {
+            "metrics": scoring.chosen,
+            "max_new_tokens": scoring.max_new_tokens,
+            "num_resamples": scoring.num_resamples,
+        }
+        digest = xxhash.xxh3_128()
+        for row in self._asked:
+            if row.question is not None:
+                digest.update(json.dumps([row.question.ids, row.question.reference]).encode())
+        found = provenance(settings, self.tokenizer, settled)
+        return found | {"data": data_row(settings, digest.hexdigest()), "seed": self.seed}
+
+
+def _is_damaged(completion: Completion) -> bool:
+    return any(map(math.isnan, completion.log_probabilities or ()))
+
+
+def open_generation(
+    settings: EvaluateSettings,
+    run_dir: str,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    context: DistributedContext | None = None,
+) -> GeneratedAnswers:
+    """Read and tokenize the prompts.
+
+    Args:
+        settings: The model, the data and the metrics.
+        run_dir: Directory for predictions.jsonl.
+        seed: Seed of the resamples.
+        tokenizer: The model's tokenizer.
+        context: The ranks that divide the batches; None for a single process.
+
+    Raises:
+        DataError: The data cannot be read, or no prompt is left.
+        ModelError: The tokenizer is that of another model.
+    """
+    trust, most = settings.dispatch.trust_remote_code, settings.scoring.max_new_tokens
+    config = load_config(settings.source.directory, trust)
+    length = context_of(config, trust).length
+    has_encoder = bool(config.is_encoder_decoder)
+    room = None if length is None else length - (0 if has_encoder else most)
+    beyond = f"beyond the model's context of {length} tokens" + ("" if has_encoder else f" with {most} new tokens")
+    rows = list[QuestionRow]()
+    for row in read_questions(settings.data, tokenizer, SEQ2SEQ if has_encoder else CAUSAL):
+        ids = row.question.ids if row.question is not None else []
+        check_vocabulary(ids, config)
+        rows.append(row._replace(question=None, left_out=beyond) if room is not None and len(ids) > room else row)
+    if all(row.question is None for row in rows):
+        why = "; ".join(left_out_lines([(row.where, row.left_out) for row in rows]))
+        raise DataError(
+            f"{settings.data.eval_path or settings.data.path} has no prompt to answer: {why}. Give other data"
+            + (f", or fewer scoring.max_new_tokens than {most}." if beyond in why and not has_encoder else ".")
+        )
+    return GeneratedAnswers(settings, Path(run_dir), seed, tokenizer, tuple(rows), context)
+
+
+def check_answering(settings: EvaluateSettings) -> None:
+    """Check that the model generates text from such data, and has room for an answer; nothing for another task.
+
+    Raises:
+        ModelError: The model does not generate text.
+        ConfigError: The data does not suit it, or its context has no room.
+    """
+    if settings.task != GENERATION:
+        return
+    trust, most = settings.dispatch.trust_remote_code, settings.scoring.max_new_tokens
+    config = load_config(settings.source.directory, trust)
+    check_generates(config)
+    if config.is_encoder_decoder:
+        check_task(SEQ2SEQ, settings.data)
+    length = context_of(config, trust).length
+    least = 0 if config.is_encoder_decoder else 1  # tokens of a prompt
+    if length is not None and most > length - least:
+        raise ConfigError(
+            f"scoring.max_new_tokens={most} leaves no room in the model's context of {length} tokens; give at most "
+            f"{length - least}."
+        )

@@ -1,0 +1,84 @@
+"""What the tasks that score rows have in common: intervals, rows that are left out, and the file of all rows."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp_shard.evaluation.config import EvaluateSettings
+from fsdp_shard.evaluation.perplexity_task.significance import LEVEL, Floats, bootstrap_interval
+from fsdp_shard.utils import RESULT, format_count, write_atomically
+
+PREDICTIONS = "predictions.jsonl"
+WAIT_SECONDS = 30 * 24 * 3600.0  # for other ranks, whose death is noticed at once
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Makes 95 % intervals over rows by the percentile bootstrap, each with the same draws."""
+
+    num_resamples: int
+    seed: int
+
+    def of(self, values: Floats, sizes: Floats | None = None) -> tuple[float, float] | None:
+        """Return the interval of sum(values) / sum(sizes), by default of the mean; None for fewer than two rows.
+
+        Args:
+            values: Of each row [num_rows].
+            sizes: What they are divided by [num_rows].
+        """
+        return bootstrap_interval(
+            values, np.ones(len(values)) if sizes is None else sizes, self.num_resamples, self.seed
+        )
+
+    def row(self, found: Mapping[str, tuple[float, float] | None]) -> dict[str, Any]:
+        """The intervals of some figures by name, for result.json."""
+        if None in found.values():
+            return {"confidence_interval": None, "confidence_interval_note": "it needs at least two rows"}
+        method = {"level": LEVEL, "method": "percentile bootstrap over rows", "num_resamples": self.num_resamples}
+        return {"confidence_interval": method | {name: list(ends) for name, ends in found.items() if ends}}
+
+
+def interval_text(ends: tuple[float, float] | None) -> str:
+    """The interval, for people."""
+    return "none for a single row" if ends is None else f"{ends[0]:.4f} to {ends[1]:.4f}"
+
+
+def left_out_lines(left_out: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a line for each reason for which rows are left out, with the first of them: (where, reason) each."""
+    lines = []
+    for reason, count in Counter(reason for _, reason in left_out).items():
+        wheres = [where for where, its in left_out if its == reason][:_NUM_NAMED]
+        named = ", ".join(wheres) + (", ..." if count > _NUM_NAMED else "")
+        lines.append(f"left out: {format_count(count, 'row')} {reason} ({named})")
+    return lines
+
+
+def described(index: int, where: str, name: str | int | None) -> dict[str, Any]:
+    """The beginning of a row of predictions.jsonl."""
+    return {"index": index, "where": where, **({} if name is None else {"name": name})}
+
+
+def remove_earlier(run_dir: Path) -> None:
+    """Remove the results of an earlier evaluation in this directory: this one may end before it has any."""
+    for name in (RESULT, PREDICTIONS):
+        with suppress(FileNotFoundError):
+            (run_dir / name).unlink()
+
+
+def write_predictions(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Write RUN_DIR/predictions.jsonl, whole or not at all, and return a line about it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(run_dir / PREDICTIONS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return f"written to {run_dir / PREDICTIONS}"
+
+
+def data_row(settings: EvaluateSettings, digest: str) -> dict[str, Any]:
+    """The data, for the provenance."""
+    return {"path": settings.data.eval_path or settings.data.path, "kind": settings.data.kind, "digest": digest}
