@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,9 @@ from typing import Any
 
 from convert import Bench as Sources, Row
 from generate_from import accelerate, evict, plain
-from measure import MB, run
+from measure import MB, memory_limit, run
+
+from fsdp_shard import convert
 
 HERE = Path(__file__).resolve().parent
 SIDES = ("in memory", "layer-major", "batch-major", "accelerate")
@@ -99,7 +102,7 @@ def side(name: str, source: str, budget: int, documents: int, tokens: int, batch
         start = time.perf_counter()
         losses = [loss for ids in batches for loss in score(model, ids)]
     seconds = time.perf_counter() - start
-    hidden = 2 * documents * tokens * model.config.hidden_size * 2  # embeddings and hidden states, in bfloat16
+    hidden = 2 * documents * tokens * model.config.hidden_size * model.dtype.itemsize  # with the embeddings
     return found | {
         "seconds": seconds,
         "losses": losses,
@@ -115,7 +118,10 @@ def compare(source: Path, budget: int, options: argparse.Namespace) -> dict[str,
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
     for number in range(options.repeats):
         for name in SIDES if number % 2 == 0 else reversed(SIDES):
-            cost = run([sys.executable, str(HERE / "layer_major.py"), "--side", name, str(source), *sizes])
+            command = [sys.executable, str(HERE / "layer_major.py"), "--side", name, str(source), *sizes]
+            is_limited = options.memory is not None and name != "in memory"
+            with memory_limit(options.memory * 1e9) if is_limited else nullcontext([]) as limit:
+                cost = run([*limit, *command])
             shutil.rmtree(f"{source}-offload", ignore_errors=True)
             found[name].append(dict(cost.inside))
             print(f"  {name:<12} {cost.inside['seconds']:9.2f} s", flush=True)
@@ -158,6 +164,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each (default 256)")
     parser.add_argument("--batch-size", type=int, default=8, help="documents in a batch (default 8)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of which the median counts (default 3)")
+    parser.add_argument("--float32", action="store_true", help="in float32, for processors that emulate bfloat16")
+    parser.add_argument("--memory", type=float, help="gigabytes for each streamed side, page cache included")
     parser.add_argument("--quick", action="store_true", help="one round on a model of 30 MB")
     parser.add_argument("--json", type=Path, help="write the table there too")
     options = parser.parse_args()
@@ -166,6 +174,10 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONPATH"] = f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}"
     source = Sources(options.work.resolve(), options.size, options.repeats, "200MB", True).model()
+    if options.float32:
+        stored, source = source, source.with_name(f"{source.name}-float32")
+        if not source.exists():
+            convert(stored, source, dtype="float32")
     budget = sum(file.stat().st_size for file in source.glob("*.safetensors")) // 4
     table = rows(compare(source, budget, options), budget)
     print("\n" + "\n".join(map(str, table)))

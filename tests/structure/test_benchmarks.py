@@ -74,6 +74,17 @@ def test_loading_is_measured(tmp_path: Path) -> None:
     assert len({row["sum"] for row in rows}) == 1, "they load the same"
 
 
+def test_orders_of_an_evaluation_are_compared(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    command = [sys.executable, "benchmarks/layer_major.py", "--quick", "--float32", "--work", str(tmp_path)]
+    result = subprocess.run([*command, "--json", str(table)], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr
+    once, often, *others = [row["value"] for row in json.loads(table.read_text())]
+    assert once == pytest.approx(1, abs=0.01)
+    assert often > 7
+    assert all(math.isfinite(value) for value in others)
+
+
 def test_checkpointers_are_compared(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     command = [sys.executable, "benchmarks/checkpointer.py", "--work", str(tmp_path), "--quick", "--kills", "2"]
