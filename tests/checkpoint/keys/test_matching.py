@@ -109,7 +109,8 @@ def test_from_python_what_is_left_out_is_a_warning(tmp_path: Path) -> None:
     write("roberta", tmp_path)
     with pytest.warns(UserWarning, match="left out roberta.pooler.dense.bias") as warned:
         load_dispatched(locate(tmp_path).weights)
-    assert warned[0].filename == __file__
+    # From 3.12 on, Python also warns of forks of a process with threads.
+    assert [one.filename for one in warned if one.category is UserWarning] == [__file__]
 
 
 def test_what_would_be_random_is_missing(tmp_path: Path) -> None:
