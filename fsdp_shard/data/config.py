@@ -152,7 +152,7 @@ class HeldOutSet(DataConfig):
 
     @property
     def default_split(self) -> str:
-        return default_of("eval_split")  # type: ignore[no-any-return]
+        return self.eval_split
 
 
 def default_of(name: str) -> Any:
@@ -226,11 +226,21 @@ def _shared(config: DataConfig) -> dict[str, Any]:
 
 def _parse_named(given: Any, name: str, known: Mapping[str, Field[Any]]) -> dict[str, dict[str, Any]]:
     """Return the settings of each named source that are not null; raise ConfigError for what is none of `known`."""
-    if not isinstance(given or {}, Mapping):
+    return {key: _parse_source(value, f"{name}.{key}", known) for key, value in _by_name(given, name).items()}
+
+
+def _by_name(given: Any, name: str) -> dict[str, Any]:
+    """Return named sources as they are given; raise ConfigError for names that are none, or twice the same."""
+    if given is not None and not isinstance(given, Mapping):
         raise ConfigError(
             f"{name}={given} is not a mapping; give sources by name, such as {{books: {{path: a.jsonl}}}}."
         )
-    return {str(key): _parse_source(value, f"{name}.{key}", known) for key, value in (given or {}).items()}
+    named = {str(key): value for key, value in (given or {}).items()}  # YAML reads 2024 as a number
+    if len(named) < len(given or {}) or any(not key.strip() for key in named):
+        raise ConfigError(
+            f"{name}={given} has an empty name, or the same one twice; give each source a name of its own."
+        )
+    return named
 
 
 def _parse_source(given: Any, name: str, known: Mapping[str, Field[Any]]) -> dict[str, Any]:
@@ -294,9 +304,10 @@ def _check_mixture(config: DataConfig, prefix: str) -> None:
 
 def _check_own_settings(sources: Mapping[str, DataConfig], name: str, given: Any) -> None:
     """Raise ConfigError if a named source has settings of another kind than its own."""
+    own = _by_name(given, name)
     for source_name, source in sources.items():
         KINDS[source.kind].check_kind(source, f"{name}.{source_name}.")
-        for key in _given(given[source_name]):
+        for key in _given(own[source_name]):
             if source.kind not in (kinds := _OWNERS.get(key, [source.kind])):
                 raise ConfigError(
                     f"{name}.{source_name}.{key} is for kind={' or '.join(kinds)}, not {source.kind}; leave it out."

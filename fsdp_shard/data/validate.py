@@ -3,11 +3,19 @@
 from collections.abc import Sequence
 from itertools import islice
 
-from fsdp_shard.data.config import DataConfig, all_sources, held_out_sets_of, is_running_text, kind_of, sources_of
+from fsdp_shard.data.config import (
+    DataConfig,
+    all_sources,
+    default_of,
+    held_out_sets_of,
+    is_running_text,
+    kind_of,
+    sources_of,
+)
 from fsdp_shard.data.kinds.chat import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, Kind, Tokenizer
-from fsdp_shard.data.sources.source import Source, open_source
-from fsdp_shard.errors import DataError
+from fsdp_shard.data.sources.source import DatasetSource, Source, open_source
+from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import format_count
 
 _NUM_FIRST = 256  # rows that are looked at together
@@ -27,18 +35,29 @@ def check_data(config: DataConfig, task: str = CAUSAL) -> None:
         DataError: There is no such file, no row, or no such column.
         ConfigError: Settings for datasets on the hub are given for a local path.
     """
-    for source in (*sources_of(config).values(), *held_out_sets_of(config).values()):
+    for source in sources_of(config).values():
         check_source(source, held_out=False, task=task)
+    sets = [check_source(own, held_out=False, task=task) for own in held_out_sets_of(config).values()]
+    if (
+        sets
+        and config.eval_split != default_of("eval_split")
+        and not any(isinstance(one, DatasetSource) for one in sets)
+    ):
+        raise ConfigError(
+            f"data.eval_split={config.eval_split} is for datasets on the hub or with saved splits, and data.eval_sets "
+            f"has none; leave it out."
+        )
     if config.eval_path is not None:
         check_source(config, held_out=True, task=task)
 
 
-def check_source(config: DataConfig, held_out: bool, task: str = CAUSAL) -> None:
-    """Check one source as `check_data` does: `eval_path` if `held_out`, else `path`."""
+def check_source(config: DataConfig, held_out: bool, task: str = CAUSAL) -> Source:
+    """Check one source as `check_data` does, and return it: `eval_path` if `held_out`, else `path`."""
     source = open_source(config, held_out)
     if config.streaming and not held_out:
         source.check_stream()
     _require_rows(source, kind_of(config, task))
+    return source
 
 
 def check_tokenizer(config: DataConfig, tokenizer: Tokenizer, task: str = CAUSAL) -> None:

@@ -107,7 +107,7 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
     """
     # A parameter has its whole number of rows in the first shards, then the rest in one, and none in the others.
     ends = {0}
-    for size in {shape[0] for shape in shapes.values() if shape}:
+    for size in {shape[0] for shape in shapes.values() if shape and shape[0]}:
         num_full = size // -(-size // num_shards)
         ends |= {num_full, num_full + 1}
     local: list[dict[str, Shape]] = []

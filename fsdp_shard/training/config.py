@@ -244,6 +244,11 @@ def check_batch(config: TrainConfig, num_ranks: int, prefix: str = "train.") -> 
 
 def check_held_out(config: TrainConfig, data: DataConfig) -> None:
     """Raise ConfigError if a setting asks for evaluations but there is nothing to evaluate."""
+    if data.eval_sets and config.eval_windows is not None and config.eval_windows < len(data.eval_sets):
+        raise ConfigError(
+            f"train.eval_windows={config.eval_windows} leaves no window for some of the {len(data.eval_sets)} sets of "
+            f"data.eval_sets; give at least {len(data.eval_sets)}."
+        )
     if data.eval_path is not None or data.eval_sets or data.eval_fraction:
         return
     names = ["patience", *([] if config.sample_prompts else ["eval_every"]), "eval_windows"]

@@ -168,6 +168,7 @@ def test_a_part_of_each_source_is_held_out(config: DataConfig, tokenizer: Any) -
     assert sum(batch.num_predictions for batch in batches) == samples.held_out.num_predictions
     assert [len(part) for part in samples.held_out.head(5).parts.values()] == [1, 1, 3]
     assert len(samples.held_out.head(1)) == 1
+    assert [len(part) for part in samples.held_out.head(3).parts.values()] == [1, 1, 1], "none without any"
     nothing = samples.held_out.batch([9, NO_WINDOW])
     assert nothing.num_predictions == batches[9].num_predictions
     with pytest.raises(IndexError, match="sample 10 of 10"):

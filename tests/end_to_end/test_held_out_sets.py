@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_shard.data import DataConfig
+from fsdp_shard.data import DataConfig, check_data
 from fsdp_shard.errors import ConfigError
 from tests.support.runs import run_recipe
 
@@ -49,8 +49,8 @@ def test_each_set_has_the_loss_that_it_has_alone(settings: list[str], texts: Pat
         alone = run_recipe("finetune", tmp_path / name, *settings, f"data.eval_sets={{{name}:{sets_of(name, given)}}}")
         assert alone.status == 0, alone.err
         for row, own in zip(rows, _rows(tmp_path / name), strict=True):
-            assert "sets" not in own
             found = row["sets"][name]
+            assert own["sets"][name]["loss"] == own["loss"]
             assert (found["loss"], found["perplexity"]) == (own["loss"], own["perplexity"])
             assert found["num_tokens"] == own["num_tokens"]
     for row in rows:
@@ -82,6 +82,9 @@ def test_parts_held_out_of_a_mixture_have_theirs(settings: list[str], texts: Pat
     ("given", "expected"),
     [
         ({"eval_sets": ["a.txt"]}, r"data\.eval_sets=\['a\.txt'\] is not a mapping"),
+        ({"eval_sets": []}, r"data\.eval_sets=\[\] is not a mapping"),
+        ({"eval_sets": {1: {"path": "a"}, "1": {"path": "b"}}}, r"the same one twice"),
+        ({"eval_sets": {"": {"path": "a"}}}, r"has an empty name"),
         ({"eval_sets": {"a": "a.txt"}}, r"data\.eval_sets\.a=a\.txt is not a mapping"),
         ({"eval_sets": {"a": {"kind": "text"}}}, r"data\.eval_sets\.a\.path"),
         ({"eval_sets": {"a": {"path": "a", "weight": 2}}}, r"data\.eval_sets\.a\.weight is not a setting of a source"),
@@ -93,6 +96,14 @@ def test_parts_held_out_of_a_mixture_have_theirs(settings: list[str], texts: Pat
 def test_wrong_sets_are_errors(given: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         DataConfig(path="train.txt", **given).check("data.")
+
+
+def test_names_may_be_numbers_and_a_split_needs_splits(tmp_path: Path) -> None:
+    DataConfig(path="train.txt", eval_sets={2024: {"path": "b"}}).check("data.")  # as YAML reads it
+    (tmp_path / "a.txt").write_text("text")
+    config = DataConfig(path=f"{tmp_path}/a.txt", eval_sets={"a": {"path": f"{tmp_path}/a.txt"}}, eval_split="test")
+    with pytest.raises(ConfigError, match=r"data\.eval_split=test is for datasets on the hub"):
+        check_data(config)
 
 
 def test_the_split_is_for_sets_too() -> None:

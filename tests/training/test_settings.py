@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from fsdp_shard.data import DataConfig
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.training.config import TrainConfig, check_batch
+from fsdp_shard.training.config import TrainConfig, check_batch, check_held_out
 from fsdp_shard.training.optim.config import is_decayed
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.optim.torch_optim import AdamWConfig
@@ -204,3 +205,11 @@ def test_groups_follow_logical_shapes_and_leave_frozen_parameters_out() -> None:
 def test_fused_is_honored() -> None:
     parameters = {"weight": torch.nn.Parameter(torch.zeros(2, 2))}
     assert not AdamWConfig(fused=False).build(parameters, {"weight": (2, 2)}).param_groups[0]["fused"]
+
+
+def test_each_held_out_set_has_a_window() -> None:
+    sets = {"a": {"path": "a"}, "b": {"path": "b"}}
+    data = DataConfig(path="train.txt", eval_sets=sets)
+    check_held_out(TrainConfig(eval_windows=2, eval_every=2), data)
+    with pytest.raises(ConfigError, match=r"train\.eval_windows=1 leaves no window for some of the 2 sets"):
+        check_held_out(TrainConfig(eval_windows=1, eval_every=2), data)

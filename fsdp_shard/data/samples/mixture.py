@@ -128,12 +128,16 @@ class Concatenation(MapDataset):
         raise IndexError(f"sample {index + len(self)} of {len(self)}")
 
     def head(self, num_samples: int | None) -> Self:
-        """Return the first samples of each part, in proportion to its size."""
+        """Return the first samples of each part, in proportion to its size; one at least, if there are that many."""
         if num_samples is None or num_samples >= len(self):
             return self
-        ends = np.cumsum([len(part) for part in self.parts.values()]) * num_samples // len(self)
-        sizes = zip(self.parts.items(), np.diff(ends, prepend=0).tolist(), strict=True)
-        return type(self)({name: part.head(size) for (name, part), size in sizes if size})
+        least = int(num_samples >= len(self.parts))
+        left, beyond = num_samples - least * len(self.parts), [len(part) - least for part in self.parts.values()]
+        ends = np.cumsum(beyond) * left // max(sum(beyond), 1)
+        sizes = (np.diff(ends, prepend=0) + least).tolist()
+        return type(self)(
+            {name: part.head(size) for (name, part), size in zip(self.parts.items(), sizes, strict=True) if size}
+        )
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -147,7 +147,7 @@ def evaluate_loss(
     has_own_loss = functions is not None and functions.loss is not None
     reports = {name: each.report(name, has_own_loss) for name, each in sums.items()}
     whole = _HeldOutSum(*(sum(values) for values in zip(*map(astuple, sums.values()), strict=True)))
-    return replace(whole.report("", has_own_loss), sets=reports if len(reports) > 1 else {})
+    return replace(whole.report("", has_own_loss), sets=reports if isinstance(dataset, Concatenation) else {})
 
 
 @dataclass(frozen=True)
