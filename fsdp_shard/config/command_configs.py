@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from fsdp_shard.checkpoint import DEFAULT_SHARD_SIZE, CheckpointConfig, ConvertSettings, Location, locate
 from fsdp_shard.config.config_yaml import as_yaml
 from fsdp_shard.data import DataConfig
-from fsdp_shard.distributed import LaunchConfig
+from fsdp_shard.distributed import LaunchConfig, is_joined_rank
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation import EvaluateSettings
 from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings
@@ -194,8 +194,14 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
     run_dir: str = default_run_dir("evaluate")
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a seed that draws nothing, besides what the settings themselves refuse."""
+        """Raise ConfigError for a seed or device without effect, besides what the settings themselves refuse."""
         super().check(prefix)
+        launch = self.launch
+        if launch.device != "auto" and launch.ranks == launch.max_nodes == 1 and not is_joined_rank():
+            raise ConfigError(
+                f"{prefix}launch.device={launch.device} is for several ranks; for one process set "
+                f"{prefix}dispatch.device_map, such as cpu, or leave it out."
+            )
         if self.perplexity.by != "documents" and self.task in ("perplexity", "lm_eval"):
             why = (
                 f"has no effect: it draws documents for intervals, with {prefix}perplexity.by=documents, the rows of "

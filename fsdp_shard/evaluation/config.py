@@ -214,9 +214,10 @@ class EvaluateSettings(SourceSettings):
         """Raise ConfigError for a setting that only other tasks have."""
         for name, tasks in _TASKS_OF.items():
             for key, value in () if self.task in tasks else self._changed(name):
+                *most, last = tasks
+                listed = f"{', '.join(most)} or {last}" if most else last
                 raise ConfigError(
-                    f"{prefix}{key}={value} is for {prefix}task={' or '.join(tasks)}, not {self.task}; remove one of "
-                    f"them."
+                    f"{prefix}{key}={value} is for {prefix}task={listed}, not {self.task}; remove one of them."
                 )
 
     def _changed(self, name: str) -> list[tuple[str, Any]]:

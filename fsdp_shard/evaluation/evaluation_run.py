@@ -17,6 +17,8 @@ from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispat
 from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
 from fsdp_shard.utils import say
 
+_WAIT_SECONDS = 30 * 24 * 3600.0  # the death of a rank is noticed at once, and a hang by the launcher
+
 
 def check_evaluation(settings: EvaluateSettings) -> None:
     """Check what `settings` name, and set the length of windows if they leave it to the model's context.
@@ -78,6 +80,8 @@ def run_evaluation(
         if settings.data.packing:
             check_packing(config)
     tokenizer = load_tokenizer(settings.source.tokenizer, trust)
+    if context is not None:  # digests of weights, and batches of large models, take longer than a training step
+        context = context.with_new_group(_WAIT_SECONDS)
     is_main = context is None or context.is_main
     log: Callable[[str], object] = say if is_main else lambda text: None
     evaluation = EVALUATIONS[settings.task](settings, run_dir, seed, tokenizer, context)

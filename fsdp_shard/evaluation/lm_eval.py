@@ -24,6 +24,8 @@ from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
 from fsdp_shard.evaluation.harness_model import harness_model
 from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.scored_rows.row_scores import remove_earlier
+from fsdp_shard.evaluation.weights_digest import digests
 from fsdp_shard.utils import format_count, nearest, shipped
 
 TaskManager = Any  # the harness's, which may not be installed
@@ -51,13 +53,17 @@ class LmEval:
         limit = self.settings.lm_eval.limit
         asked = self.num_questions.values()
         part = "" if limit is None else f" (lm_eval.limit={limit}: not a figure to publish)"
-        return f"{sum(asked)} questions of {format_count(len(asked), 'task')}{part}"
+        drawn = "\nexamples before questions are drawn on each rank, so they depend on the number of ranks"
+        own = drawn if self._draws_on_each_rank else ""
+        return f"{sum(asked)} questions of {format_count(len(asked), 'task')}{part}{own}"
 
     def measure(self, load: Callable[[Location], PreTrainedModel]) -> Figures:
         """Ask the model all questions; `row["results"]` has the harness's names: {task: {"acc,none": 0.5, ...}}."""
         from lm_eval import simple_evaluate
         from lm_eval.utils import make_table
 
+        if self.ranks.is_main:
+            remove_earlier(self.run_dir)
         asked, model = self.settings.lm_eval, load(self.settings.source)
         known = run_on_main(self.ranks, self._provenance)
         start = time.perf_counter()
@@ -92,11 +98,22 @@ class LmEval:
         return Figures("\n".join([make_table(results).rstrip(), *groups]).rstrip(), _plain(row))
 
     def _provenance(self) -> dict[str, Any]:
-        return provenance(self.settings, self.tokenizer, {"lm_eval": asdict(self.settings.lm_eval)})
+        settled: dict[str, Any] = {"lm_eval": asdict(self.settings.lm_eval)}
+        if self._draws_on_each_rank:
+            settled["num_ranks"] = self.ranks.world_size
+        return provenance(self.settings, self.tokenizer, settled)
+
+    @property
+    def _draws_on_each_rank(self) -> bool:
+        """Whether ranks ask with other examples than one process: each draws those of its own questions."""
+        asked = self.settings.lm_eval.num_fewshot
+        counts = [task.config.num_fewshot if asked is None else asked for task in self.loaded["tasks"].values()]
+        return self.ranks.world_size > 1 and any(counts)
 
     def _cache(self, known: dict[str, Any]) -> str:
         """The beginning of the names of the files with answers of these weights, computed in this way."""
-        parts = [known["weights"], known["tokenizer"], known["settings"]["dispatch"], known["versions"]]
+        settings = {"dispatch": known["settings"]["dispatch"], "lm_eval": importlib.metadata.version("lm_eval")}
+        parts = [digests(known["weights"]), known["tokenizer"], settings, known["versions"]]
         digest = xxhash.xxh3_128_hexdigest(json.dumps([*parts, self.settings.batch_size], sort_keys=True).encode())
         return str(self.run_dir / "lm_eval_cache" / digest)
 
@@ -141,6 +158,12 @@ def open_tasks(
             raise ConfigError(f"lm_eval.tasks: {name} asks about images, and evaluate asks text questions only.")
     ranks = context or OnlyRank(rank=0, world_size=1)
     found = LmEval(settings, manager, loaded, tokenizer, Path(run_dir), ranks)
+    rolling = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE == "loglikelihood_rolling"]
+    if asked.cache and rolling and ranks.world_size > 1:
+        raise ConfigError(
+            f"lm_eval.cache=true cannot be used with {ranks.world_size} ranks for {rolling[0]}, a task of "
+            f"loglikelihood_rolling: the harness has ranks wait for each other there. Remove it, or start one rank."
+        )
     for name, count in found.num_questions.items():
         if count < ranks.world_size:
             raise ConfigError(

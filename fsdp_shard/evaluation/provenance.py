@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard.data import tokenizer_state
 from fsdp_shard.evaluation.config import SPEED, EvaluateSettings
-from fsdp_shard.evaluation.weights_digest import describe_weights
+from fsdp_shard.evaluation.weights_digest import describe_model
 
 _PACKAGES = ("fsdp-shard", "torch", "transformers", "tokenizers", "numpy")
 
@@ -45,7 +45,7 @@ def provenance(
     else:  # it changes nothing but the speed
         del dispatch["prefetch_blocks"], dispatch["schedule"]
     return {
-        "weights": describe_weights(settings.source),
+        "weights": describe_model(settings.source),
         "tokenizer": {"digest": tokenizer_digest(tokenizer)},
         "settings": {"task": settings.task, **settled, **batch_size, "dispatch": dispatch},
         "versions": versions(),

@@ -1,7 +1,11 @@
-"""The memory and GPUs that this machine has available."""
+"""The memory, GPUs, threads and disk space that this machine has available."""
 
+import os
+import resource
+import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,12 +19,13 @@ _RESERVED = 0.1  # for activations, the KV cache and other processes
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def machine_budgets(local_rank: int = 0, num_ranks: int = 1) -> dict[Device, int]:
+def machine_budgets(local_rank: int = 0, num_ranks: int = 1, *, use_gpus: bool = True) -> dict[Device, int]:
     """Bytes to plan with on each GPU and on the CPU: nine tenths of what is free now.
 
     Args:
         local_rank: The number of this rank on the machine.
         num_ranks: Ranks on the machine; with several, each has one GPU and its part of the CPU memory.
+        use_gpus: False for ranks that are to use none (`launch.device=cpu`).
 
     Returns:
         GPU number or `cpu` -> bytes.
@@ -28,7 +33,7 @@ def machine_budgets(local_rank: int = 0, num_ranks: int = 1) -> dict[Device, int
     import torch
 
     budgets: dict[Device, int] = {}
-    if torch.cuda.is_available():
+    if use_gpus and torch.cuda.is_available():
         ordinals = range(torch.cuda.device_count()) if num_ranks == 1 else [gpu_number(local_rank)]
         budgets = {ordinal: _part(torch.cuda.mem_get_info(ordinal)[0]) for ordinal in ordinals}
     return budgets | {"cpu": _part(free_cpu_bytes() // num_ranks)}
@@ -48,6 +53,23 @@ def check_devices(devices: Iterable[Device]) -> None:
 def free_cpu_bytes() -> int:
     """Bytes that this process could still allocate: what the kernel calls available, within the cgroup's limit."""
     return int(min(psutil.virtual_memory().available, _cgroup_free_bytes()))
+
+
+def free_threads() -> int:
+    """How many threads this process could still start, by the limits of its user and of its cgroup."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    allowed = sys.maxsize if limit == resource.RLIM_INFINITY or os.geteuid() == 0 else limit
+    for group in (_CGROUP, _CGROUP / "pids"):
+        with suppress(OSError, ValueError):  # no such file, or `max`: no limit
+            most = int((group / "pids.max").read_text(encoding="ascii"))
+            allowed = min(allowed, most - int((group / "pids.current").read_text(encoding="ascii")))
+    return max(allowed, 0)
+
+
+def free_disk_bytes(directory: Path) -> int:
+    """Bytes that may still be written where `directory` is, or would be."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def _part(num_bytes: int) -> int:

@@ -184,7 +184,10 @@ def plan_dispatch(
     budgets = settings.budgets
     if budgets is None:
         ranks = (context.local_rank, context.num_data_ranks) if context else (0, 1)
-        budgets = {} if isinstance(settings.assignment, dict) else available_memory.machine_budgets(*ranks)
+        use_gpus = context is None or context.device.type != "cpu"
+        budgets = {}
+        if not isinstance(settings.assignment, dict):
+            budgets = available_memory.machine_budgets(*ranks, use_gpus=use_gpus)
     blocks = no_split_blocks(model)
     if kind := QUANTIZATIONS.get(settings.quantize):
         blocks = quantization.quantized_blocks(model, blocks, kind)

@@ -103,7 +103,13 @@ def stream_of(model: PreTrainedModel) -> BlockStream | None:
 
 
 def plan_schedule(
-    model: PreTrainedModel, settings: DispatchConfig, shapes: Sequence[tuple[int, int]], memory: int | None = None
+    model: PreTrainedModel,
+    settings: DispatchConfig,
+    shapes: Sequence[tuple[int, int]],
+    memory: int | None = None,
+    *,
+    directory: Path | None = None,
+    num_ranks: int = 1,
 ) -> Schedule:
     """Choose how batches go through a model: `settings.schedule`, or with `auto` what moves the fewest bytes.
 
@@ -112,6 +118,8 @@ def plan_schedule(
         settings: The settings that it was dispatched by.
         shapes: Rows and tokens of each batch.
         memory: Bytes for hidden states; by default a quarter of the CPU's budget or, without one, of what is free.
+        directory: Where a file of hidden states would be; with less free space than it needs, there is none.
+        num_ranks: Ranks on this machine, which share its memory and threads.
 
     Raises:
         PlanError: `layer_major` is asked for, and no block is streamed.
@@ -128,12 +136,14 @@ def plan_schedule(
     if settings.schedule == BATCH_MAJOR or not shapes:
         return batch_major
     hidden = [_hidden_bytes(model, *shape) for shape in shapes]
-    memory = _free_bytes(stream, settings) // _MEMORY_PART if memory is None else memory
-    most = max(min(_MAX_PASSES, _MAX_COMPUTE_THREADS // torch.get_num_threads()), 1)
+    memory = _free_bytes(stream, settings, num_ranks) // _MEMORY_PART if memory is None else memory
+    threads = min(_MAX_COMPUTE_THREADS, available_memory.free_threads() // 2) // num_ranks
+    most = max(min(_MAX_PASSES, threads // torch.get_num_threads()), 1)
     in_memory = _waves(hidden, memory, most)
     layer_major = replace(batch_major, name=LAYER_MAJOR, waves=in_memory)
     choices = {layer_major: len(in_memory) * stream.num_bytes}
-    if len(in_memory) > 1 and stream.device.type == "cpu":
+    has_disk = directory is None or available_memory.free_disk_bytes(directory) > num_ranks * sum(hidden)
+    if len(in_memory) > 1 and stream.device.type == "cpu" and has_disk:
         waves = _waves(hidden, sum(hidden), most)
         moved = 2 * stream.num_blocks * sum(hidden)  # written before each block, and read in it
         choices[replace(layer_major, waves=waves, to_file=True)] = len(waves) * stream.num_bytes + moved
@@ -162,9 +172,12 @@ def _hidden_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
     return rows * tokens * model.dtype.itemsize * (2 * weight.shape[-1] + tokens)
 
 
-def _free_bytes(stream: BlockStream, settings: DispatchConfig) -> int:
-    """Bytes that the device of streamed blocks has: the CPU's budget, if one is given, or what is free."""
+def _free_bytes(stream: BlockStream, settings: DispatchConfig, num_ranks: int) -> int:
+    """Bytes that the device of streamed blocks has: the CPU's budget, if one is given, or this rank's part of the free.
+
+    Each rank has a budget of its own.
+    """
     if stream.device.type == "cuda":
         return int(torch.cuda.mem_get_info(stream.device)[0])
-    free = available_memory.free_cpu_bytes()
+    free = available_memory.free_cpu_bytes() // num_ranks
     return min(free, (settings.budgets or {}).get("cpu", free))

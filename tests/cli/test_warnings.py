@@ -15,7 +15,7 @@ def test_settings_that_run_code_of_others_have_a_warning() -> None:
     assert warnings_of(FinetuneConfig()) == []
     for schema in COMMANDS.values():
         for name, field, _ in walk(schema()):
-            runs_code = name.endswith("trust_remote_code") or name == "lm_eval.include_path"
+            runs_code = name.endswith("trust_remote_code") or name in ("lm_eval.include_path", "lm_eval.cache")
             assert runs_code == bool(field.metadata.get("warning")), name
 
 

@@ -60,6 +60,8 @@ def test_word_error_rate_is_that_of_the_package() -> None:
         jiwer.wer(reference, answer) for answer, reference in zip(ANSWERS, REFERENCES, strict=True)
     ]
     assert not notes
+    ((lines,), _) = score_answers(["wer"], ["one two three  four"], ["one two\nthree\tfour"])
+    assert lines.figure == 0, "words are those between any white space"
 
 
 def test_metrics_are_parsed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -136,3 +137,21 @@ def test_a_finished_evaluation_is_not_made_again(tiny_model: Path, texts: Path, 
     assert changed.status == 0, changed.err
     assert "starting again, as " in changed.out
     assert "settings.stride" in changed.out
+
+
+def test_another_config_of_the_same_weights_starts_again(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    given = (f"checkpoint={model}", f"data.path={texts}/held_out.txt", f"data.cache_dir={tmp_path}/cache")
+    first = run_recipe("evaluate", tmp_path / "run", *given)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))  # which changes no figure
+    again = run_recipe("evaluate", tmp_path / "run", *given)
+    assert again.result == first.result
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    changed = run_recipe("evaluate", tmp_path / "run", *given)
+    assert "starting again, as " in changed.out
+    assert changed.result["loss"] != first.result["loss"]
+    digests = [ended.result["provenance"]["weights"] for ended in (first, changed)]
+    assert digests[0]["digest"] == digests[1]["digest"]
+    assert digests[0]["config"] != digests[1]["config"]

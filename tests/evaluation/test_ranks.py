@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.evaluation.test_lm_eval import CAPITALS, CHOICE, WORDS, needs_harness
+from tests.evaluation.test_lm_eval import CAPITALS, CHOICE, PROSE, WORDS, needs_harness
 from tests.support.runs import Ended, run_recipe
 
 BY_DOCUMENTS = ("perplexity.by=documents", "data.sample_by=line", "perplexity.num_resamples=200")
@@ -18,7 +18,7 @@ BY_DOCUMENTS = ("perplexity.by=documents", "data.sample_by=line", "perplexity.nu
 def settings(tiny_model: Path, texts: Path, tmp_path: Path) -> list[str]:
     return [
         f"checkpoint={tiny_model}", f"data.path={texts}/held_out.txt", "data.sequence_length=64", "batch_size=4",
-        f"data.cache_dir={tmp_path}/cache", "launch.device=cpu",
+        f"data.cache_dir={tmp_path}/cache",
     ]  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def losses(run_dir: Path, name: str = "losses.jsonl") -> list[tuple[list[int], l
 def test_ranks_have_the_figures_of_one_process(
     tiny_model: Path, texts: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
-    given = [*settings(tiny_model, texts, tmp_path)[:-1], *more]
+    given = [*settings(tiny_model, texts, tmp_path), *more]
     alone = run_recipe("evaluate", tmp_path / "alone", *given)
     ranks = 2 if more else 3
     divided = run_recipe("evaluate", tmp_path / "divided", *given, "launch.device=cpu", f"launch.ranks={ranks}")
@@ -114,9 +114,31 @@ def test_ranks_divide_the_questions_of_the_harness(tiny_model: Path, tmp_path: P
             else:
                 scores = [[float(reply[0]) for reply in row["filtered_resps"]] for row in (one, other)]
                 assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+    shots = run_recipe("evaluate", tmp_path / "shots", *given, "launch.ranks=2", "lm_eval.num_fewshot=1")
+    assert shots.status == 0, shots.err
+    assert "examples before questions are drawn on each rank" in shots.out
+    assert shots.result["provenance"]["settings"]["num_ranks"] == 2
+    assert "num_ranks" not in divided.result["provenance"]["settings"]
     few = run_recipe("evaluate", tmp_path / "few", *given, "launch.ranks=2", "lm_eval.limit=1")
     assert few.status == 2
     assert "asks 1 question, which 2 ranks cannot divide" in few.err
+
+
+@needs_harness
+@pytest.mark.filterwarnings("default")
+def test_a_rolling_task_on_ranks_has_no_cache(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"country": name}) + "\n" for name, _ in CAPITALS))
+    (tmp_path / "countries.yaml").write_text(PROSE.format(rows=tmp_path / "rows.jsonl"))
+    given = ("task=lm_eval", f"lm_eval.include_path={tmp_path}", f"checkpoint={tiny_model}", "lm_eval.tasks=countries")
+    refused = run_recipe("evaluate", tmp_path / "run", *given, "launch.ranks=2", "lm_eval.cache=true")
+    assert refused.status == 2
+    assert "lm_eval.cache=true cannot be used with 2 ranks for countries" in refused.err
+
+
+def test_a_device_of_ranks_is_not_that_of_one_process(tiny_model: Path, texts: Path, tmp_path: Path) -> None:
+    ended = run_recipe("evaluate", tmp_path / "run", *settings(tiny_model, texts, tmp_path), "launch.device=cpu")
+    assert ended.status == 2
+    assert "launch.device=cpu is for several ranks; for one process set dispatch.device_map" in ended.err
 
 
 @needs_harness

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdp_shard.errors import ConfigError, PlanError, RunError
+from fsdp_shard.inference import available_memory
 from fsdp_shard.inference.config import DispatchConfig
 from fsdp_shard.inference.dispatch import load_dispatched
 from fsdp_shard.inference.offload.hidden_state_file import HiddenStateFile
@@ -224,7 +225,9 @@ def plan(model: PreTrainedModel, count: int, schedule: str = "auto") -> Schedule
     return plan_schedule(model, DispatchConfig(schedule=schedule), [(2, 9)] * count)
 
 
-def test_the_cheaper_order_is_chosen_and_told(saved: Callable[[str], Path]) -> None:
+def test_the_cheaper_order_is_chosen_and_told(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_dispatched(saved("llama"), "disk")
     chosen = plan(model, 8)
     assert (chosen.name, chosen.waves, chosen.to_file) == ("layer_major", (8,), False)
@@ -238,6 +241,13 @@ def test_the_cheaper_order_is_chosen_and_told(saved: Callable[[str], Path]) -> N
     spilled = plan_schedule(model, DispatchConfig(), [(1, 2)] * 8, 2 * 2 * 2 * (2 * 24 + 2))
     assert (spilled.waves, spilled.to_file) == ((8,), True)
     assert "in a temporary file of run_dir" in spilled.describe()
+    # Without the disk for that, or with few threads, waves; with the memory of as many ranks, smaller ones.
+    monkeypatch.setattr(available_memory, "free_disk_bytes", lambda directory: 100)
+    without = plan_schedule(model, DispatchConfig(), [(1, 2)] * 8, 2 * 2 * 2 * (2 * 24 + 2), directory=tmp_path)
+    assert (without.waves, without.to_file) == ((2, 2, 2, 2), False)
+    monkeypatch.setattr(available_memory, "free_threads", lambda: 2 * 3 * torch.get_num_threads())
+    assert plan(model, 8).waves == (3, 3, 2)
+    assert plan_schedule(model, DispatchConfig(), [(2, 9)] * 8, num_ranks=3).name == "batch_major"
     # Where they are large, waves.
     large = plan_schedule(model, DispatchConfig(), [(64, 60)] * 8, 2 * 64 * 60 * 2 * (2 * 24 + 60))
     assert (large.waves, large.to_file) == ((2, 2, 2, 2), False)

@@ -35,14 +35,13 @@ from fsdp_shard.evaluation.perplexity_task.significance import Difference, Float
 from fsdp_shard.evaluation.perplexity_task.tokenizer_match import check_same_tokens
 from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses, batches_of_all
 from fsdp_shard.evaluation.provenance import provenance
-from fsdp_shard.evaluation.weights_digest import describe_weights
+from fsdp_shard.evaluation.weights_digest import describe_model, digests
 from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
 from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
 from fsdp_shard.utils import RESULT, format_count, report_progress, say
 
 Load = Callable[[Location], PreTrainedModel]
 
-_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # the death of a rank is noticed at once, and a hang by the launcher
 DOCUMENTS_FILE, LOSSES_FILE, OTHER_LOSSES_FILE = "documents.jsonl", "losses.jsonl", "losses_against.jsonl"
 
 
@@ -241,7 +240,7 @@ class PerplexityEvaluation:
     def _open(self, source: Location, name: str, batches: list[list[int]]) -> _Opened:
         """Open the file with the losses of a model, after a look at its weights."""
         is_own = source is self.settings.source
-        weights = self.provenance["weights"] if is_own else describe_weights(source)
+        weights = self.provenance["weights"] if is_own else describe_model(source)
         log = LossLog(self.run_dir / name, self._inputs(weights), batches)
         self._say_state(log, len(batches), source)
         return _Opened(log, weights)
@@ -259,7 +258,10 @@ class PerplexityEvaluation:
 
     def _schedule(self, model: PreTrainedModel, batches: list[list[int]]) -> Schedule:
         length = self.text.windows.sequence_length
-        schedule = plan_schedule(model, self.settings.dispatch, [(len(windows), length) for windows in batches])
+        shapes = [(len(windows), length) for windows in batches]
+        schedule = plan_schedule(
+            model, self.settings.dispatch, shapes, directory=self.run_dir, num_ranks=self.ranks.world_size
+        )
         if self.ranks.is_main and (text := schedule.describe()):
             say(text)
         return schedule
@@ -277,7 +279,7 @@ class PerplexityEvaluation:
         """All that the losses of a model depend on."""
         known = self.provenance
         settings = {name: value for name, value in known["settings"].items() if name != "num_resamples"}
-        inputs = {"weights": _digests(weights), "data": known["data"]["digest"], "versions": known["versions"]}
+        inputs = {"weights": digests(weights), "data": known["data"]["digest"], "versions": known["versions"]}
         return inputs | {"settings": settings}
 
     def _say_state(self, log: LossLog, num_batches: int, source: Location) -> None:
@@ -293,10 +295,6 @@ class PerplexityEvaluation:
             say(
                 f"{source.path}: starting again, as {self.run_dir} has the losses of another evaluation ({what} differ)"
             )
-
-
-def _digests(weights: dict[str, Any]) -> list[str]:
-    return [weights["digest"], *(_digests(weights["base"]) if "base" in weights else [])]
 
 
 def open_perplexity(
@@ -323,8 +321,7 @@ def open_perplexity(
     contexts = [context_of(load_config(source.directory, trust), trust) for source in settings.sources]
     lengths = dict.fromkeys(context.describe(settings.data.window_length) for context in contexts)
     opened = open_documents if settings.perplexity.by == DOCUMENTS else open_windows
-    # Digests of large weights, and waves of large models, take longer than other collectives may.
-    ranks = OnlyRank(rank=0, world_size=1) if context is None else context.with_new_group(_TIMEOUT_SECONDS)
+    ranks = context or OnlyRank(rank=0, world_size=1)
     # Rank 0 tokenizes, and others find the tokens in the cache.
     first = run_on_all(ranks, lambda: opened(settings.data, settings.stride, tokenizer) if ranks.is_main else None)
     text = run_on_all(ranks, lambda: first or opened(settings.data, settings.stride, tokenizer))

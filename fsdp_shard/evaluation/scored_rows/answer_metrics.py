@@ -113,10 +113,14 @@ def _rouge(answers: Sequence[str], references: Sequence[str]) -> _Scored:
 
 
 def _word_error_rate(answers: Sequence[str], references: Sequence[str]) -> _Scored:
-    """All errors divided by all words of the references, as the rate is defined for a corpus."""
+    """All errors divided by all words of the references, as the rate is defined for a corpus.
+
+    jiwer divides texts at blanks only, so other white space becomes one.
+    """
     import jiwer
 
-    counts = [jiwer.process_words(reference, answer) for answer, reference in zip(answers, references, strict=True)]
+    pairs = ((" ".join(one.split()), " ".join(other.split())) for one, other in zip(references, answers, strict=True))
+    counts = [jiwer.process_words(reference, answer) for reference, answer in pairs]
     errors = [one.substitutions + one.deletions + one.insertions for one in counts]
     words = [one.hits + one.substitutions + one.deletions for one in counts]
     return [Metric(WER, np.array(errors, np.float64), np.array(words, np.float64))], []

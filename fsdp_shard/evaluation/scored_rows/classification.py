@@ -18,7 +18,6 @@ from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figur
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.scored_rows.class_figures import ClassFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
-    WAIT_SECONDS,
     Intervals,
     data_row,
     described,
@@ -87,7 +86,7 @@ class Classification:
             LossError: A logit is not finite.
             ModelError: The model does not have all tokens, or cannot be run.
         """
-        ranks = self.ranks.with_new_group(WAIT_SECONDS)
+        ranks = self.ranks
         if ranks.is_main:
             remove_earlier(self.run_dir)
         model, start = load(self.settings.source), time.perf_counter()

@@ -15,7 +15,6 @@ from fsdp_shard.evaluation.perplexity_task.significance import LEVEL, Floats, bo
 from fsdp_shard.utils import RESULT, format_count, write_atomically
 
 PREDICTIONS = "predictions.jsonl"
-WAIT_SECONDS = 30 * 24 * 3600.0  # for other ranks, whose death is noticed at once
 _NUM_NAMED = 3
 
 
@@ -70,6 +69,8 @@ def remove_earlier(run_dir: Path) -> None:
     for name in (RESULT, PREDICTIONS):
         with suppress(FileNotFoundError):
             (run_dir / name).unlink()
+    for file in (run_dir / "samples").glob("*.jsonl"):  # of tasks of lm_eval
+        file.unlink()
 
 
 def write_predictions(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -37,6 +37,7 @@ class HiddenStateFile:
         self.num_bytes_moved = 0
         self._directory = directory
         with name_in_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)  # of the first rank, on its machine
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - __exit__ closes it
         self._segment, self._address = mmap.mmap(-1, 1), 0
         self._end = self._used = 0  # of the file, and of the last segment

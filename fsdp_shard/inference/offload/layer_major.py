@@ -121,7 +121,7 @@ class _Wave(Generic[T]):
 
     def after(self, number: int) -> None:
         """Note that a pass has left block `number`."""
-        if self._inside[number]:
+        if current_thread() in self._by_thread and self._inside[number]:
             self._inside[number] -= 1
 
     def note(self, module: torch.nn.Module, args: Any, output: Any) -> None:
