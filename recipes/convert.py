@@ -10,7 +10,7 @@ def main(config: fs.ConvertConfig) -> None:
     """Convert `source` into the directory `target`, and push that to the hub if `push_to` is given."""
     report = fs.run_conversion(config)
     print(report.describe(config.target))
-    pushed = fs.push_converted(config)
+    pushed = fs.push_converted(config, report)
     fs.write_result(config.run_dir, dataclasses.asdict(report) | pushed)
 
 

@@ -12,7 +12,13 @@ from .config import (
     ConvertSettings as ConvertSettings,
     SourceSettings as SourceSettings,
 )
-from .conversion import check_conversion as check_conversion, convert as convert, run_conversion as run_conversion
+from .conversion import (
+    ConvertReport as ConvertReport,
+    check_conversion as check_conversion,
+    convert as convert,
+    convert_location as convert_location,
+    run_conversion as run_conversion,
+)
 from .formats.peft import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
     ADAPTER_WEIGHTS as ADAPTER_WEIGHTS,

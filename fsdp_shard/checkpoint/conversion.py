@@ -9,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from fsdp_shard.checkpoint.location import Location, locate
 from fsdp_shard.checkpoint.model_files import copy_model_files, list_files
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.remote.hub_push import HubTarget, open_repository
+from fsdp_shard.checkpoint.remote.hub_requests import require_hub
 from fsdp_shard.checkpoint.steps import (
     DCP_METADATA,
     INDEX_FILE,
@@ -40,6 +41,7 @@ from fsdp_shard.checkpoint.steps import (
 )
 from fsdp_shard.checkpoint.transfer import Digests, Move, compare_with, move_tensors
 from fsdp_shard.errors import CheckpointError, SaveError
+from fsdp_shard.models import check_model_config
 from fsdp_shard.utils import (
     check,
     check_writable,
@@ -70,6 +72,7 @@ class ConvertReport:
         verified: Whether the target was read back and compared.
         left_out: Number of tensors in the source that are not weights, by kind: `optimizer`, `adapter`, `other`.
         notes: Lines about what an adapter's settings leave out.
+        source: What was converted, as `Location.to_json` has it: a run may have a later step by now.
     """
 
     source_format: str
@@ -81,6 +84,7 @@ class ConvertReport:
     verified: bool
     left_out: dict[str, int]
     notes: tuple[str, ...] = ()
+    source: dict[str, Any] = field(default_factory=dict)
 
     def describe(self, target: str) -> str:
         """What was converted, left out and checked, for people; `target` is the directory."""
@@ -156,14 +160,28 @@ def convert(
     return run_conversion(settings)
 
 
-def check_conversion(settings: ConvertSettings) -> None:
-    """Raise an error if nothing can be written where the target is to be, or to the hub; reads nothing.
+def convert_location(source: Location, target: Path) -> ConvertReport:
+    """Convert what was located to a Hugging Face directory, even if its path leads to something else by now.
 
-    With `push_to`, the repository is created if it does not exist, so that no conversion is in vain.
+    Raises:
+        CheckpointError: The source is damaged or was deleted, or there is something at `target`.
+        SaveError: The target could not be written.
+    """
+    settings = ConvertSettings(source=source.path, target=str(target))
+    return read_kept(lambda: source, partial(_convert, settings))
+
+
+def check_conversion(settings: ConvertSettings) -> None:
+    """Raise an error if nothing can be written where the target is to be, or to the hub.
+
+    With `push_to`, the headers of the source are read, and then the repository is created if it does not exist, so that
+    no conversion is in vain.
 
     Raises:
         ConfigError: The directory of the target cannot be written, there is no token for the hub, or the repository is
             public and that was not asked for.
+        CheckpointError, ModelError: With `push_to`: the source cannot be read, has no config, or the target must not be
+            replaced.
         RemoteError: The hub refuses the token or the repository, or cannot be reached.
 
     Example:
@@ -171,6 +189,8 @@ def check_conversion(settings: ConvertSettings) -> None:
     """
     check_writable(Path(settings.target).expanduser().parent, f"target={settings.target}")
     if settings.push_to is not None:
+        require_hub()
+        read_kept(partial(_find, settings), partial(_check, settings))
         say(open_repository(HubTarget(settings.push_to, settings.push_public)))
 
 
@@ -181,19 +201,31 @@ def run_conversion(settings: ConvertSettings) -> ConvertReport:
         >>> fs.run_conversion(config).num_tensors  # doctest: +SKIP
         273
     """
+    return read_kept(partial(_find, settings), partial(_convert, settings))
 
-    def find() -> Location:
-        return locate(settings.source, base=settings.base, config=settings.config, tokenizer=settings.tokenizer)
 
-    return read_kept(find, partial(_convert, settings))
+def _find(settings: ConvertSettings) -> Location:
+    return locate(settings.source, base=settings.base, config=settings.config, tokenizer=settings.tokenizer)
+
+
+def _check(settings: ConvertSettings, source: Location) -> None:
+    """Raise an error if this can be seen to fail before anything is written."""
+    with source.model_index as stored, _to_write(stored, settings) as index:
+        _refuse(settings, source, index)
+        check_model_config(source.directory)  # without a config, nobody could load what is pushed
+
+
+def _refuse(settings: ConvertSettings, source: Location, index: TensorIndex) -> None:
+    target = Path(settings.target).expanduser().absolute()
+    _refuse_part(index)
+    _check_target(target, index, source.model_files if settings.overwrite else None)
 
 
 def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
     start = time.perf_counter()
     target = Path(settings.target).expanduser().absolute()
     with source.model_index as stored, _to_write(stored, settings) as index:
-        _refuse_part(index)
-        _check_target(target, index, source.model_files if settings.overwrite else None)
+        _refuse(settings, source, index)
         plan = plan_conversion(index, settings, source.model_files)
         settings_of_adapter = {ADAPTER_CONFIG: source.weights / ADAPTER_CONFIG} if source.is_adapter else {}
         check_side_files({**plan.model_files, **settings_of_adapter})
@@ -216,6 +248,7 @@ def _convert(settings: ConvertSettings, source: Location) -> ConvertReport:
         verified=settings.verify,
         left_out={kind: extra.num_tensors for kind, extra in index.extras.items()},
         notes=index.notes,
+        source=source.to_json(),
     )
 
 

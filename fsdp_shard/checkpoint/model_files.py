@@ -15,15 +15,14 @@ from fsdp_shard.utils import read_bounded, read_json
 
 CONFIG = "config.json"
 # Whatever else is in the directory (a trainer's state, an optimizer, other weights) is not copied.
-_MODEL = (
+_SETTINGS = (
     CONFIG,
     "generation_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
-    "LICENSE*",
-    "NOTICE*",
 )
+_MODEL = (*_SETTINGS, "LICENSE*", "NOTICE*")
 _TEMPLATES = "additional_chat_templates"  # a directory: the templates of a model besides its default one
 _TOKENIZER_SETTINGS = (
     "tokenizer_config.json",
@@ -92,6 +91,16 @@ def list_model_files(root: Path) -> dict[str, Path]:
 def is_model_file(name: str) -> bool:
     """Whether a file of this name is a model file."""
     return _matches(name, (*_MODEL, *_TOKENIZER))
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of this name, relative to the directory of a model, is of a tokenizer."""
+    return _matches(name, _TOKENIZER) and ("/" not in name or _matches(name, (f"{_TEMPLATES}/*.jinja",)))
+
+
+def is_settings_file(name: str) -> bool:
+    """Whether a file of this name has settings of a model, its generation or its processor."""
+    return name in _SETTINGS
 
 
 def has_tokenizer(root: Path) -> bool:

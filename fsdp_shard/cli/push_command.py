@@ -18,7 +18,16 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from fsdp_shard import checkpoint, evaluation
-from fsdp_shard.checkpoint import CARD, CARD_MARK, ConvertSettings, HubRepository, HubTarget, Location, PushReport
+from fsdp_shard.checkpoint import (
+    CARD,
+    CARD_MARK,
+    ConvertReport,
+    ConvertSettings,
+    HubRepository,
+    HubTarget,
+    Location,
+    PushReport,
+)
 from fsdp_shard.config import OPTIONS, FinetuneConfig
 from fsdp_shard.errors import ConfigError, RemoteError, one_line
 from fsdp_shard.evaluation import CardSubject
@@ -71,10 +80,11 @@ def push_to_hub(
     checkpoint.require_hub()
     location = checkpoint.locate(source)
     adapter = None if adapter_base is None else checkpoint.adapter_to_push(location, adapter_base)
-    subject = _subject(target, location, adapter_base, evaluations)
     model: dict[str, Path | bytes] | None
     model = {**checkpoint.model_to_push(location)} if adapter is None and checkpoint.is_loadable(location) else None
     files = model if adapter is None else adapter
+    _refuse_unshown(files or {}, evaluations)
+    subject = _subject(target, location, adapter_base, evaluations)
     text = message or f"Push {location.weights.name} with fsdp-shard"
     with _advice("The same command goes on where it stopped."):
         repository = checkpoint.open_repository(target)
@@ -84,11 +94,12 @@ def push_to_hub(
         return _convert_and_upload(repository, location, subject, text)
 
 
-def push_converted(settings: ConvertSettings) -> dict[str, Any]:
+def push_converted(settings: ConvertSettings, report: ConvertReport) -> dict[str, Any]:
     """Push what `convert` has written to the repository `push_to`, if one is given.
 
     Args:
         settings: The settings of the conversion.
+        report: What `run_conversion` returned: the model card is about the source that it names.
 
     Returns:
         For result.json: `pushed` with the figures of the push; nothing if there was none.
@@ -97,14 +108,12 @@ def push_converted(settings: ConvertSettings) -> dict[str, Any]:
         RemoteError: The hub refuses a request or fails, or the connection does. The target is complete.
 
     Example:
-        >>> fs.push_converted(config)["pushed"]["url"]  # doctest: +SKIP
+        >>> fs.push_converted(config, report)["pushed"]["url"]  # doctest: +SKIP
         'https://huggingface.co/org/name/commit/9f8f8da0c3a1b4e8'
     """
     if settings.push_to is None:
         return {}
-    source = checkpoint.locate(
-        settings.source, base=settings.base, config=settings.config, tokenizer=settings.tokenizer
-    )
+    source = Location.from_json(report.source)
     pushed = checkpoint.locate(settings.target)
     files: dict[str, Path | bytes] = {**checkpoint.model_to_push(pushed)}
     target = HubTarget(settings.push_to, settings.push_public)
@@ -114,13 +123,13 @@ def push_converted(settings: ConvertSettings) -> dict[str, Any]:
     try:
         with _advice(again):
             repository = checkpoint.open_repository(target)
-            report = _upload(repository, files, subject, message)
+            done = _upload(repository, files, subject, message)
     except BaseException:
         # For the next push, which finds no run where the target is.
         write_atomically(pushed.weights / CARD, evaluation.make_card(subject))
         raise
-    say(report.describe())
-    return {"pushed": dataclasses.asdict(report)}
+    say(done.describe())
+    return {"pushed": dataclasses.asdict(done)}
 
 
 def _subject(
@@ -153,7 +162,7 @@ def _convert_and_upload(
     if work.exists():
         say(f"going on with {work}")
     else:
-        say(checkpoint.convert(location.path, work).describe(str(work)))
+        say(checkpoint.convert_location(location, work).describe(str(work)))
     try:
         pushed = checkpoint.locate(work)
         report = _upload(repository, {**checkpoint.model_to_push(pushed)}, subject.of_pushed(pushed), message)
@@ -167,10 +176,29 @@ def _convert_and_upload(
 def _upload(
     repository: HubRepository, files: dict[str, Path | bytes], subject: CardSubject, message: str
 ) -> PushReport:
-    """Upload files, with the README.md among them if there is one, else with a model card."""
-    card = files.setdefault(CARD, evaluation.make_card(subject).encode())
-    is_own = isinstance(card, Path) and CARD_MARK.encode() not in read_bounded(card, "tokenizer_bytes")
+    """Upload files, with the README.md among them if it is people's, or of this repository and these weights already
+    (`convert push_to=` leaves it with the target); else with a model card.
+    """
+    own = _readme(files)
+    is_own = own is not None and CARD_MARK not in own
+    if own is None or (not is_own and (subject.evaluations or not evaluation.is_card_of(own, subject))):
+        files = {**files, CARD: evaluation.make_card(subject).encode()}
     return repository.upload(files, one_line(message)[:_LONGEST_MESSAGE], has_own_card=is_own)
+
+
+def _readme(files: Mapping[str, Path | bytes]) -> str | None:
+    """The content of the README.md of the source; None if there is none."""
+    own = files.get(CARD)
+    return read_bounded(own, "tokenizer_bytes").decode(errors="replace") if isinstance(own, Path) else None
+
+
+def _refuse_unshown(files: Mapping[str, Path | bytes], evaluations: Sequence[str]) -> None:
+    """Raise ConfigError if there are evaluations, and a README.md of people's, which is pushed as it is."""
+    if evaluations and (own := _readme(files)) is not None and CARD_MARK not in own:
+        raise ConfigError(
+            f"{files[CARD]!s} is pushed as it is, so --evaluations would not be in the model card; leave them out, or "
+            "move that file away."
+        )
 
 
 @contextmanager

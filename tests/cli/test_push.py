@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,14 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_shard.checkpoint import CARD_MARK, HubTarget, convert, locate
+from fsdp_shard.checkpoint import CARD_MARK, ConvertReport, HubTarget, convert, locate
 from fsdp_shard.cli import push_converted, push_to_hub
 from fsdp_shard.cli.push_command import default_settings
 from fsdp_shard.config import ConvertConfig
 from fsdp_shard.errors import ConfigError, InputError
 from fsdp_shard.evaluation import make_card, read_subject
-from tests.support.commands import FSDP_SHARD, Done, environment, run
-from tests.support.hub_stand_in import Failure, HubStandIn, serve_hub
+from tests.support.commands import FSDP_SHARD, environment, run
+from tests.support.hub_stand_in import Failure, HubStandIn, push, push_variables, work_directories
 from tests.support.runs import run_recipe
 
 _MODEL = "model.safetensors"
@@ -31,54 +30,12 @@ _DOWNLOAD = "import sys, huggingface_hub; huggingface_hub.snapshot_download(sys.
 _ATTACK = "<script>alert(1)</script> | [x](http://example.com) `y`\n# z"
 
 
-@pytest.fixture(scope="module")
-def trained(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a run, `run`, an evaluation of its best step, `evaluated`, and a model directory, `tiny`."""
-    root = tmp_path_factory.mktemp("trained")
-    lines = (texts / "held_out.txt").read_text().splitlines()
-    documents = [" ".join(lines[start : start + 15]) for start in range(0, 60, 15)]
-    (root / "held.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in documents if one))
-    common = (f"model.path={tiny_model}", f"data.path={texts / 'train.txt'}", "data.sequence_length=32")
-    held_out = (f"data.eval_path={texts / 'held_out.txt'}", "train.eval_every=2")
-    whole = run_recipe("finetune", root / "run", *common, *held_out, "train.steps=4", "optim.lr=0.0123")
-    assert whole.status == 0, whole.err
-    evaluated = run_recipe(
-        "evaluate",
-        root / "evaluated",
-        f"checkpoint={root / 'run'}@best",
-        f"data.path={root / 'held.jsonl'}",
-        "perplexity.by=documents",
-    )
-    assert evaluated.status == 0, evaluated.err
-    shutil.copytree(tiny_model, root / "tiny")
-    return root
-
-
-@pytest.fixture
-def hub() -> Iterator[HubStandIn]:
-    with serve_hub() as hub:
-        yield hub
-
-
-def _variables(hub: HubStandIn, home: Path) -> dict[str, str]:
-    cache = {"HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": str(home / "cache")}
-    return {**hub.variables, **cache, "PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-
-
-def _push(hub: HubStandIn, home: Path, *arguments: str | Path, **variables: str) -> Done:
-    return run([*FSDP_SHARD, "push", *arguments], home, **(_variables(hub, home) | variables))
-
-
-def _work_directories(home: Path) -> list[Path]:
-    return list((home / "cache" / "fsdp-shard" / "push").glob("[!.]*"))
-
-
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
 def test_a_run_is_pushed_and_loads_again(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
-    done = _push(hub, tmp_path, f"{trained / 'run'}@best", "org/name", "--evaluations", trained / "evaluated")
+    done = push(hub, tmp_path, f"{trained / 'run'}@best", "org/name", "--evaluations", trained / "evaluated")
     assert done.status == 0, done.err
     assert "org/name: created, private" in done.out
     assert f"in {hub.url}/org/name/commit/" in done.out
@@ -86,10 +43,10 @@ def test_a_run_is_pushed_and_loads_again(trained: Path, hub: HubStandIn, tmp_pat
     assert {"config.json", "generation_config.json", "tokenizer.json", _MODEL} <= set(
         hub.repositories["org/name"].files
     )
-    assert _work_directories(tmp_path) == []
+    assert work_directories(tmp_path) == []
 
     local = tmp_path / "local"
-    fetched = run([sys.executable, "-c", _DOWNLOAD, "org/name", local], tmp_path, **_variables(hub, tmp_path))
+    fetched = run([sys.executable, "-c", _DOWNLOAD, "org/name", local], tmp_path, **push_variables(hub, tmp_path))
     assert fetched.status == 0, fetched.err
     expected = locate(f"{trained / 'run'}@best").index
     loaded = AutoModelForCausalLM.from_pretrained(local, dtype="auto").state_dict()
@@ -119,10 +76,10 @@ def _loss(trained: Path, step: int) -> str:
 
 def test_pushing_again_sends_what_differs(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     model = trained / "tiny"
-    assert _push(hub, tmp_path, model, "org/name").status == 0
+    assert push(hub, tmp_path, model, "org/name").status == 0
     first = dict(hub.put)
     assert first
-    again = _push(hub, tmp_path, model, "org/name")
+    again = push(hub, tmp_path, model, "org/name")
     assert again.status == 0, again.err
     assert hub.put == first
     assert (
@@ -133,16 +90,16 @@ def test_pushing_again_sends_what_differs(trained: Path, hub: HubStandIn, tmp_pa
     files["model-00001-of-00002.safetensors"] = b"of an earlier model"
     files["README.md"] = b"my own words"
     hub.fail = lambda method, path, count: Failure(503) if "/commit/" in path else None
-    failed = _push(hub, tmp_path, f"{trained / 'run'}@latest", "org/name")
-    (kept,) = _work_directories(tmp_path)
+    failed = push(hub, tmp_path, f"{trained / 'run'}@latest", "org/name")
+    (kept,) = work_directories(tmp_path)
     assert failed.status == 1
     assert f"{kept} is kept for the next push" in failed.err
     assert "the hub fails (HTTP 503)" in failed.err
     hub.fail = lambda method, path, count: None
-    third = _push(hub, tmp_path, f"{trained / 'run'}@latest", "org/name")
+    third = push(hub, tmp_path, f"{trained / 'run'}@latest", "org/name")
     assert third.status == 0, third.err
     assert f"going on with {kept}" in third.out
-    assert "deleted: it is of earlier weights" in third.out
+    assert "deleted: it is of an earlier model" in third.out
     assert "README.md in the repository is somebody's own" in third.out
     files = hub.repositories["org/name"].files
     assert "model-00001-of-00002.safetensors" not in files
@@ -153,7 +110,7 @@ def test_a_readme_of_the_source_is_pushed_as_it_is(trained: Path, hub: HubStandI
     model = shutil.copytree(trained / "tiny", tmp_path / "model")
     (model / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
     (model / "notes.txt").write_text("not of the model")
-    done = _push(hub, tmp_path, model, "org/name", "--public", "--revision", "v1", "--message", "The first one")
+    done = push(hub, tmp_path, model, "org/name", "--public", "--revision", "v1", "--message", "The first one")
     assert done.status == 0, done.err
     repository = hub.repositories["org/name"]
     pushed = repository.commits[repository.branches["v1"]]
@@ -171,10 +128,10 @@ def test_adapters_are_merged_or_pushed_as_such(
     settings = (f"model.path={tiny_model}", f"data.path={texts / 'train.txt'}", "train.steps=1", "adapter=lora")
     lora = run_recipe("finetune", tmp_path / "lora", *settings)
     assert lora.status == 0, lora.err
-    merged = _push(hub, tmp_path, "lora", "org/merged")
+    merged = push(hub, tmp_path, "lora", "org/merged")
     assert merged.status == 0, merged.err
     assert _MODEL in hub.repositories["org/merged"].files
-    alone = _push(hub, tmp_path, "lora", "org/alone", "--adapter", "org/base")
+    alone = push(hub, tmp_path, "lora", "org/alone", "--adapter", "org/base")
     assert alone.status == 0, alone.err
     files = hub.repositories["org/alone"].files
     assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files)
@@ -182,7 +139,7 @@ def test_adapters_are_merged_or_pushed_as_such(
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
     assert "base_model: org/base" in files["README.md"].decode()
     assert "AutoPeftModelForCausalLM" in files["README.md"].decode()
-    refused = _push(hub, tmp_path, trained / "tiny", "org/name", "--adapter", "org/base")
+    refused = push(hub, tmp_path, trained / "tiny", "org/name", "--adapter", "org/base")
     assert refused.status == 2
     assert "is not an adapter" in refused.error
 
@@ -190,12 +147,12 @@ def test_adapters_are_merged_or_pushed_as_such(
 def test_nothing_is_published_unasked(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     hub.create("org/public", private=False)
     hub.create("org/private", private=True)
-    refused = _push(hub, tmp_path, trained / "tiny", "org/public")
+    refused = push(hub, tmp_path, trained / "tiny", "org/public")
     assert refused.status == 2
     assert "org/public exists and is public, so a push would publish the model" in refused.error
     assert list(hub.repositories["org/public"].files) == [".gitattributes"]
-    assert _push(hub, tmp_path, trained / "tiny", "org/public", "--public").status == 0
-    kept = _push(hub, tmp_path, trained / "tiny", "org/private", "--public")
+    assert push(hub, tmp_path, trained / "tiny", "org/public", "--public").status == 0
+    kept = push(hub, tmp_path, trained / "tiny", "org/private", "--public")
     assert "org/private: exists, and stays private" in kept.out
     assert hub.repositories["org/private"].private
 
@@ -214,7 +171,7 @@ def test_refusals_are_one_sentence(
     trained: Path, hub: HubStandIn, tmp_path: Path, status: int, path: str, said: str
 ) -> None:
     hub.fail = lambda method, asked, count: Failure(status, message="words of the hub") if asked == path else None
-    done = _push(hub, tmp_path, trained / "tiny", "org/name")
+    done = push(hub, tmp_path, trained / "tiny", "org/name")
     assert done.status == 1
     assert done.error.startswith("error: org/name ")
     assert said in done.error
@@ -227,21 +184,21 @@ def test_waits_when_the_hub_asks_for_it(trained: Path, hub: HubStandIn, tmp_path
     limited = ("/api/whoami-v2", "/api/models/org/name/commit/main")
     wait = Failure(429, {"Retry-After": "0"})
     hub.fail = lambda method, path, count: wait if path in limited and count == 0 else None
-    done = _push(hub, tmp_path, trained / "tiny", "org/name")
+    done = push(hub, tmp_path, trained / "tiny", "org/name")
     assert done.status == 0, done.err
-    assert done.err.count("the hub asks to wait 0 s (HTTP 429), attempt 1 of 4") == 2
+    assert done.err.count("the hub asks for fewer requests (HTTP 429): waiting 0 s, attempt 1 of 4") == 2
     assert _MODEL in hub.repositories["org/name"].files
 
     hub.fail = lambda method, path, count: wait if path == "/api/whoami-v2" else None
     hub.asked.clear()
-    done = _push(hub, tmp_path, trained / "tiny", "org/name")
+    done = push(hub, tmp_path, trained / "tiny", "org/name")
     assert done.status == 1
     assert "still asks for fewer requests" in done.err
     assert hub.asked.count(("GET", "/api/whoami-v2")) == 4
 
     hub.fail = lambda method, path, count: Failure(429, {"Retry-After": "86400"}) if "whoami" in path else None
     hub.asked.clear()
-    done = _push(hub, tmp_path, trained / "tiny", "org/name")
+    done = push(hub, tmp_path, trained / "tiny", "org/name")
     assert done.status == 1
     assert "asks to wait 86400 s, which is too long" in done.error
     assert hub.asked.count(("GET", "/api/whoami-v2")) == 1
@@ -255,19 +212,19 @@ def test_a_push_that_is_killed_in_a_file_goes_on(trained: Path, hub: HubStandIn,
     hub.stalls = True
     hub.fail = lambda method, path, count: Failure(cut_after=50_000) if path.endswith(large) else None
     command = [*map(str, FSDP_SHARD), "push", f"{trained / 'run'}@best", "org/name"]
-    variables = environment() | _variables(hub, tmp_path)
+    variables = environment() | push_variables(hub, tmp_path)
     with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL) as process:
         assert hub.reached.wait(60)
         while len(hub.blobs) < 3:  # tokenizer, manifest and README.md, which huggingface_hub sends at the same time
             time.sleep(0.02)
         process.kill()
-    (kept,) = _work_directories(tmp_path)
+    (kept,) = work_directories(tmp_path)
     before = dict(hub.put)
     assert before[large] == 50_000
     assert _MODEL not in hub.repositories["org/name"].files
 
     hub.fail = lambda method, path, count: None
-    done = run(command, tmp_path, **_variables(hub, tmp_path))
+    done = run(command, tmp_path, **push_variables(hub, tmp_path))
     assert done.status == 0, done.err
     assert f"going on with {kept}" in done.out
     assert not kept.exists()
@@ -279,7 +236,7 @@ def test_a_push_that_is_killed_in_a_file_goes_on(trained: Path, hub: HubStandIn,
 @pytest.mark.slow  # huggingface_hub makes six attempts, in 23 s
 def test_a_connection_that_is_cut_each_time_is_told(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     hub.fail = lambda method, path, count: Failure(cut_after=1000) if method == "PUT" else None
-    done = _push(hub, tmp_path, trained / "tiny", "org/name")
+    done = push(hub, tmp_path, trained / "tiny", "org/name")
     assert done.status == 1
     last = done.err.splitlines()[-1]
     assert "org/name is not complete: the connection to the hub failed" in last
@@ -292,10 +249,10 @@ def test_what_is_missing_is_told(trained: Path, hub: HubStandIn, tmp_path: Path)
         ({"HF_TOKEN": ""}, "log in with `hf auth login`, or set HF_TOKEN"),
         ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"),
     ):
-        done = _push(hub, tmp_path, model, "org/name", **variables)
+        done = push(hub, tmp_path, model, "org/name", **variables)
         assert (done.status, hub.asked) == (2, [])
         assert said in done.error
-    done = _push(hub, tmp_path, model, "org/name", HF_ENDPOINT="http://127.0.0.1:9")
+    done = push(hub, tmp_path, model, "org/name", HF_ENDPOINT="http://127.0.0.1:9")
     assert done.status == 1
     assert "the connection to the hub failed" in done.error
     for name in ("name", "org/na--me", "org/../x", "a/b/c", "org/na me"):
@@ -303,7 +260,7 @@ def test_what_is_missing_is_told(trained: Path, hub: HubStandIn, tmp_path: Path)
             push_to_hub(model, name)
     with pytest.raises(ConfigError, match="is not the name of a branch"):
         push_to_hub(model, "org/name", revision="../x")
-    done = _push(hub, tmp_path, f"{trained / 'run'}", "org/name", "--evaluations", trained / "run")
+    done = push(hub, tmp_path, f"{trained / 'run'}", "org/name", "--evaluations", trained / "run")
     assert done.status == 2
     assert "There is no evaluation of the weights that are pushed" in done.error
 
@@ -348,23 +305,23 @@ def test_evaluations_of_other_weights_are_left_out(trained: Path, tmp_path: Path
 def test_convert_pushes(trained: Path, hub: HubStandIn, tmp_path: Path) -> None:
     command = [*FSDP_SHARD, "convert", f"source={trained / 'run'}@best", "push_to=org/name", "run_dir=c"]
     hub.fail = lambda method, path, count: Failure(403) if path == "/api/repos/create" else None
-    refused = run([*command, "target=first"], tmp_path, **_variables(hub, tmp_path))
+    refused = run([*command, "target=first"], tmp_path, **push_variables(hub, tmp_path))
     assert refused.status == 1
     assert "org/name cannot be created: the token may not write there" in refused.error
     assert not (tmp_path / "first").exists()
 
     hub.fail = lambda method, path, count: Failure(409) if "/commit/" in path else None
-    stopped = run([*command, "target=second"], tmp_path, **_variables(hub, tmp_path))
+    stopped = run([*command, "target=second"], tmp_path, **push_variables(hub, tmp_path))
     assert stopped.status == 1
     assert "second is complete: `fsdp-shard push second org/name` goes on with it." in stopped.error
     hub.fail = lambda method, path, count: None
     before = dict(hub.put)
-    done = _push(hub, tmp_path, "second", "org/name")
+    done = push(hub, tmp_path, "second", "org/name")
     assert done.status == 0, done.err
     assert hub.put.keys() == before.keys()
     assert "| optim.lr | 0.0123 |" in hub.repositories["org/name"].files["README.md"].decode()
 
-    done = run([*command, "target=third", "dtype=bfloat16"], tmp_path, **_variables(hub, tmp_path))
+    done = run([*command, "target=third", "dtype=bfloat16"], tmp_path, **push_variables(hub, tmp_path))
     assert done.status == 0, done.err
     pushed = json.loads((tmp_path / "c" / "result.json").read_text())["pushed"]
     assert pushed["url"].startswith(f"{hub.url}/org/name/commit/")
@@ -378,4 +335,5 @@ def test_settings_of_convert_that_contradict_each_other() -> None:
         ConvertConfig(source="a", target="b", push_to="org/name", format="dcp").check("")
     with pytest.raises(ConfigError, match="push_to=name is not the name of a repository"):
         ConvertConfig(source="a", target="b", push_to="name").check("")
-    assert push_converted(ConvertConfig(source="a", target="b")) == {}
+    nothing = ConvertReport("huggingface", "huggingface", 0, 0, 0.0, 0, True, {})
+    assert push_converted(ConvertConfig(source="a", target="b"), nothing) == {}

@@ -148,10 +148,9 @@ def test_another_config_of_the_same_weights_starts_again(tiny_model: Path, texts
     (model / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))  # which changes no figure
     again = run_recipe("evaluate", tmp_path / "run", *given)
     assert again.result == first.result
-    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    (model / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
     changed = run_recipe("evaluate", tmp_path / "run", *given)
     assert "starting again, as " in changed.out
-    assert changed.result["loss"] != first.result["loss"]
     digests = [ended.result["provenance"]["weights"] for ended in (first, changed)]
     assert digests[0]["digest"] == digests[1]["digest"]
     assert digests[0]["config"] != digests[1]["config"]

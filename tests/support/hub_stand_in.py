@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+
+from tests.support.commands import FSDP_SHARD, Done, run
 
 TOKEN = "hf_standinstandinstandin"
 _LARGE = 1000
@@ -95,6 +98,19 @@ def serve_hub() -> Iterator[HubStandIn]:
         hub.server.shutdown()
         thread.join()
         hub.server.server_close()
+
+
+def push_variables(hub: HubStandIn, home: Path) -> dict[str, str]:
+    cache = {"HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": str(home / "cache")}
+    return {**hub.variables, **cache, "PYTHONWARNINGS": "ignore", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+def push(hub: HubStandIn, home: Path, *arguments: str | Path, **variables: str) -> Done:
+    return run([*FSDP_SHARD, "push", *arguments], home, **(push_variables(hub, home) | variables))
+
+
+def work_directories(home: Path) -> list[Path]:
+    return list((home / "cache" / "fsdp-shard" / "push").glob("[!.]*"))
 
 
 class _Handler(BaseHTTPRequestHandler):

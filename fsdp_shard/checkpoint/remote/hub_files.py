@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from fsdp_shard.checkpoint.formats import huggingface
@@ -13,6 +14,7 @@ from fsdp_shard.checkpoint.model_files import has_tokenizer, list_model_files, r
 from fsdp_shard.checkpoint.remote.hub_push import CARD
 from fsdp_shard.checkpoint.steps import INDEX_FILE, MANIFEST, SINGLE_FILE, read_manifest
 from fsdp_shard.errors import CheckpointError
+from fsdp_shard.utils import read_bounded, say
 
 
 def is_loadable(location: Location) -> bool:
@@ -49,12 +51,24 @@ def adapter_to_push(location: Location, base: str) -> dict[str, Path | bytes]:
             f"{location.path} is not an adapter, so --adapter {base} has no effect; leave it out to push the model."
         )
     root = location.weights
-    settings = {**read_adapter_config(root), "base_model_name_or_path": base}
+    stored = read_adapter_config(root)
+    settings = {**stored, "base_model_name_or_path": base}
     tokenizer = replace_tokenizer({}, list_model_files(root)) if has_tokenizer(root) else {}
     files: dict[str, Path | bytes] = {**_weights(location)}
     files |= {**tokenizer, ADAPTER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
-    files |= {CARD: member(root, CARD)} if has_file(root, CARD) else {}
+    if has_file(root, CARD) and not _is_card_of_peft(member(root, CARD), stored.get("base_model_name_or_path"), base):
+        files[CARD] = member(root, CARD)
     return dict(sorted(files.items()))
+
+
+def _is_card_of_peft(file: Path, stored_base: object, base: str) -> bool:
+    """Whether a README.md is what peft's save_pretrained writes: a form to fill in, with a path of the machine."""
+    content = read_bounded(file, "tokenizer_bytes").decode(errors="replace")
+    names_it = re.search(rf"^base_model:\s*['\"]?{re.escape(str(stored_base))}['\"]?\s*$", content, re.MULTILINE)
+    is_one = "# Model Card for Model ID" in content or (stored_base != base and names_it is not None)
+    if is_one:
+        say(f"{file} is one that peft writes, so a model card is made instead")
+    return is_one
 
 
 def _weights(location: Location) -> dict[str, Path]:

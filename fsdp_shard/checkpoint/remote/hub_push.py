@@ -5,7 +5,7 @@ huggingface_hub uploads: what the hub has already, also of an attempt that was c
 
 from __future__ import annotations
 
-import fnmatch
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from fsdp_shard.checkpoint.remote.hub_requests import request, require_hub
+from fsdp_shard.checkpoint.remote.stale_files import stale_files
+from fsdp_shard.checkpoint.steps import KIND, MANIFEST
 from fsdp_shard.errors import ConfigError, RemoteError
 from fsdp_shard.utils import format_count, format_size
 
@@ -24,11 +26,9 @@ CARD = "README.md"
 CARD_MARK = (
     "<!-- Made by fsdp-shard push. Remove this line to keep your changes: the next push then leaves this file. -->"
 )
-_MAX_CARD_BYTES = 1_000_000
+_MAX_READ = 1_000_000  # bytes of a file that may be ours
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _BRANCH = re.compile(r"[\w][\w./-]*", re.ASCII)
-# What loads instead of the model that is pushed, or is no part of it, if it stays in the repository.
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_config.json", "manifest.json")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PushReport:
         is_private: Whether the repository is private.
         written: Size in bytes of each file that is new or changed in the commit, by name.
         unchanged: The same of those that the repository had already.
-        deleted: Files of earlier weights that the commit deletes.
+        deleted: Files of an earlier model that the commit deletes.
         kept_card: Whether the README.md in the repository was left as it is.
     """
 
@@ -83,7 +83,7 @@ class PushReport:
         width = max(map(len, [*self.written, *self.unchanged, *self.deleted]), default=0)
         lines = [f"  {name:<{width}}  {format_size(size)}" for name, size in self.written.items()]
         lines += [f"  {name:<{width}}  unchanged" for name in self.unchanged]
-        lines += [f"  {name:<{width}}  deleted: it is of earlier weights" for name in self.deleted]
+        lines += [f"  {name:<{width}}  deleted: it is of an earlier model" for name in self.deleted]
         if self.kept_card:
             lines.append(f"  {CARD} in the repository is somebody's own, so it was left as it is")
         total = format_size(sum(self.written.values()))
@@ -113,7 +113,7 @@ class HubRepository:
         return f"{self.target.repo_id}: exists, and stays {visibility}{ignored if self.is_private else ''}"
 
     def upload(self, files: Mapping[str, Path | bytes], message: str, *, has_own_card: bool) -> PushReport:
-        """Make one commit of `files`, which also deletes what it has of other weights.
+        """Make one commit of `files`, which also deletes what it has of another model.
 
         Args:
             files: Name in the repository -> the file, or its content.
@@ -127,9 +127,11 @@ class HubRepository:
 
         repo_id, revision, what = self.target.repo_id, self.target.revision, f"{self.target.repo_id} is not complete"
         before = self._list(revision)
-        kept_card = CARD in files and CARD in before and not has_own_card and not self._is_card_ours()
+        kept_card = CARD in files and CARD in before and not has_own_card and CARD_MARK.encode() not in self._read(CARD)
         sent = {name: file for name, file in files.items() if not (kept_card and name == CARD)}
-        stale = tuple(name for name in before if name not in sent and _is_weights(name))
+        stale = stale_files(before, sent)
+        if MANIFEST in before and MANIFEST not in sent and _is_our_manifest(self._read(MANIFEST)):
+            stale = (*stale, MANIFEST)
         operations: list[CommitOperation] = [
             *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in sent.items()),
             *(CommitOperationDelete(path_in_repo=name, is_folder=False) for name in stale),
@@ -166,15 +168,16 @@ class HubRepository:
         )
         return {one.path: (one.size, one.blob_id) for one in found if isinstance(one, RepoFile)}
 
-    def _is_card_ours(self) -> bool:
+    def _read(self, name: str) -> bytes:
+        """The first bytes of a file of the repository."""
         repo_id, revision = self.target.repo_id, self.target.revision
         with TemporaryDirectory(prefix="fsdp-shard-") as directory:
             file = request(
-                f"{CARD} of {repo_id} cannot be read",
-                lambda: self._api.hf_hub_download(repo_id, CARD, revision=revision, local_dir=directory),
+                f"{name} of {repo_id} cannot be read",
+                lambda: self._api.hf_hub_download(repo_id, name, revision=revision, local_dir=directory),
             )
             with open(file, "rb") as stream:
-                return CARD_MARK.encode() in stream.read(_MAX_CARD_BYTES)
+                return stream.read(_MAX_READ)
 
 
 def open_repository(target: HubTarget) -> HubRepository:
@@ -226,5 +229,6 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and "--" not in name and ".." not in name and name[-1] not in ".-"
 
 
-def _is_weights(name: str) -> bool:
-    return "/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHTS)
+def _is_our_manifest(content: bytes) -> bool:
+    """Whether a manifest.json was pushed with a model, and is not that of a web site or the like."""
+    return b'"kind": ' + json.dumps(KIND).encode() in content

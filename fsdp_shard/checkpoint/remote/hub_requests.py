@@ -5,6 +5,9 @@ Only pushing makes such requests. huggingface_hub is imported when the first one
 
 from __future__ import annotations
 
+import re
+import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ATTEMPTS = 4  # of a request that the hub answers with 429
-_LONGEST_WAIT, _SHORTEST_WAIT = 300, 1  # seconds
+_LONGEST_WAIT, _FIRST_WAIT = 300, 5  # seconds; the first is doubled at each attempt, where the hub names none
+_RESET = re.compile(r"\bt=(\d{1,9})\b", re.ASCII)  # of the header RateLimit, as in "api";r=0;t=12
 _LONGEST_REASON = 300
 _RETRIED_BY_LIBRARY = ("/preupload/", "/objects/batch")
 _CAUSES = {
@@ -52,7 +56,7 @@ def require_hub() -> None:
 
 
 def request(what: str, call: Callable[[], T]) -> T:
-    """Make a request, again if the hub asks to wait (HTTP 429, for the time in Retry-After).
+    """Make a request, again if the hub asks to wait (HTTP 429, for the time in RateLimit or Retry-After).
 
     Args:
         what: What has failed if it fails, such as `org/name could not be written`.
@@ -67,15 +71,18 @@ def request(what: str, call: Callable[[], T]) -> T:
         except FsdpShardError:
             raise
         except Exception as error:  # uploads of large files raise errors of several libraries
-            seconds = None if attempt == _ATTEMPTS else _asked_wait(error)
+            seconds = None if attempt == _ATTEMPTS else _asked_wait(error, attempt)
             if seconds is None:
                 raise _explained(what, error) from error
-            say(f"the hub asks to wait {seconds} s (HTTP 429), attempt {attempt} of {_ATTEMPTS}", sys.stderr)
+            say(
+                f"the hub asks for fewer requests (HTTP 429): waiting {seconds} s, attempt {attempt} of {_ATTEMPTS}",
+                sys.stderr,
+            )
             time.sleep(seconds)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _asked_wait(error: BaseException) -> int | None:
+def _asked_wait(error: BaseException, attempt: int) -> int | None:
     """How many seconds to wait before the next attempt; None if there is to be none."""
     answer = _answer(error)
     if answer is None or answer.response.status_code != 429:
@@ -84,12 +91,18 @@ def _asked_wait(error: BaseException) -> int | None:
     if answer.response.request.method == "PUT" or any(part in path for part in _RETRIED_BY_LIBRARY):
         return None  # huggingface_hub has made several attempts
     seconds = _retry_after(answer)
+    if seconds is None:
+        seconds = _FIRST_WAIT * 2 ** (attempt - 1)
     return seconds if seconds <= _LONGEST_WAIT else None
 
 
-def _retry_after(answer: HfHubHTTPError) -> int:
-    given = answer.response.headers.get("Retry-After", "").strip()
-    return int(given) if given.isdecimal() and given.isascii() and len(given) < 10 else _SHORTEST_WAIT
+def _retry_after(answer: HfHubHTTPError) -> int | None:
+    """Seconds after which the hub takes requests again; None if it does not say."""
+    headers = answer.response.headers
+    if (reset := _RESET.search(headers.get("RateLimit", ""))) is not None:
+        return int(reset[1]) + 1  # it is rounded
+    given = headers.get("Retry-After", "").strip()
+    return int(given) if given.isdecimal() and given.isascii() and len(given) < 10 else None
 
 
 def _explained(what: str, error: Exception) -> RemoteError:
@@ -101,7 +114,7 @@ def _explained(what: str, error: Exception) -> RemoteError:
         return RemoteError(redact(f"{what}: {cause} ({type(last).__name__}: {reason})."))
     status = answer.response.status_code
     cause = _CAUSES.get(status, "the hub fails" if status >= 500 else "the hub refuses that")
-    if status == 429 and (seconds := _retry_after(answer)) > _LONGEST_WAIT:
+    if status == 429 and (seconds := _retry_after(answer) or 0) > _LONGEST_WAIT:
         cause = f"the hub asks to wait {seconds} s, which is too long to wait for"
     words = next((text for one in _chain(error) if (text := getattr(one, "server_message", None))), "")
     said = one_line(words.strip().partition("\n")[0], _LONGEST_REASON).rstrip(".")
@@ -116,10 +129,11 @@ def _answer(error: BaseException) -> HfHubHTTPError | None:
 
 
 def _is_network(error: BaseException) -> bool:
-    """Whether an error is of the connection: of the operating system, or of the HTTP library of huggingface_hub."""
+    """Whether an error is of the connection, not of files on this machine."""
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of httpx, from 2.0 on of httpx2
 
-    return any(isinstance(one, (HTTPError, OSError)) for one in _chain(error))
+    kinds = (HTTPError, ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
+    return any(isinstance(one, kinds) for one in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

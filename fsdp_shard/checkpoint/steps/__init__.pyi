@@ -17,6 +17,7 @@ from .file_plan import (
     stored_shape as stored_shape,
 )
 from .manifest import (
+    KIND as KIND,
     MANIFEST as MANIFEST,
     FileRecord as FileRecord,
     Manifest as Manifest,

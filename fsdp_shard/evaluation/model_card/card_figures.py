@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
-from fsdp_shard.evaluation.model_card.card_subject import CardSubject, without_directories
+from fsdp_shard.evaluation.model_card.card_subject import CardSubject
+from fsdp_shard.evaluation.model_card.shown_paths import last_part, without_directories
 from fsdp_shard.evaluation.report.report_data import Table, digest, number, text
 from fsdp_shard.evaluation.report.run_files import Run, as_number
 from fsdp_shard.evaluation.scored_rows.config import MEASURES
+from fsdp_shard.utils import in_yaml
+
+_QUANTIZE = "quantize"
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,18 @@ def _figures(run: Run) -> Iterator[Figure]:
     provenance = _map(run.result.get("provenance"))
     data, settings = _map(provenance.get("data")), _map(provenance.get("settings"))
     results = run.result.get("results")
+    computed = _computed(_map(settings.get("dispatch")))
     if isinstance(results, dict):
-        yield from _task_figures(results)
+        asked = _map(settings.get("lm_eval"))
+        template = {"chat_template": True} if asked.get("chat_template") is True else {}
+        yield from _task_figures(results, _map(run.result.get("num_fewshot")), computed | template)
         return
     name = data.get("path")
-    shown = without_directories(PurePath(name).name) if isinstance(name, str) and name else "a text"
+    shown = last_part(name) if isinstance(name, str) and name else "a text"
     kind, data_digest = data.get("kind"), data.get("digest")
     intervals = _map(run.result.get("confidence_interval"))
     used = {key: settings.get(key) for key in ("by", "sequence_length", "stride") if settings.get(key) is not None}
+    used |= computed
     for measure in ("perplexity", "loss", "bits_per_byte", *MEASURES):
         value = as_number(run.result.get(measure))
         if value is not None:
@@ -75,22 +82,31 @@ def _figures(run: Run) -> Iterator[Figure]:
             )
 
 
-def _task_figures(results: Mapping[str, Any]) -> Iterator[Figure]:
-    """The harness names measures `acc,none` and their errors `acc_stderr,none`."""
+def _computed(dispatch: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by which the weights that computed were others than those of the checkpoint."""
+    usual = {"dtype": "keep", _QUANTIZE: "none"}
+    return {name: dispatch[name] for name, default in usual.items() if dispatch.get(name, default) != default}
+
+
+def _task_figures(
+    results: Mapping[str, Any], num_fewshot: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Iterator[Figure]:
+    """The harness names measures `acc,none` and their errors `acc_stderr,none`; all else is none (`sample_len`)."""
     for task, measures in results.items():
+        shots: dict[str, Any] = {} if num_fewshot.get(task) is None else {"num_fewshot": num_fewshot[task]}
         for name, value in _map(measures).items():
-            measure, _, filtered = name.partition(",")
+            measure, comma, filtered = name.partition(",")
             found = as_number(value)
-            if measure.endswith("_stderr") or found is None:
+            if not comma or measure.endswith("_stderr") or found is None:
                 continue
             error = as_number(measures.get(f"{measure}_stderr,{filtered}"))
             label = measure if filtered in ("", "none") else f"{measure} ({filtered})"
-            yield Figure(task, task, label, found, standard_error=error)
+            yield Figure(task, task, label, found, standard_error=error, settings={**shots, **settings})
 
 
 def figures_table(figures: Sequence[Figure]) -> Table:
     """The figures, a row each."""
-    columns = ("data", "measure", "value", "95% interval", "standard error", "windows", "digest of the data")
+    columns = ("data", "measure", "value", "95% interval", "standard error", "settings", "digest of the data")
     rows = [
         [
             text(one.data),
@@ -98,7 +114,7 @@ def figures_table(figures: Sequence[Figure]) -> Table:
             number(one.value),
             text(None if one.interval is None else " to ".join(number(end).text for end in one.interval)),
             number(one.standard_error),
-            text(", ".join(f"{name} {value}" for name, value in (one.settings or {}).items()) or None),
+            text(", ".join(f"{name} {_shown(value)}" for name, value in (one.settings or {}).items()) or None),
             digest(one.data_digest),
         ]
         for one in figures
@@ -107,11 +123,16 @@ def figures_table(figures: Sequence[Figure]) -> Table:
 
 
 def eval_results(figures: Sequence[Figure], task: str) -> list[Any]:
-    """The figures as `EvalResult`s of huggingface_hub, which the hub shows; `task` is its name of the model's work."""
+    """The figures as `EvalResult`s of huggingface_hub, which the hub shows; `task` is its name of the model's work.
+
+    Those of quantized weights are left out: the hub shows no settings beside them, and they are of another model.
+    """
     from huggingface_hub import EvalResult
 
     made = []
     for one in figures:
+        if _QUANTIZE in (one.settings or {}):
+            continue
         interval = {"confidence_interval_95": list(one.interval)} if one.interval else {}
         error = {} if one.standard_error is None else {"standard_error": one.standard_error}
         made.append(
@@ -132,6 +153,10 @@ def _interval(found: Any) -> tuple[float, float] | None:
     ends = [as_number(end) for end in found] if isinstance(found, list) else []
     low, high = ends if len(ends) == 2 else (None, None)
     return None if low is None or high is None else (low, high)
+
+
+def _shown(value: Any) -> str:
+    return without_directories(in_yaml(value))
 
 
 def _map(value: Any) -> Mapping[str, Any]:

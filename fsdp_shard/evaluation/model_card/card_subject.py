@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +17,14 @@ from fsdp_shard.checkpoint import (
     has_file,
     is_hub_id,
     member,
+    read_adapter_config,
     read_base_model,
 )
 from fsdp_shard.errors import InputError
 from fsdp_shard.evaluation.report.run_files import Run, find_runs, is_run, read_run
 from fsdp_shard.evaluation.report.same_weights import Digests, digests_in
-from fsdp_shard.evaluation.weights_digest import describe_weights
+from fsdp_shard.evaluation.weights_digest import describe_weights, weights_digest
 from fsdp_shard.utils import format_count, read_json
-
-# The directories of an absolute path, which are nobody else's business; not those of an address (s3://bucket/data).
-_DIRECTORIES = re.compile(r"(?<![\w:/.])~?/(?:[^\s,'\"\[\]{}/]+/)*(?=[^\s,'\"\[\]{}/])")
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,7 @@ class CardSubject:
         location: The checkpoint that is pushed.
         architectures: Classes of the model, as config.json names them.
         adapter_base: The hub id of the base model if the adapter itself is pushed, not a model.
+        adapter_task: peft's name of the task that this adapter is for, such as `CAUSAL_LM`.
         weights: Digest of the weights of the checkpoint, and of an adapter that of its base.
         pushed_digest: Digest of the weights that are pushed, which may be converted.
         run: The run that the checkpoint is a step of.
@@ -52,6 +50,7 @@ class CardSubject:
     location: Location
     architectures: tuple[str, ...]
     adapter_base: str | None
+    adapter_task: str | None
     weights: Digests
     pushed_digest: str
     run: Run | None
@@ -113,17 +112,18 @@ def read_subject(
     Raises:
         InputError: One of `evaluations` has no run, or none of them is of these weights.
     """
-    described = describe_weights(location)
-    weights = digests_in(described)
-    assert weights is not None, "described a line above"
+    has_base = adapter_base is None or _has_base(location)
+    weights = digests_in(describe_weights(location)) if has_base else (weights_digest(location.index), None)
+    assert weights is not None, "there is a digest in each description"
     directory = run_of(location)
     run = None if directory is None else read_run(directory, directory.resolve().name)
     chosen, left_out = _of_weights(evaluations, weights)
     subject = CardSubject(
         target=target,
         location=location,
-        architectures=_architectures(location),
+        architectures=_architectures(location) if has_base else (),
         adapter_base=adapter_base,
+        adapter_task=None if adapter_base is None else _adapter_task(location),
         weights=weights,
         pushed_digest=weights[0],
         run=run,
@@ -147,8 +147,19 @@ def _of_weights(paths: Sequence[str], wanted: Digests) -> tuple[list[Run], list[
             "the run_dir of that."
         )
     others = [run.name for run in runs if run not in same]
-    told = f"{format_count(len(others), 'run')}, not evaluated with these weights: {', '.join(others)}."
-    return same, [told] if others else []
+    of_others = f"{format_count(len(others), 'run')}, not evaluated with these weights: {', '.join(others)}."
+    parts = [run.name for run in same if _limit_of(run.result) is not None]
+    of_parts = f"{format_count(len(parts), 'run')} of a part of the questions (lm_eval.limit): {', '.join(parts)}."
+    told = [*([of_others] if others else []), *([of_parts] if parts else [])]
+    return [run for run in same if _limit_of(run.result) is None], told
+
+
+def _limit_of(result: Mapping[str, Any]) -> Any:
+    """How many questions of each task of the harness were asked; None for all."""
+    found: Any = result
+    for key in ("provenance", "settings", "lm_eval", "limit"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 def _weights_of(result: Mapping[str, Any]) -> Digests | None:
@@ -157,13 +168,21 @@ def _weights_of(result: Mapping[str, Any]) -> Digests | None:
     return digests_in(weights) if isinstance(weights, dict) else None
 
 
+def _has_base(location: Location) -> bool:
+    """Whether the base model of an adapter is on this machine, with its weights and config."""
+    try:
+        return bool(location.base.index.tensors) and location.directory.is_dir()
+    except InputError:
+        return False
+
+
+def _adapter_task(location: Location) -> str | None:
+    found = read_adapter_config(location.weights).get("task_type")
+    return found if isinstance(found, str) else None
+
+
 def _architectures(location: Location) -> tuple[str, ...]:
     config = read_json(location.directory / "config.json")
     found = config.get("architectures") if isinstance(config, dict) else None
     names = found if isinstance(found, list) else []
     return tuple(name for name in names if isinstance(name, str) and name.isidentifier())
-
-
-def without_directories(value: str) -> str:
-    """A setting without the directories of the absolute paths in it, which say how a machine is set up."""
-    return _DIRECTORIES.sub(".../", value)

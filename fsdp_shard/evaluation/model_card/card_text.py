@@ -9,10 +9,11 @@ import importlib.metadata
 import platform
 from collections.abc import Sequence
 
-from fsdp_shard.checkpoint import CARD_MARK
+from fsdp_shard.checkpoint import CARD_MARK, HubTarget
 from fsdp_shard.errors import one_line
 from fsdp_shard.evaluation.model_card.card_figures import Figure, eval_results, figures_of, figures_table
-from fsdp_shard.evaluation.model_card.card_subject import CardSubject, without_directories
+from fsdp_shard.evaluation.model_card.card_subject import CardSubject
+from fsdp_shard.evaluation.model_card.shown_paths import last_part, shown_setting, without_directories
 from fsdp_shard.evaluation.report.comparison import thinned
 from fsdp_shard.evaluation.report.report_data import Cell, Table, number, text
 from fsdp_shard.evaluation.report.run_files import Run, values_of
@@ -34,7 +35,13 @@ _CLASSES = {  # by the end of an architecture's name
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
 }
 
-_EVALUATION_NOTE = "Losses in nats per token. Compare figures of the same data and the same windows only."
+_ADAPTER_TASKS = {  # by peft's name of a task, each with an AutoPeftModel class
+    "CAUSAL_LM": ("AutoModelForCausalLM", "text-generation"),
+    "SEQ_2_SEQ_LM": ("AutoModelForSeq2SeqLM", "text2text-generation"),
+    "SEQ_CLS": ("AutoModelForSequenceClassification", "text-classification"),
+}
+
+_EVALUATION_NOTE = "Losses in nats per token. Compare figures of the same data and settings only."
 _LICENSE = (
     "None is given here. What may be done with this model depends on the licenses of its base model and data: add "
     "`license:` to the metadata at the top."
@@ -58,6 +65,11 @@ def make_card(subject: CardSubject) -> str:
     return redact("\n\n".join(parts)) + "\n"
 
 
+def is_card_of(content: str, subject: CardSubject) -> bool:
+    """Whether a card was made for the same repository, branch and weights."""
+    return all(part in content for part in (f"{_where(subject.target)})", subject.pushed_digest))
+
+
 def _section(title: str, parts: Sequence[str]) -> list[str]:
     return [f"## {title}", *parts] if parts else []
 
@@ -79,7 +91,7 @@ def _metadata(subject: CardSubject, figures: Sequence[Figure]) -> str:
 def _intro(subject: CardSubject) -> str:
     what = "An adapter (LoRA)" if subject.adapter_base else "A model"
     base = subject.base_on_hub
-    known = base or (without_directories(subject.base.path) if subject.base else None)
+    known = base or (last_part(subject.base.path) if subject.base else None)
     of_base = "" if known is None else f", fine-tuned from {_linked(base) if base else _safe(known)}"
     run = subject.run
     of_run = f" It is step {subject.location.step:,} of the run {_safe(run.name)}." if run else ""
@@ -94,11 +106,11 @@ def _training_table(subject: CardSubject, run: Run) -> Table:
     step = subject.location.step or 0
     tokens = sum(values_of([row for row in run.steps if (row["step"] or 0) <= step], "tokens"))
     seconds = sum(values_of([row for row in run.steps if (row["step"] or 0) <= step], "step_seconds"))
-    data = run.settings.get("data.path")
+    data, model = run.settings.get("data.path"), subject.base.path if subject.base else run.settings.get("model.path")
     facts = {
-        "base model": subject.base.path if subject.base else run.settings.get("model.path"),
+        "base model": model if model is None or model == subject.base_on_hub else last_part(model),
         "fingerprint of the base model": subject.base.fingerprint if subject.base else None,
-        "data": None if data in (None, "null") else data,
+        "data": None if data in (None, "null") else shown_setting("data.path", data),
         "fingerprint of the data": subject.data_digest,
         "step": f"{step:,}",
         "tokens": f"{tokens:,.0f}" if tokens else None,
@@ -140,7 +152,7 @@ def _curve(run: Run) -> Table | None:
 def _settings_table(subject: CardSubject, run: Run) -> Table | None:
     names = [name for name in run.settings if name not in _ELSEWHERE]
     differing = {name: run.settings[name] for name in names if run.settings[name] != subject.defaults.get(name)}
-    rows = [[text(name), _value(redact_setting(name, value))] for name, value in differing.items()]
+    rows = [[text(name), _value(shown_setting(name, redact_setting(name, value)))] for name, value in differing.items()]
     note = "Those that are not the defaults of fsdp-shard."
     return Table("settings", "", ("setting", "value"), rows, note) if rows else None
 
@@ -156,28 +168,29 @@ def _class(subject: CardSubject) -> tuple[str, str | None]:
     settings = subject.run.settings if subject.run else {}
     if settings.get("model.task") == "seq2seq":
         return "AutoModelForSeq2SeqLM", "text2text-generation"
-    return next((found for end, found in _CLASSES.items() if name.endswith(end)), ("AutoModel", None))
+    of_task = _ADAPTER_TASKS.get(subject.adapter_task or "", ("AutoModel", None))
+    return next((found for end, found in _CLASSES.items() if name.endswith(end)), of_task)
 
 
 def _loading(subject: CardSubject) -> str:
-    repo_id, loader = subject.repo_id, _class(subject)[0]
-    if subject.adapter_base:
-        library, loader = "peft", loader.replace("AutoModel", "AutoPeftModel")
-    else:
-        library = "transformers"
-    revision = subject.target.revision
-    arguments = f'"{repo_id}"' + (f', revision="{revision}"' if revision else "")
-    lines = [
-        "```python",
-        f"from {library} import {loader}",
-        "",
-        f"model = {loader}.from_pretrained({arguments})",
-        "```",
-    ]
-    if loader.endswith("ForCausalLM") and revision is None:
-        base = f" base={subject.adapter_base}" if subject.adapter_base else ""
-        lines += ["", "```", f'fsdp-shard generate checkpoint={repo_id}{base} prompt="Once upon a time"', "```"]
+    base, loader, where = subject.adapter_base, _class(subject)[0], _where(subject.target)
+    imports, made = [f"from transformers import {loader}"], [f"model = {loader}.from_pretrained({where})"]
+    if base and _ADAPTER_TASKS.get(subject.adapter_task or "", ("", ""))[0] == loader:
+        peft_loader = loader.replace("AutoModel", "AutoPeftModel")
+        imports, made = [f"from peft import {peft_loader}"], [f"model = {peft_loader}.from_pretrained({where})"]
+    elif base:
+        imports = ["from peft import PeftModel", *imports]
+        made = [f'base = {loader}.from_pretrained("{base}")', f"model = PeftModel.from_pretrained(base, {where})"]
+    lines = ["```python", *imports, "", *made, "```"]
+    if loader.endswith("ForCausalLM") and subject.target.revision is None:
+        on = f" base={base}" if base else ""
+        lines += ["", "```", f'fsdp-shard generate checkpoint={subject.repo_id}{on} prompt="Once upon a time"', "```"]
     return "\n".join(lines)
+
+
+def _where(target: HubTarget) -> str:
+    """The arguments of from_pretrained."""
+    return f'"{target.repo_id}"' + (f', revision="{target.revision}"' if target.revision else "")
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,61 @@
+"""Paths in a model card: without their directories, which say how a machine is set up and are nobody else's business.
+
+Addresses (s3://bucket/data, hf://datasets/org/name) are shown as they are; only `file:` is a path.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from fsdp_shard.utils import in_yaml
+
+_LONGEST = 10_000  # characters of a setting, of which the card shows a few hundred at most
+_ADDRESS = re.compile(r"(?!file:)[A-Za-z][\w+.-]*://")
+# Settings, or keys in them, that are paths whatever they look like.
+_NAMES = re.compile(r"(.*[._])?(path|paths|dir|file|files|chat_template|loss|resume|remote)")
+_BEGINS_AS_PATH = re.compile(r"\s*(file:|~|\.{0,2}/)")
+# What begins so within other text, up to the last slash before a quote or a separator.
+_IN_TEXT = re.compile(r"(?<![\w:/.~])(?:file:)?(?:~[\w.-]*|\.{1,2})?/(?:[^'\"`,;\[\]{}\n/]*/)*(?=[^\s'\"/])")
+_PIECE = re.compile(r"[^'\"`,;\[\]{}\n\s]+")
+
+
+def shown_setting(name: str, value: str) -> str:
+    """A setting as the card shows it.
+
+    Args:
+        name: Its dotted name.
+        value: Its value, as Python writes it: of lists and maps, each item is looked at.
+    """
+    value = value[:_LONGEST]
+    if value.strip()[:1] not in ("[", "{"):
+        return str(_shown(name, value))
+    try:
+        return in_yaml(_shown(name, ast.literal_eval(value.strip())))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # not a list or map, or part of it is hidden
+        return _PIECE.sub(lambda piece: last_part(piece[0]), value)
+
+
+def last_part(path: str) -> str:
+    """The last part of a path; an address as it is."""
+    bare = path.strip().strip("'\"")
+    if _ADDRESS.match(bare) and "::" not in bare:
+        return bare
+    return bare.rstrip("/").rpartition("/")[2].removeprefix("file:") or "/"
+
+
+def without_directories(value: str) -> str:
+    """Text without the directories of the paths in it."""
+    return _IN_TEXT.sub(".../", value[:_LONGEST])
+
+
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shown(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(name, item) for item in value]
+    if not isinstance(value, str):
+        return value
+    is_path = _NAMES.fullmatch(name) is not None or _BEGINS_AS_PATH.match(value) is not None
+    return last_part(value) if is_path else without_directories(value)

@@ -1,0 +1,86 @@
+"""Model cards: figures of evaluations with their settings, and paths without directories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from fsdp_shard.checkpoint import HubTarget, locate
+from fsdp_shard.cli.push_command import default_settings
+from fsdp_shard.evaluation import make_card, read_subject, shown_setting
+
+
+def _card(trained: Path, directory: Path) -> tuple[ModelCard, list[str]]:
+    source = locate(f"{trained / 'run'}@best")
+    subject, problems = read_subject(HubTarget("org/name"), source, None, default_settings, [str(directory)])
+    (directory / "README.md").write_text(make_card(subject))
+    return ModelCard.load(directory / "README.md"), problems
+
+
+def _change(trained: Path, directory: Path, settings: dict[str, Any], **figures: Any) -> None:
+    """Copy the evaluation, with other settings in its result.json, and these figures."""
+    shutil.copytree(trained / "evaluated", directory)
+    result = json.loads((directory / "result.json").read_text())
+    result["provenance"]["settings"] |= settings
+    (directory / "result.json").write_text(json.dumps(result | figures))
+
+
+def test_figures_of_other_weights_than_those_stored_say_so(trained: Path, tmp_path: Path) -> None:
+    for name, dispatch in {"q": {"dtype": "keep", "quantize": "int8"}, "d": {"dtype": "bfloat16"}}.items():
+        _change(trained, tmp_path / "all" / name, {"dispatch": dispatch}, perplexity={"q": 77.25, "d": 78.25}[name])
+    card, problems = _card(trained, tmp_path / "all")
+    assert problems == []
+    (quantized,) = [line for line in card.text.splitlines() if "77.25" in line]
+    (cast,) = [line for line in card.text.splitlines() if "78.25" in line]
+    assert "quantize int8" in quantized
+    assert "dtype bfloat16" in cast
+    published = {one.metric_value: one for one in card.data.eval_results or []}
+    assert 77.25 not in published
+    assert (published[78.25].metric_args or {})["dtype"] == "bfloat16"
+
+
+def test_figures_of_the_harness(trained: Path, tmp_path: Path) -> None:
+    results = {
+        "capitals": {
+            "alias": "capitals",
+            "name": 1.5,
+            "sample_len": 5,
+            "acc,none": 0.25,
+            "acc_stderr,none": 0.125,
+        }
+    }
+    for name, limit, value in (("all", None, 0.25), ("part", 3, 0.75)):
+        results["capitals"]["acc,none"] = value
+        asked = {"limit": limit, "num_fewshot": 2, "chat_template": True}
+        _change(trained, tmp_path / "runs" / name, {"lm_eval": asked}, results=results, num_fewshot={"capitals": 2})
+    card, problems = _card(trained, tmp_path / "runs")
+    assert problems == ["1 run of a part of the questions (lm_eval.limit): part."]
+    (published,) = [one for one in card.data.eval_results or [] if one.dataset_name == "capitals"]
+    assert (published.metric_type, published.metric_value) == ("acc", 0.25)
+    assert published.metric_args == {"num_fewshot": 2, "chat_template": True, "standard_error": 0.125}
+    assert "num\\_fewshot 2, chat\\_template true" in card.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("data.eval_path", "private/held out/a b.txt", "a b.txt"),
+        ("data.eval_path", "file:///home/me/it's/a.txt", "a.txt"),
+        ("data.chat_template", "~/mine/x.jinja", "x.jinja"),
+        ("data.mixture.code.path", "'/home/o''brien/c.jsonl'", "c.jsonl"),
+        ("loss", "private/losses.py:mine", "losses.py:mine"),
+        ("data.files", str(["/a/private, place/x.txt", "private/y.txt"]), "['x.txt', 'y.txt']"),
+        ("some.setting", str([{"path": "private/x.txt", "text": "and/or"}]), "[{'path': 'x.txt', 'text': 'and/or'}]"),
+        ("some.setting", "/home/my private files/x", "x"),
+        ("some.setting", "see ~/my private/x, and s3://bucket/data", "see .../x, and s3://bucket/data"),
+        ("data.path", "s3://bucket/data/x.jsonl", "s3://bucket/data/x.jsonl"),
+        ("some.setting", "['/home/private/x', <hidden>]", "['x', <hidden>]"),
+    ],
+)
+def test_of_paths_the_last_part_is_shown(name: str, value: str, shown: str) -> None:
+    assert shown_setting(name, value) == shown
