@@ -143,14 +143,15 @@ def test_another_config_of_the_same_weights_starts_again(tiny_model: Path, texts
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     given = (f"checkpoint={model}", f"data.path={texts}/held_out.txt", f"data.cache_dir={tmp_path}/cache")
-    first = run_recipe("evaluate", tmp_path / "run", *given)
+    first = run_recipe("evaluate", tmp_path / "run", *given).result
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))  # which changes no figure
-    again = run_recipe("evaluate", tmp_path / "run", *given)
-    assert again.result == first.result
-    (model / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
-    changed = run_recipe("evaluate", tmp_path / "run", *given)
-    assert "starting again, as " in changed.out
-    digests = [ended.result["provenance"]["weights"] for ended in (first, changed)]
-    assert digests[0]["digest"] == digests[1]["digest"]
-    assert digests[0]["config"] != digests[1]["config"]
+    assert run_recipe("evaluate", tmp_path / "run", *given).result == first
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    ended = run_recipe("evaluate", tmp_path / "run", *given)
+    changed = ended.result
+    assert "starting again, as " in ended.out
+    assert changed["loss"] != first["loss"]
+    weights = [row["provenance"]["weights"] for row in (first, changed)]
+    assert weights[0]["digest"] == weights[1]["digest"]
+    assert weights[0]["config"] != weights[1]["config"]
