@@ -187,8 +187,12 @@ def test_ctrl_c_ends_all(saved: Callable[[str], Path]) -> None:
         return passes(model, 1)[0]()
 
     expected = [one() for one in passes(model, 2)]
-    with pytest.raises(KeyboardInterrupt):
-        list(run_wave(stream, [*passes(model, 2), interrupted, *passes(model, 2)]))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(run_wave(stream, [*passes(model, 2), interrupted, *passes(model, 2)]))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert num_threads() == 0
     assert all(torch.equal(one, other) for one, other in zip(run_wave(stream, passes(model, 2)), expected, strict=True))
 
