@@ -21,7 +21,7 @@ fsdp-shard: fine-tune Hugging Face models under FSDP, keep their checkpoints, ru
 
   finetune [name=value ...]     fine-tune a Hugging Face model on one or more ranks
   convert [name=value ...]      convert a checkpoint to another format, file size or dtype
-  evaluate [name=value ...]     compute perplexity, run tasks of lm-eval, or measure speed
+  evaluate [name=value ...]     perplexity, tasks of lm-eval, classes, answers, speed
   generate [name=value ...]     generate text from a checkpoint, on GPUs, CPU and disk
   plan [name=value ...]         estimate the memory that each rank will need, from the config alone
   doctor [name=value ...]       dry run: report the problems that finetune would hit

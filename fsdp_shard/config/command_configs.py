@@ -196,18 +196,22 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
     def check(self, prefix: str) -> None:
         """Raise ConfigError for a seed or device without effect, besides what the settings themselves refuse."""
         super().check(prefix)
-        launch = self.launch
-        if launch.device != "auto" and launch.ranks == launch.max_nodes == 1 and not is_joined_rank():
-            raise ConfigError(
-                f"{prefix}launch.device={launch.device} is for several ranks; for one process set "
-                f"{prefix}dispatch.device_map, such as cpu, or leave it out."
-            )
+        _refuse_device_of_one_process(self.launch, prefix)
         if self.perplexity.by != "documents" and self.task in ("perplexity", "lm_eval"):
             why = (
                 f"has no effect: it draws documents for intervals, with {prefix}perplexity.by=documents, the rows of "
                 f"{prefix}task=classification and generation, and the prompts of {prefix}task=speed. Remove it."
             )
             refuse_changed(self, ["seed"], prefix, why)
+
+
+def _refuse_device_of_one_process(launch: LaunchConfig, prefix: str) -> None:
+    """Raise ConfigError for `launch.device` where a single process dispatches the model by `dispatch.device_map`."""
+    if launch.device != "auto" and launch.ranks == launch.max_nodes == 1 and not is_joined_rank():
+        raise ConfigError(
+            f"{prefix}launch.device={launch.device} is for several ranks; for one process set "
+            f"{prefix}dispatch.device_map, such as cpu, or leave it out."
+        )
 
 
 @dataclass
@@ -227,6 +231,11 @@ class GenerateConfig(RunConfig, GenerateSettings):
     unused: ClassVar[tuple[str, ...]] = ("dispatch.schedule",)  # a token needs the one before it
 
     run_dir: str = default_run_dir("generate")
+
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError for a device without effect, besides what the settings themselves refuse."""
+        super().check(prefix)
+        _refuse_device_of_one_process(self.launch, prefix)
 
     @property
     def _only_prints(self) -> bool:

@@ -45,6 +45,11 @@ class Communicator:
         return self.rank == 0
 
     @property
+    def local_world_size(self) -> int:
+        """Number of ranks on this machine; all ranks, if whoever started them does not say."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
+    @property
     def mesh_shape(self) -> dict[str, int]:
         """The sizes of the dimensions that the ranks are arranged in, by name; empty if that is not known."""
         return {}
@@ -89,6 +94,10 @@ class Communicator:
 
 class OnlyRank(Communicator):
     """A process that is the only rank, and needs no process group."""
+
+    @property
+    def local_world_size(self) -> int:
+        return 1
 
     def with_new_group(self, timeout_seconds: float) -> Self:
         return self

@@ -12,7 +12,7 @@ from fsdp_shard.evaluation.perplexity_task.perplexity import settle_windows
 from fsdp_shard.evaluation.registry import EVALUATIONS
 from fsdp_shard.evaluation.scored_rows.classification import check_classification
 from fsdp_shard.evaluation.scored_rows.generated_answers import check_answering
-from fsdp_shard.evaluation.speed import check_sizes
+from fsdp_shard.evaluation.speed_task.speed import check_sizes
 from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
 from fsdp_shard.utils import say

@@ -9,22 +9,22 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
+from fsdp_shard.evaluation.earlier_results import SAMPLES, remove_earlier
 from fsdp_shard.evaluation.harness_model import harness_model
+from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.provenance import provenance
-from fsdp_shard.evaluation.scored_rows.row_scores import remove_earlier
 from fsdp_shard.evaluation.weights_digest import digests
 from fsdp_shard.utils import format_count, nearest, shipped
 
@@ -57,7 +57,7 @@ class LmEval:
         own = drawn if self._draws_on_each_rank else ""
         return f"{sum(asked)} questions of {format_count(len(asked), 'task')}{part}{own}"
 
-    def measure(self, load: Callable[[Location], PreTrainedModel]) -> Figures:
+    def measure(self, load: LoadModel) -> Figures:
         """Ask the model all questions; `row["results"]` has the harness's names: {task: {"acc,none": 0.5, ...}}."""
         from lm_eval import simple_evaluate
         from lm_eval.utils import make_table
@@ -83,7 +83,7 @@ class LmEval:
             return Figures("", {})  # the harness has the results of all ranks on the first one
         for name, rows in results.get("samples", {}).items():
             in_order = sorted(rows, key=lambda row: int(row["doc_id"]))  # of several ranks
-            _write_samples(self.run_dir / "samples" / f"{name.replace('/', '_')}.jsonl", in_order)
+            _write_samples(self.run_dir / SAMPLES / f"{name.replace('/', '_')}.jsonl", in_order)
         groups = [make_table(results, "groups")] if results.get("groups") else []
         row = {
             "results": results["results"],

@@ -16,10 +16,11 @@ from fsdp_shard.evaluation.config import (
     Figures,
 )
 from fsdp_shard.evaluation.lm_eval import open_tasks
+from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.perplexity_task.perplexity import open_perplexity
 from fsdp_shard.evaluation.scored_rows.classification import open_classification
 from fsdp_shard.evaluation.scored_rows.generated_answers import open_generation
-from fsdp_shard.evaluation.speed import LoadModel, open_speed
+from fsdp_shard.evaluation.speed_task.speed import open_speed
 
 
 class Evaluation(Protocol):

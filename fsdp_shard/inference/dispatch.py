@@ -183,7 +183,7 @@ def plan_dispatch(
     """
     budgets = settings.budgets
     if budgets is None:
-        ranks = (context.local_rank, context.num_data_ranks) if context else (0, 1)
+        ranks = (context.local_rank, context.local_world_size) if context else (0, 1)
         use_gpus = context is None or context.device.type != "cpu"
         budgets = {}
         if not isinstance(settings.assignment, dict):

@@ -147,6 +147,7 @@ MISTAKES = [
     (f"{_EVALUATE} data.path={{t}} task=perplexty", "perplexity"),
     (f"{_EVALUATE} data.path={{t}} batch_size=0", "at least 1"),
     (f"{_EVALUATE} data.path={{t}} launch.device=cpu", "launch.device=cpu is for several ranks"),
+    (f"{_GENERATE} prompt=x launch.device=cpu", "launch.device=cpu is for several ranks"),
     (f"{_EVALUATE} task=lm_eval", "lm_eval.tasks"),
     # convert
     ("convert source={m}", "target"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_shard.distributed import DistributedContext, LaunchConfig, variables_for_torch
+from fsdp_shard.distributed import Communicator, DistributedContext, LaunchConfig, OnlyRank, variables_for_torch
 from fsdp_shard.distributed.process_group import init_device
 from fsdp_shard.errors import ConfigError
 from tests.support.ranks import on_ranks
@@ -74,3 +74,11 @@ def test_a_rank_that_sees_one_gpu_takes_it(
         return
     assert init_device("auto", local_rank) == torch.device("cuda", index)
     assert taken == [index]
+
+
+def test_ranks_of_a_machine_are_those_that_were_started_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert Communicator(rank=5, world_size=8).local_world_size == 4
+    assert OnlyRank(rank=0, world_size=1).local_world_size == 1
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert Communicator(rank=5, world_size=8).local_world_size == 8, "nobody says otherwise"

@@ -20,7 +20,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation.config import EvaluateSettings, SpeedConfig
 from fsdp_shard.evaluation.report.comparison import build_report
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
-from fsdp_shard.evaluation.speed import open_speed, sizes_within
+from fsdp_shard.evaluation.speed_task.speed import open_speed, sizes_within
 from fsdp_shard.inference import DispatchConfig, KVCacheBudget, OnPlan, dispatch_model
 from fsdp_shard.models import Context, load_config
 from tests.support.runs import Ended, run_recipe

@@ -8,8 +8,8 @@ the run directory, from which an evaluation that was killed goes on to the same 
 import gc
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Iterable
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,8 @@ from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.config import DOCUMENTS, PERPLEXITY, EvaluateSettings, Figures
+from fsdp_shard.evaluation.earlier_results import DOCUMENTS as DOCUMENTS_FILE, remove_earlier
+from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, DocumentFigures
 from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
 from fsdp_shard.evaluation.perplexity_task.scored_text import (
@@ -38,11 +40,9 @@ from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.weights_digest import describe_model, digests
 from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
 from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
-from fsdp_shard.utils import RESULT, format_count, report_progress, say
+from fsdp_shard.utils import format_count, report_progress, say
 
-Load = Callable[[Location], PreTrainedModel]
-
-DOCUMENTS_FILE, LOSSES_FILE, OTHER_LOSSES_FILE = "documents.jsonl", "losses.jsonl", "losses_against.jsonl"
+LOSSES_FILE, OTHER_LOSSES_FILE = "losses.jsonl", "losses_against.jsonl"
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class PerplexityEvaluation:
             lines.append(f"{format_count(text.num_unscored, 'token')} not scored: nothing is before them")
         return "\n".join(lines)
 
-    def measure(self, load: Load) -> Figures:
+    def measure(self, load: LoadModel) -> Figures:
         """Run all windows under each model, as far as the run directory does not have their losses yet.
 
         Args:
@@ -207,7 +207,7 @@ class PerplexityEvaluation:
             "notes": list(self.text.notes),
         }
 
-    def _score(self, load: Load, source: Location, name: str) -> _Scored | None:
+    def _score(self, load: LoadModel, source: Location, name: str) -> _Scored | None:
         """Score all windows, of which the file may have some; a collective. The result is on rank 0."""
         batches = self.text.batches(self.settings.batch_size)
         opened = run_on_all(self.ranks, lambda: self._open(source, name, batches) if self.ranks.is_main else None)
@@ -260,7 +260,7 @@ class PerplexityEvaluation:
         length = self.text.windows.sequence_length
         shapes = [(len(windows), length) for windows in batches]
         schedule = plan_schedule(
-            model, self.settings.dispatch, shapes, directory=self.run_dir, num_ranks=self.ranks.world_size
+            model, self.settings.dispatch, shapes, directory=self.run_dir, num_ranks=self.ranks.local_world_size
         )
         if self.ranks.is_main and (text := schedule.describe()):
             say(text)
@@ -287,9 +287,7 @@ class PerplexityEvaluation:
             done = f"{len(log.finished):,} of {num_batches:,} batches"
             say(f"{source.path}: going on after {done}, whose losses are in {self.run_dir}")
             return
-        for file in (RESULT, DOCUMENTS_FILE):  # of other figures
-            with suppress(FileNotFoundError):
-                (self.run_dir / file).unlink()
+        remove_earlier(self.run_dir)
         if log.changed:
             what = ", ".join(log.changed)
             say(

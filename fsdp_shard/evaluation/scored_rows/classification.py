@@ -15,6 +15,8 @@ from fsdp_shard.data import CLASSIFICATION as SEQUENCE_CLASSIFICATION, Ints, Lab
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
 from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figures
+from fsdp_shard.evaluation.earlier_results import remove_earlier
+from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.scored_rows.class_figures import ClassFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
@@ -23,10 +25,8 @@ from fsdp_shard.evaluation.scored_rows.row_scores import (
     described,
     interval_text,
     left_out_lines,
-    remove_earlier,
     write_predictions,
 )
-from fsdp_shard.evaluation.speed import LoadModel
 from fsdp_shard.models import (
     ModelConfig,
     check_model_task,

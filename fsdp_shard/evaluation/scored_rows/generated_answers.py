@@ -16,6 +16,8 @@ from fsdp_shard.data import CAUSAL, SEQ2SEQ, QuestionRow, check_task, read_quest
 from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, LossError
 from fsdp_shard.evaluation.config import GENERATION, EvaluateSettings, Figures
+from fsdp_shard.evaluation.earlier_results import remove_earlier
+from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.scored_rows.answer_metrics import Metric, score_answers
 from fsdp_shard.evaluation.scored_rows.row_scores import (
@@ -24,10 +26,8 @@ from fsdp_shard.evaluation.scored_rows.row_scores import (
     described,
     interval_text,
     left_out_lines,
-    remove_earlier,
     write_predictions,
 )
-from fsdp_shard.evaluation.speed import LoadModel
 from fsdp_shard.inference import (
     Completion,
     Decoder,

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from fsdp_shard.evaluation.config import EvaluateSettings
+from fsdp_shard.evaluation.earlier_results import PREDICTIONS
 from fsdp_shard.evaluation.perplexity_task.significance import LEVEL, Floats, bootstrap_interval
-from fsdp_shard.utils import RESULT, format_count, write_atomically
+from fsdp_shard.utils import format_count, write_atomically
 
-PREDICTIONS = "predictions.jsonl"
 _NUM_NAMED = 3
 
 
@@ -62,15 +61,6 @@ def left_out_lines(left_out: Sequence[tuple[str, str]]) -> list[str]:
 def described(index: int, where: str, name: str | int | None) -> dict[str, Any]:
     """The beginning of a row of predictions.jsonl."""
     return {"index": index, "where": where, **({} if name is None else {"name": name})}
-
-
-def remove_earlier(run_dir: Path) -> None:
-    """Remove the results of an earlier evaluation in this directory: this one may end before it has any."""
-    for name in (RESULT, PREDICTIONS):
-        with suppress(FileNotFoundError):
-            (run_dir / name).unlink()
-    for file in (run_dir / "samples").glob("*.jsonl"):  # of tasks of lm_eval
-        file.unlink()
 
 
 def write_predictions(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fsdp_shard.evaluation.speed_passes import SizeFigures, Spread
+from fsdp_shard.evaluation.speed_task.speed_passes import SizeFigures, Spread
 from fsdp_shard.utils import format_size, format_table
 
 

@@ -6,7 +6,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from fsdp_shard.errors import one_line
 from fsdp_shard.evaluation.report.report_data import Chart, Curve
 from fsdp_shard.evaluation.report.svg_charts import BOTTOM, HEIGHT, LEFT, RIGHT, WIDTH, Line, draw, style_of
-from fsdp_shard.evaluation.speed_passes import SizeFigures
+from fsdp_shard.evaluation.speed_task.speed_passes import SizeFigures
 from fsdp_shard.utils import format_count
 
 # As in the style of the page that `report` writes.

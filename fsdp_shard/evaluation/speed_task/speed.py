@@ -7,23 +7,23 @@ import platform
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError, ModelError, PlanError, RunError
 from fsdp_shard.evaluation.config import SPEED, EvaluateSettings, Figures, SpeedConfig
+from fsdp_shard.evaluation.earlier_results import PLOT, remove_earlier
+from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.provenance import provenance
-from fsdp_shard.evaluation.speed_passes import Size, SizeFigures, TimedModel
-from fsdp_shard.evaluation.speed_plot import speed_plot
-from fsdp_shard.evaluation.speed_table import speed_table
-from fsdp_shard.inference import DevicePlan, KVCacheBudget, OnPlan, device_name
+from fsdp_shard.evaluation.speed_task.speed_passes import Size, SizeFigures, TimedModel
+from fsdp_shard.evaluation.speed_task.speed_plot import speed_plot
+from fsdp_shard.evaluation.speed_task.speed_table import speed_table
+from fsdp_shard.inference import DevicePlan, KVCacheBudget, device_name
 from fsdp_shard.models import Context, context_of, load_config, load_context
 from fsdp_shard.utils import (
-    RESULT,
     first_line,
     format_count,
     is_out_of_memory,
@@ -31,19 +31,8 @@ from fsdp_shard.utils import (
     write_atomically,
 )
 
-PLOT = "speed.svg"
 _CONTEXT_LENGTHS = (128, 1024)
 _CPUINFO = Path("/proc/cpuinfo")
-
-
-class LoadModel(Protocol):
-    """Loads a model."""
-
-    def __call__(
-        self, source: Location, kv_cache: KVCacheBudget | None = None, on_plan: OnPlan | None = None
-    ) -> PreTrainedModel:
-        """Load the model in `source`; the other arguments are those of `dispatch_model`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -87,8 +76,7 @@ class SpeedEvaluation:
             PlanError: No size fits in memory.
             RunError: There was not enough memory for any size.
         """
-        for name in (RESULT, PLOT):  # of an earlier run
-            (self.run_dir / name).unlink(missing_ok=True)
+        remove_earlier(self.run_dir)
         start = time.perf_counter()
         model, plan, fitting, left_out = self._load(load)
         load_seconds = time.perf_counter() - start

@@ -1,0 +1,1 @@
+"""`task=speed`: which sizes are measured, the passes that are timed, the table and the plot."""
