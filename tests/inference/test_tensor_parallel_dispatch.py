@@ -74,8 +74,8 @@ def test_groups_of_ranks_share_the_prompts(checkpoint: Path, tmp_path: Path) -> 
     prompts.write_text("abc\nde\na longer one\nfgh\nx\n")
     settings = (f"checkpoint={checkpoint}", f"prompts={prompts}", "generation.do_sample=true")
     alone = _generate(tmp_path / "alone", *settings)
-    divided = _generate(tmp_path / "divided", *settings, "tensor_parallel=2", "launch.ranks=2")
-    groups = _generate(tmp_path / "groups", *settings, "tensor_parallel=2", "launch.ranks=4")
+    divided = _generate(tmp_path / "divided", *settings, "tensor_parallel=2", "launch.ranks=2", "launch.device=cpu")
+    groups = _generate(tmp_path / "groups", *settings, "tensor_parallel=2", "launch.ranks=4", "launch.device=cpu")
     assert (alone.status, divided.status, groups.status) == (0, 0, 0), alone.err + divided.err + groups.err
     expected = (tmp_path / "alone/completions.jsonl").read_text()
     for ended, run in (divided, "divided"), (groups, "groups"):
@@ -91,7 +91,7 @@ def test_what_cannot_be_divided_is_refused(checkpoint: Path, tmp_path: Path) -> 
         tmp_path / "gpt2"
     )
     byte_tokenizer().save_pretrained(tmp_path / "gpt2")
-    two = ("tensor_parallel=2", "launch.ranks=2")
+    two = ("tensor_parallel=2", "launch.ranks=2", "launch.device=cpu")
     for settings, message in (
         ((f"checkpoint={tmp_path / 'gpt2'}", *two), "tensor_parallel=2: transformers has no tensor-parallel plan"),
         ((f"checkpoint={checkpoint}", "tensor_parallel=2"), "tensor_parallel=2 needs that many ranks or a multiple"),
@@ -104,5 +104,5 @@ def test_what_cannot_be_divided_is_refused(checkpoint: Path, tmp_path: Path) -> 
 
 
 def _generate(run_dir: Path, *overrides: str) -> Ended:
-    sizes = ("generation.max_new_tokens=5", "generation.batch_size=2", "launch.device=cpu")
+    sizes = ("generation.max_new_tokens=5", "generation.batch_size=2")
     return run_recipe("generate", run_dir, *sizes, *overrides)
