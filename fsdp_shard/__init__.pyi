@@ -39,6 +39,7 @@ from .training import (
     HeldOutEvaluator as HeldOutEvaluator,
     Restored as Restored,
     TrainingRun as TrainingRun,
+    add_reference as add_reference,
     build_model as build_model,
     build_optimizer as build_optimizer,
     build_unfilled as build_unfilled,

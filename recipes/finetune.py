@@ -23,7 +23,7 @@ def main(config: fs.FinetuneConfig) -> None:
     with fs.start_run(config) as start:
         if start.is_finished:
             return  # as it says
-        context, data = start.context, fs.open_data(config, start)
+        context, data = start.context, fs.add_reference(config, start, fs.open_data(config, start))
         # On the meta device; then wrapped along its no-split blocks; then each rank reads its own shards.
         with fs.build_unfilled(config, start) as unfilled:
             sharded = config.shard.shard(unfilled.module, context)

@@ -28,6 +28,11 @@ from .formats.peft import (
 from .formats.registry import recognize as recognize, writer as writer
 from .formats.trainer_layouts import latest_step_directory as latest_step_directory
 from .index import TensorIndex as TensorIndex
+from .integrity.content_digest import (
+    config_digest as config_digest,
+    describe_weights as describe_weights,
+    weights_digest as weights_digest,
+)
 from .integrity.diff import diff as diff
 from .integrity.inspect_report import summarize_checkpoint as summarize_checkpoint
 from .integrity.verify import verify as verify
@@ -48,6 +53,7 @@ from .io.safetensors_format import (
     itemsize as itemsize,
     to_torch as to_torch,
 )
+from .keys.converted_tensors import computed_entry as computed_entry
 from .keys.matching import MatchedNames as MatchedNames, match_names as match_names, untie as untie
 from .keys.tied_weights import has_same_bytes as has_same_bytes
 from .location import (
@@ -59,7 +65,11 @@ from .location import (
     refuse_unused_base as refuse_unused_base,
 )
 from .lora_merge import check_loadable as check_loadable
-from .model_files import copy_model_files as copy_model_files, set_chat_template as set_chat_template
+from .model_files import (
+    CONFIG as CONFIG,
+    copy_model_files as copy_model_files,
+    set_chat_template as set_chat_template,
+)
 from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy
 from .remote.hub_files import (

@@ -14,7 +14,16 @@ from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSet
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import PlannedDispatchConfig, PlanSettings
 from fsdp_shard.sharding import WRAPPERS, ShardConfig
-from fsdp_shard.training import OPTIMIZERS, AdapterConfig, LoraConfig, OptimConfig, TrainConfig
+from fsdp_shard.training import (
+    OBJECTIVES,
+    OPTIMIZERS,
+    AdapterConfig,
+    LoraConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    SftConfig,
+    TrainConfig,
+)
 from fsdp_shard.utils import refuse_changed, setting
 
 Ranks = Literal["started", "planned", "one"]
@@ -110,6 +119,7 @@ class FinetuneConfig(RunConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
+    objective: ObjectiveConfig = field(default_factory=SftConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -141,6 +151,11 @@ class FinetuneConfig(RunConfig):
             raise ConfigError(
                 f"{prefix}train.epochs={self.train.epochs:g} cannot be combined with {prefix}data.{name}, because "
                 f"{reason}; set {prefix}train.steps instead."
+            )
+        if self.loss is not None and self.objective.name != "sft":
+            raise ConfigError(
+                f"{prefix}loss={self.loss} replaces the cross-entropy of objective=sft, and objective="
+                f"{self.objective.name} has a loss of its own; leave one of them out."
             )
         if self.loss is not None and self.model.chunked_loss is True:
             raise ConfigError(
@@ -301,6 +316,7 @@ COMMANDS: dict[str, type[RunConfig]] = {
 # would take generate's `checkpoint=PATH` for a choice of it.
 OPTIONS: dict[str, dict[str, type]] = {
     "shard": dict(WRAPPERS),
+    "objective": dict(OBJECTIVES),
     "optim": dict(OPTIMIZERS),
     "adapter": {"none": AdapterConfig, "lora": LoraConfig},
     "train": {"default": TrainConfig},

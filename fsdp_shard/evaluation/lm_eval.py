@@ -23,9 +23,9 @@ from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.evaluation.config import EvaluateSettings, Figures
 from fsdp_shard.evaluation.earlier_results import SAMPLES, remove_earlier
 from fsdp_shard.evaluation.harness_model import harness_model
+from fsdp_shard.evaluation.model_digests import digests
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.provenance import provenance
-from fsdp_shard.evaluation.weights_digest import digests
 from fsdp_shard.utils import format_count, nearest, shipped
 
 TaskManager = Any  # the harness's, which may not be installed

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_shard.data import tokenizer_state
 from fsdp_shard.evaluation.config import SPEED, EvaluateSettings
-from fsdp_shard.evaluation.weights_digest import describe_model
+from fsdp_shard.evaluation.model_digests import describe_model
 
 _PACKAGES = ("fsdp-shard", "torch", "transformers", "tokenizers", "numpy")
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import REQUIRED, setting
 
 # The warning that a run prints when one of the settings `trust_remote_code` is on.
@@ -29,6 +30,11 @@ class ModelConfig:
         "Training task: next-token prediction, sequence to sequence, masked-token prediction, or classification.",
         choices=("causal_lm", "seq2seq", "masked_lm", "sequence_classification"),
     )
+    labels: list[str] = setting(
+        [],
+        "task=sequence_classification: names of the classes of a new head, drawn from the seed, such as [bad, good], "
+        "or [reward] for objective=reward. Empty: the head that the model has.",
+    )
     attention: str = setting(
         "auto",
         "Attention implementation, as named by transformers. auto: sdpa, or eager where the model has no other; "
@@ -50,3 +56,13 @@ class ModelConfig:
     trust_remote_code: bool = setting(
         False, "Run Python code that comes with the model. Use only with sources you trust.", warning=REMOTE_CODE
     )
+
+    def check(self, prefix: str) -> None:
+        """Raise ConfigError for labels of another task, or the same one twice."""
+        if self.labels and self.task != "sequence_classification":
+            raise ConfigError(
+                f"{prefix}labels={list(self.labels)} is for {prefix}task=sequence_classification, not {self.task}; "
+                f"leave it out."
+            )
+        if len({*self.labels}) < len(self.labels):
+            raise ConfigError(f"{prefix}labels={list(self.labels)} has the same name twice; give each class its own.")

@@ -4,7 +4,7 @@ It loads, trains and saves like the others, in the same formats, so that a run m
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,12 @@ from fsdp_shard.sharding.registry import DdpConfig
 class DdpModel:
     """A model under DistributedDataParallel."""
 
-    module: DistributedDataParallel
+    module: nn.Module
     context: DistributedContext
     shard_mesh_dim = "replicate"  # its size is one: every rank has all parameters
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self.module.no_sync()
+        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
@@ -58,6 +58,8 @@ def shard(model: nn.Module, settings: DdpConfig, context: DistributedContext) ->
     """Wrap `model` in DistributedDataParallel, with its parameters on the device of this rank, unfilled."""
     prepare_model(model, settings, context)
     model.apply(empty_parameters(context.device)).to(context.device)
+    if not any(param.requires_grad for param in model.parameters()):
+        return DdpModel(model, context)  # nothing is reduced
     # Until torch 2.13, which deprecates it, `broadcast_buffers` was the only name.
     no_buffers: dict[str, Any] = {"forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers": False}
     # Every rank reads the same weights, so nothing is sent at the start.

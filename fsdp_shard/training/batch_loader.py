@@ -12,10 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from fsdp_shard.data import MASKED, Batch, Dataset
+from fsdp_shard.data import MASKED, NO_WINDOW, Batch, Dataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
 from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.objectives.objective import ObjectiveConfig
+from fsdp_shard.training.objectives.sft import SftConfig
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -50,7 +52,8 @@ class LoadedStep:
         samples: Positions of the samples of all ranks, int64 [global_batch_size].
         parts: Those of each micro-batch of this rank, int64 [num_micro_batches, micro_batch_size].
         batches: The micro-batches.
-        counts: Predictions of this rank, and those of each source of a mixture; float64, on the device.
+        counts: Of this rank: what each term of the loss is a mean over, predictions, and those of each source of a
+            mixture; float64, on the device.
     """
 
     samples: Ints
@@ -67,13 +70,22 @@ class BatchLoader:
         config: Sizes of the batches.
         context: The ranks that train.
         model: The model, whose vocabulary must have all tokens.
+        objective: What is trained, which counts the terms of its loss.
 
     Attributes:
         seconds_waited: How long the last step waited for its samples, on this rank.
     """
 
-    def __init__(self, dataset: Dataset, config: TrainConfig, context: DistributedContext, model: nn.Module) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        config: TrainConfig,
+        context: DistributedContext,
+        model: nn.Module,
+        objective: ObjectiveConfig | None = None,
+    ) -> None:
         self._dataset, self._config, self._context = dataset, config, context
+        self._objective = objective or SftConfig()
         self._model_config: Any = getattr(model, "config", None)
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
@@ -113,7 +125,8 @@ class BatchLoader:
         if self._model_config is not None:
             for batch in batches:
                 check_vocabulary(batch.inputs["input_ids"], self._model_config)
-        counts = [float(sum(batch.num_predictions for batch in batches))]
+        counts = [sum(of_batches) for of_batches in zip(*map(self._objective.counts, batches), strict=True)]
+        counts.append(float(sum(batch.num_predictions for batch in batches)))
         counts += source_predictions(self._dataset, parts, batches)
         copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
         with copying:
@@ -141,6 +154,18 @@ def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: in
     if len(samples) % (micro_batch_size * num_ranks):
         raise ValueError(f"{len(samples)} samples in micro-batches of {micro_batch_size} on {num_ranks} ranks")
     return samples.reshape(-1, num_ranks, micro_batch_size)[:, rank]
+
+
+def evaluation_batches(num_samples: int, micro_batch_size: int, rank: int, num_ranks: int) -> Iterator[Ints]:
+    """Yield the indices [micro_batch_size] of each batch of this rank, for one pass over all samples in order.
+
+    Every rank gets the same number of batches, as each forward pass is a collective; the last are filled up with
+    `NO_WINDOW`. The arguments are those of `micro_batches`.
+    """
+    unit = micro_batch_size * num_ranks
+    padded = np.full(-(-num_samples // unit) * unit, NO_WINDOW, np.int64)
+    padded[:num_samples] = np.arange(num_samples)
+    yield from micro_batches(padded, micro_batch_size, rank, num_ranks)
 
 
 def source_predictions(dataset: Dataset, samples: Iterable[Ints], batches: Sequence[Batch]) -> list[int]:

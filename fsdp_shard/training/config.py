@@ -14,6 +14,7 @@ from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.sharding import ShardConfig
+from fsdp_shard.training.objectives.objective import ObjectiveConfig
 from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.peft.config import AdapterConfig
 from fsdp_shard.utils import format_count, refuse_changed, setting
@@ -202,6 +203,7 @@ class FinetuneSettings(ModelSettings, Protocol):
     launch: LaunchConfig
     data: DataConfig
     shard: ShardConfig
+    objective: ObjectiveConfig
     adapter: AdapterConfig
     optim: OptimConfig
     train: TrainConfig

@@ -1,5 +1,6 @@
 """Figures of the training data for result.json and metrics.jsonl."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,3 +28,8 @@ def source_figures(dataset: Dataset, num_samples: int, tokens: Mapping[str, int]
     """Return samples, tokens and epochs of each source for metrics; the arguments are those of `data_figures`."""
     sources = data_figures(dataset, num_samples, tokens).get("sources", {})
     return {name: {key: source[key] for key in ("samples", "tokens", "epochs")} for name, source in sources.items()}
+
+
+def finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures for JSON, which has neither NaN nor infinity: they become null."""
+    return {name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()}

@@ -18,7 +18,8 @@ from fsdp_shard.training.logging.trackers import check_trackers
 from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
 from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
-from fsdp_shard.training.model_origin import check_classifier, decoder_start, empty_model, model_source
+from fsdp_shard.training.model_origin import check_classifier, decoder_start, empty_model, model_source, origin_config
+from fsdp_shard.training.objectives.checks import check_objective
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.qlora import quantize_base
@@ -43,6 +44,7 @@ def check_finetune(config: FinetuneSettings) -> None:
         sharding.check_accumulation(config.shard, num_micro_batches)
     if config.train.tf32 and not on_gpu:
         raise ConfigError("train.tf32=true has no effect: the ranks of this run are on the CPU. Leave it out.")
+    check_objective(config)
     check_kernels(config.model.kernels, config.shard, on_gpu=on_gpu)
     config.optim.check_installed()
     find_loss(config.loss)
@@ -80,11 +82,11 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
             its tokenizer does not support the data.
     """
     task, shard, adapter = config.model.task, config.shard, config.adapter
-    model_config = models.load_config(source.directory, config.model.trust_remote_code)
+    model_config = origin_config(config.model, source)
     models.check_model_task(model_config, task)
     checkpoint.check_loadable(source.model_index)
     if task == data.CLASSIFICATION:
-        check_classifier(model_config)
+        check_classifier(model_config, is_reward_model=config.objective.name == "reward")
     if config.data.packing:
         models.check_packing(model_config, config.model.attention)
     if task == data.MASKED_LM:
@@ -111,7 +113,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
         _check_adapted_experts(model, shard)
     sharding.check_dtypes(model, shard)
     _check_float16(model)
-    chunk_loss(model, config.model, shard)
+    chunk_loss(model, config.model, shard, any_vocabulary=not config.objective.is_cross_entropy)
 
 
 def _check_adapted_experts(model: PreTrainedModel, shard: sharding.ShardConfig) -> None:

@@ -17,7 +17,7 @@ from fsdp_shard.sharding import ShardConfig, ShardedModel, unit_tree
 from fsdp_shard.training.loss.fused_kernels import use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.model_identity import model_name, other_model
-from fsdp_shard.training.model_origin import empty_model, layer_drop_notes
+from fsdp_shard.training.model_origin import NewHead, empty_model, layer_drop_notes
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.qlora import QuantizedBase, quantize_base
@@ -94,6 +94,7 @@ class UnfilledModel:
         context: The ranks.
         largest_block_bytes: The largest block.
         described: What is known of it before it has weights.
+        head: The head that is drawn from the seed, if any.
     """
 
     module: PreTrainedModel
@@ -104,14 +105,17 @@ class UnfilledModel:
     context: DistributedContext
     largest_block_bytes: int
     described: ModelDescription
+    head: NewHead | None = None
 
     def load(self, sharded: ShardedModel, seed: int) -> LoadedModel:
         """Read each rank's shards from the files; a collective.
 
         Args:
             sharded: `module`, sharded.
-            seed: Seed of a new adapter's weights.
+            seed: Seed of the weights of a new adapter or head.
         """
+        if self.head is not None:
+            self.head.add_to(self.index, seed)
         context, names, quantized, adapter = self.context, self.names, self.quantized, self.described.adapter
         shards = sharded.local_shards()
         stored = {name: part for name, part in shards.items() if name in names}
@@ -136,6 +140,8 @@ def unfilled_model(
     adapter: AdapterConfig | None,
     resumed: Path | None,
     context: DistributedContext,
+    *,
+    chunks_any_vocabulary: bool = False,
 ) -> Iterator[UnfilledModel]:
     """Build a model on the meta device, and match its parameters with the stored tensors; a collective.
 
@@ -146,6 +152,7 @@ def unfilled_model(
         adapter: The adapter to add.
         resumed: Step directory to resume from, with the adapter's weights; None makes a new adapter.
         context: The ranks to shard over.
+        chunks_any_vocabulary: Whether `model.chunked_loss=auto` includes small vocabularies.
 
     Raises:
         ModelError, ConfigError, CheckpointError: On all ranks: model, weights and adapter do not match.
@@ -159,6 +166,9 @@ def unfilled_model(
         # Before names are matched, which may change the index: it is compared with that of an untouched model.
         base = run_on_main(context, lambda: _base_model(config, source, adapter, index, resumed))
         run_on_all(context, lambda: checkpoint.untie(model, index))
+        head = NewHead.of(model) if config.labels and (resumed is None or isinstance(adapter, LoraConfig)) else None
+        if head is not None:
+            head.add_to(index, seed=0)  # `load` knows the seed
         blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
         matched = run_on_all(context, lambda: checkpoint.match_names(model, index))
         names = matched.stored
@@ -167,7 +177,8 @@ def unfilled_model(
             added, names = lora.inject_lora(model, adapter, base.path, names, config.task)
             quantized, names = quantize_base(model, adapter.quantize, shard, names)
             added = replace(added, base=base, frozen=quantized.describe() if quantized else None)
-        run_on_all(context, lambda: chunk_loss(model, config, shard))  # the adapter may add an output head
+        # The adapter may add an output head.
+        run_on_all(context, lambda: chunk_loss(model, config, shard, any_vocabulary=chunks_any_vocabulary))
         tree = unit_tree(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
         rebuild_buffers(model, context.device)
@@ -180,9 +191,9 @@ def unfilled_model(
             num_fused=num_fused,
             config=model.config,
             base=base,
-            notes=[*filter(None, [matched.note]), *layer_drop_notes(config, source)],
+            notes=[*filter(None, [matched.note]), *layer_drop_notes(config, source), *([str(head)] if head else [])],
         )
-        yield UnfilledModel(model, index, names, quantized, resumed, context, largest, described)
+        yield UnfilledModel(model, index, names, quantized, resumed, context, largest, described, head)
 
 
 def load_sharded(
@@ -233,10 +244,19 @@ def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
             )
 
 
-def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig) -> None:
-    """Apply `model.chunked_loss`, except where tensor parallelism divides the output head, which gathers the logits."""
+def chunk_loss(
+    model: PreTrainedModel, config: ModelConfig, shard: ShardConfig, *, any_vocabulary: bool = False
+) -> None:
+    """Apply `model.chunked_loss`, except where tensor parallelism divides the output head, which gathers the logits.
+
+    Args:
+        model: The model, on the meta device.
+        config: Its settings.
+        shard: How it will be sharded.
+        any_vocabulary: Whether `auto` includes small vocabularies, as for log-probabilities of pairs of answers.
+    """
     if shard.tensor_parallel == 1:
-        use_loss_head(model, config.chunked_loss)
+        use_loss_head(model, config.chunked_loss, any_vocabulary=any_vocabulary)
     elif config.chunked_loss is True:
         raise ConfigError(
             f"model.chunked_loss=true does not go together with shard.tensor_parallel={shard.tensor_parallel}, which "

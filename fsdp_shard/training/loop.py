@@ -10,7 +10,6 @@ all ranks and micro-batches / number of ranks), as the wrappers average gradient
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,15 +19,14 @@ import torch
 
 from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.errors import LossError
-from fsdp_shard.models import running
+from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.sharding import ShardedModel
-from fsdp_shard.training.batch_loader import BatchLoader, DeviceBatch, LoadedStep, copy_to
+from fsdp_shard.training.batch_loader import BatchLoader, LoadedStep, copy_to
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.figures import source_figures
-from fsdp_shard.training.loss.cross_entropy import cross_entropy
-from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
+from fsdp_shard.training.figures import finite, source_figures
 from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
+from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference
+from fsdp_shard.training.objectives.sft import SftConfig
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
@@ -51,6 +49,8 @@ class TrainingRun:
         sync_every_micro_batch: Whether gradients are reduced after every micro-batch, or once per step.
         profile: Returns the context in which the step with this number is made.
         functions: A loss and metrics of one's own.
+        objective: What the model is trained for.
+        reference: The model that it is compared with, for objectives that need one.
         interrupted_by: The signal that stopped the run before its last step, or 0.
 
     Example:
@@ -68,6 +68,8 @@ class TrainingRun:
     sync_every_micro_batch: bool = True
     profile: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
     functions: OwnFunctions = field(default_factory=OwnFunctions)
+    objective: ObjectiveConfig = field(default_factory=SftConfig)
+    reference: Reference | None = None
     interrupted_by: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +90,7 @@ class StepReport:
 
     Attributes:
         step: Number of the step, from 1.
-        loss: Mean loss in nats per token, before the update.
+        loss: Mean loss before the update, in nats per token; of an objective of pairs, per pair.
         learning_rate: Learning rate of the update.
         grad_norm: Norm of the gradients before clipping.
         tokens: Predictions of this step, over all ranks.
@@ -102,7 +104,7 @@ class StepReport:
         sources: Samples, tokens and epochs so far of each source of a mixture.
         epoch: Epochs so far; None for streams and mixtures.
         total_tokens: Predictions of all steps so far, those before a resume too.
-        metrics: The means of the metrics of one's own, by name.
+        metrics: The means of the metrics of the objective and of one's own, by name.
     """
 
     step: int
@@ -125,13 +127,9 @@ class StepReport:
     def row(self) -> dict[str, Any]:
         """The row of metrics.jsonl. JSON has neither NaN nor infinity, so they become null."""
         apart = ("stop_signal", "fault", "sources", "metrics")
-        row = _finite({name: value for name, value in vars(self).items() if name not in apart})
+        row = finite({name: value for name, value in vars(self).items() if name not in apart})
         row |= {"sources": dict(self.sources)} if self.sources else {}
-        return row | ({"metrics": _finite(self.metrics)} if self.metrics else {})
-
-
-def _finite(figures: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()}
+        return row | ({"metrics": finite(self.metrics)} if self.metrics else {})
 
 
 def train(run: TrainingRun) -> Iterator[StepReport]:
@@ -147,6 +145,7 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
         A report of each step, as soon as it is done.
 
     Raises:
+        ConfigError: The run has a loss or metrics of one's own beside an objective that has its own.
         LossError: On all ranks, with the weights of the step before: the loss or the gradients are not finite, and
             `config.non_finite` does not allow to skip the step.
 
@@ -154,9 +153,14 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
         >>> for report in train(run):  # doctest: +SKIP
         ...     print(report.step, report.loss)
     """
+    if not run.objective.is_cross_entropy and (run.functions.loss or run.functions.metrics):
+        raise ConfigError(
+            f"run.functions has a loss or metrics for objective=sft, and objective={run.objective.name} has its own, "
+            f"which would be the only ones; leave them out, or change the objective's file."
+        )
     run.model.module.train()
     run.dataset.load_state_dict(run.state.place)
-    with BatchLoader(run.dataset, run.config, run.context, run.model.module) as loader:
+    with BatchLoader(run.dataset, run.config, run.context, run.model.module, run.objective) as loader:
         while not run.is_over:
             with run.profile(run.state.step + 1):
                 report = _train_step(run, loader)
@@ -184,13 +188,14 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
     context.all_reduce_(loaded.counts)
     run.optimizer.zero_grad()
+    terms, counts = loaded.counts.tensor_split([run.objective.num_terms])
     # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks.
-    divisor = (loaded.counts[0].clamp(min=context.num_tensor_ranks) / context.world_size).float()
+    divisors = (terms.clamp(min=context.num_tensor_ranks) / context.world_size).float()
     sums = StepSums(run.functions, context)
-    losses = _accumulate(run, loaded.batches, divisor, sums)
-    total = sums.rescale(run.model.module, sum(losses[1:], losses[0]), divisor)
+    losses = _accumulate(run, loaded, divisors, sums)
+    total = sums.rescale(run.model.module, sum(losses[1:], losses[0]), divisors[0])
     norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
-    totals = _read_totals(run, total, norm, torch.cat([loaded.counts, sums.metrics()]), loader.seconds_waited)
+    totals = _read_totals(run, total, norm, torch.cat([counts, sums.metrics()]), loader.seconds_waited)
     loss, grad_norm, num_tokens = totals.loss, totals.grad_norm, totals.num_tokens
     fault = ""
     if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -243,46 +248,17 @@ def _set_learning_rate(run: TrainingRun) -> float:
     return rate
 
 
-def _accumulate(
-    run: TrainingRun, batches: Sequence[DeviceBatch], divisor: torch.Tensor, sums: StepSums
-) -> list[torch.Tensor]:
+def _accumulate(run: TrainingRun, loaded: LoadedStep, divisors: torch.Tensor, sums: StepSums) -> list[torch.Tensor]:
     """Accumulate the gradients of the micro-batches; returns their parts of the loss, scalars on the device."""
-    losses = []
-    for number, batch in enumerate(batches, start=1):
-        is_synced = run.sync_every_micro_batch or number == len(batches)
-        with nullcontext() if is_synced else run.model.no_sync():
-            loss = forward_loss(run.model, batch, divisor, sums)
+    losses, model, objective, reference = [], run.model, run.objective, run.reference
+    shared = objective.prepare(model, loaded.batches, reference, run.context)
+    for number, batch in enumerate(loaded.batches, start=1):
+        is_synced = run.sync_every_micro_batch or number == len(loaded.batches)
+        with nullcontext() if is_synced else model.no_sync():
+            loss = objective.terms(Pass(model, batch, divisors, sums, reference, shared)).sum()
             loss.backward()
         losses.append(loss.detach())
     return losses
-
-
-def forward_loss(
-    model: ShardedModel, batch: DeviceBatch, divisor: float | torch.Tensor, sums: StepSums | None = None
-) -> torch.Tensor:
-    """Run the forward pass and return the summed loss of a batch over `divisor`, a float32 scalar in nats.
-
-    A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
-    in one window are separated by their positions (`data/samples/packing.py`).
-
-    Args:
-        model: The model.
-        batch: The batch.
-        divisor: What the sum is divided by.
-        sums: Receives what functions of one's own make of the output; a loss among them replaces the cross-entropy.
-    """
-    chunked: AbstractContextManager[bool] = nullcontext(False)  # functions of one's own need logits
-    if sums is None or not sums.needs_output:
-        chunked = giving_loss(model.module, batch.labels, divisor, batch.counted)
-    with chunked as is_loss, warnings.catch_warnings():
-        # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        with running(model.module):
-            output = model.module(**batch.inputs, use_cache=False)
-    own = None if sums is None else sums.loss(output, {**batch.inputs, "labels": batch.labels})
-    if own is not None:
-        return own.float() / divisor
-    return output.logits.reshape(()) if is_loss else cross_entropy(output.logits, batch.labels, divisor)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,10 @@
 """Where a run takes its model from: config, tokenizer and weights, and the files for its checkpoints."""
 
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -8,13 +12,22 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_shard.checkpoint import Location, copy_model_files, locate, set_chat_template
+from fsdp_shard.checkpoint import (
+    CONFIG,
+    Location,
+    TensorIndex,
+    computed_entry,
+    copy_model_files,
+    locate,
+    set_chat_template,
+)
 from fsdp_shard.data import SEQ2SEQ, DataConfig, Task, with_chat_template
 from fsdp_shard.distributed import DistributedContext, run_on_all
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta, load_config, load_tokenizer
 from fsdp_shard.training.config import ModelSettings
 from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
+from fsdp_shard.training.seeding import derived_seed
 from fsdp_shard.utils import check, first_line, read_bounded
 
 
@@ -29,10 +42,58 @@ def model_source(config: ModelSettings, step_directory: Path | None) -> Location
 
 def empty_model(config: ModelConfig, source: Location) -> PreTrainedModel:
     """Build the model on the meta device, with the dtype and attention of `config`; it drops no layers at random."""
-    model, trust = load_config(source.directory, config.trust_remote_code), config.trust_remote_code
+    model, trust = origin_config(config, source), config.trust_remote_code
     for name in _dropped_layers(model):
         setattr(model, name, 0.0)
     return build_on_meta(model, config.dtype, trust_remote_code=trust, attention=config.attention)
+
+
+def origin_config(config: ModelConfig, source: Location) -> PretrainedConfig:
+    """Load the config of a run's model, with the classes of a new head and a padding token, if `labels` ask for one."""
+    model = load_config(source.directory, config.trust_remote_code)
+    if config.labels:
+        model.id2label = dict(enumerate(config.labels))
+        model.label2id = {name: number for number, name in enumerate(config.labels)}
+        if pad_token(model) is None:
+            end = getattr(model.get_text_config(), "eos_token_id", None)
+            model.get_text_config().pad_token_id = end[0] if isinstance(end, list) else end
+    return model
+
+
+@dataclass(frozen=True)
+class NewHead:
+    """The head of a classifier that is drawn from a seed: weights normally distributed, biases zero.
+
+    Attributes:
+        tensors: Its tensors by FQN, on the meta device.
+        deviation: Standard deviation of the weights, the `initializer_range` of the model.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    deviation: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "NewHead":
+        """Return that of `model`: what is not in its base model."""
+        deviation = float(getattr(model.config.get_text_config(), "initializer_range", 0.02))
+        tensors = model.state_dict(keep_vars=True).items()
+        prefix = f"{model.base_model_prefix}."
+        return cls({name: tensor for name, tensor in tensors if not name.startswith(prefix)}, deviation)
+
+    def add_to(self, index: TensorIndex, seed: int) -> None:
+        """Make its tensors, drawn from `seed`, entries of `index`, in the place of stored ones."""
+        for name, tensor in self.tensors.items():
+            index.tensors[name] = computed_entry(index, name, tensor, partial(self._draw, name, tensor, seed))
+
+    def _draw(self, name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
+        values = torch.zeros(like.shape)
+        if like.ndim > 1:
+            values.normal_(0.0, self.deviation, generator=torch.Generator().manual_seed(derived_seed("head", seed, name)))
+        return values.to(like.dtype)
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.tensors.items())
+        return f"new head, drawn from the seed: {shapes}"
 
 
 def build_model(
@@ -88,7 +149,7 @@ def _dropped_layers(model: PretrainedConfig) -> dict[str, float]:
 
 def data_task(config: ModelConfig, source: Location) -> Task:
     """Return what the data must be prepared for: the task, and the special tokens and labels of the model."""
-    model = load_config(source.directory, config.trust_remote_code)
+    model = origin_config(config, source)
     start = decoder_start(empty_model(config, source)) if config.task == SEQ2SEQ else 0
     label_ids = dict(getattr(model, "label2id", None) or {})
     return Task(config.task, start, getattr(model, "num_labels", 0), label_ids, pad_token(model) or 0)
@@ -120,12 +181,23 @@ def decoder_start(model: PreTrainedModel) -> int:
     return start
 
 
-def check_classifier(model: PretrainedConfig) -> None:
-    """Raise ModelError if a classifier has fewer than two classes, or cannot find the end of a padded text."""
-    if (num_labels := len(model.id2label or {})) < 2:
+def check_classifier(model: PretrainedConfig, *, is_reward_model: bool = False) -> None:
+    """Raise ModelError if a classifier has too few classes, or cannot find the end of a padded text.
+
+    Args:
+        model: Its config.
+        is_reward_model: Whether it must have a single output instead.
+    """
+    num_labels = len(model.id2label or {})
+    if is_reward_model and num_labels != 1:
+        raise ModelError(
+            f"objective=reward trains a model with one output, but this one has num_labels={num_labels} in its "
+            f"config.json; set model.labels=[reward] for a new head."
+        )
+    if num_labels < 2 and not is_reward_model:
         raise ModelError(
             f"The model has num_labels={num_labels} in its config.json, and with one class there is nothing to learn; "
-            f"set two or more."
+            f"set two or more, or model.labels for a new head."
         )
     if pad_token(model) is None:
         raise ModelError(
@@ -160,9 +232,21 @@ def collect_model_files(
     with TemporaryDirectory() as directory:
         names = copy_model_files(source.model_files, Path(directory), model.dtype)
         files = {name: read_bounded(Path(directory) / name, "tokenizer_bytes") for name in names}
+    if model.labels:
+        files[CONFIG] = _classifier_config(files[CONFIG], model, source)
     if data.chat_template is None:
         return files
     tokenizer = with_chat_template(load_tokenizer(source.tokenizer, model.trust_remote_code), data)
     name = data.chat_template if data.template_text is None else None
     files = set_chat_template(files, str(tokenizer.chat_template), name, tokenizer_only=adapter is not None)
     return files if adapter is None else files | adapter.files()
+
+
+def _classifier_config(content: bytes, model: ModelConfig, source: Location) -> bytes:
+    """Return config.json with the class of the model, the classes of its new head and its padding token."""
+    settings, built = json.loads(content), empty_model(model, source)
+    labels = {"id2label": {str(number): name for number, name in built.config.id2label.items()}}
+    labels |= {"label2id": built.config.label2id, "pad_token_id": pad_token(built.config)}
+    settings |= labels | {"architectures": [type(built).__name__]}
+    settings.pop("num_labels", None)  # which would be read instead
+    return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()

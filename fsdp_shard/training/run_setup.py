@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from torch.optim import Optimizer
@@ -31,6 +31,7 @@ from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import collect_model_files, data_task, model_source
+from fsdp_shard.training.objectives.reference import open_reference
 from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal
@@ -132,7 +133,7 @@ def open_data(config: FinetuneSettings, start: RunStart) -> Samples:
         >>> data.train.batch([0, 1]).input_ids.shape  # doctest: +SKIP
         (2, 2048)
     """
-    task = data_task(config.model, start.source)
+    task = replace(data_task(config.model, start.source), samples=config.objective.samples)
     return prepare_on_ranks(config.data, start.open_tokenizer, start.context, task=task, seed=config.seed)
 
 
@@ -155,7 +156,11 @@ def build_unfilled(config: FinetuneSettings, start: RunStart) -> AbstractContext
         ...     unfilled.module.model.embed_tokens.requires_grad_(False)
         ...     loaded = unfilled.load(fs.shard(unfilled.module, start.context), config.seed)
     """
-    return unfilled_model(config.model, start.source, config.shard, config.adapter, start.step, start.context)
+    context, any_vocabulary = start.context, not config.objective.is_cross_entropy
+    return unfilled_model(
+        *(config.model, start.source, config.shard, config.adapter, start.step, context),
+        chunks_any_vocabulary=any_vocabulary,
+    )
 
 
 def open_run(
@@ -185,6 +190,8 @@ def open_run(
     if start.step is not None:
         resume.restore_optimizer(optimizer, loaded, start.step, context)
     run = TrainingRun(loaded.model, optimizer, dataset, config.train, context, state, start.stop)
+    run.objective = config.objective
+    run.reference = open_reference(config, start, loaded)
     run.sync_every_micro_batch = config.shard.sync_every_micro_batch
     run.functions.loss = find_loss(config.loss)
     run.functions.samples = sample_completions(config, start.open_tokenizer, context)

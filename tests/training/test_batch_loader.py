@@ -15,10 +15,9 @@ from transformers import AutoTokenizer
 
 from fsdp_shard.data import NO_WINDOW, Batch, DataConfig, Shuffled, prepare_data
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.training.batch_loader import micro_batches, source_predictions
+from fsdp_shard.training.batch_loader import evaluation_batches, micro_batches, source_predictions
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import data_figures, source_figures
-from fsdp_shard.training.held_out.evaluator import evaluation_batches
 from fsdp_shard.training.loop import train
 from tests.training.conftest import stream
 from tests.training.test_loop import SEED, Run, losses

@@ -14,16 +14,17 @@ from fsdp_shard.checkpoint import (
     BaseModel,
     HubTarget,
     Location,
+    describe_weights,
     has_file,
     is_hub_id,
     member,
     read_adapter_config,
     read_base_model,
+    weights_digest,
 )
 from fsdp_shard.errors import InputError
 from fsdp_shard.evaluation.report.run_files import Run, find_runs, is_run, read_run
 from fsdp_shard.evaluation.report.same_weights import Digests, digests_in
-from fsdp_shard.evaluation.weights_digest import describe_weights, weights_digest
 from fsdp_shard.utils import format_count, read_json
 
 

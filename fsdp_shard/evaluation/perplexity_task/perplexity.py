@@ -23,6 +23,7 @@ from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, r
 from fsdp_shard.errors import ConfigError, LossError
 from fsdp_shard.evaluation.config import DOCUMENTS, PERPLEXITY, EvaluateSettings, Figures
 from fsdp_shard.evaluation.earlier_results import DOCUMENTS as DOCUMENTS_FILE, remove_earlier
+from fsdp_shard.evaluation.model_digests import describe_model, digests
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.perplexity_task.document_figures import MAX_LOSS, DocumentFigures
 from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
@@ -37,7 +38,6 @@ from fsdp_shard.evaluation.perplexity_task.significance import Difference, Float
 from fsdp_shard.evaluation.perplexity_task.tokenizer_match import check_same_tokens
 from fsdp_shard.evaluation.perplexity_task.window_losses import batch_losses, batches_of_all
 from fsdp_shard.evaluation.provenance import provenance
-from fsdp_shard.evaluation.weights_digest import describe_model, digests
 from fsdp_shard.inference import BATCH_MAJOR, Schedule, plan_schedule
 from fsdp_shard.models import Context, context_of, load_config, load_context, load_tokenizer, settle_length
 from fsdp_shard.utils import format_count, report_progress, say

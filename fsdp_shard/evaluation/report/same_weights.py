@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint import locate
+from fsdp_shard.checkpoint import describe_weights, locate
 from fsdp_shard.errors import FsdpShardError
 from fsdp_shard.evaluation.report.run_files import Run
 from fsdp_shard.evaluation.report.stored_steps import StoredStep
-from fsdp_shard.evaluation.weights_digest import describe_weights
 
 Digests = tuple[str, str | None]
 """The digest of weights, and that of the base model if they are an adapter."""

@@ -4,20 +4,22 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_shard.data import NO_WINDOW, Concatenation, MapDataset
+from fsdp_shard.data import Batch, Concatenation, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.sharding import ShardedModel
-from fsdp_shard.training.batch_loader import Ints, micro_batches, to_device
-from fsdp_shard.training.loop import TrainingRun, forward_loss
-from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
+from fsdp_shard.training.batch_loader import evaluation_batches, to_device
+from fsdp_shard.training.figures import finite
+from fsdp_shard.training.loop import TrainingRun
+from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums, metric_means
+from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference
+from fsdp_shard.training.objectives.sft import SftConfig
 from fsdp_shard.training.optim.lr_schedule import is_due
 from fsdp_shard.training.trainer_state import TrainerState
 
@@ -27,10 +29,11 @@ class EvalReport:
     """The held-out loss.
 
     Attributes:
-        loss: Over all predictions, in nats per token.
-        perplexity: Its exponential; a loss of one's own has none.
+        loss: Over all predictions, in nats per token; of an objective of pairs, over all pairs.
+        perplexity: Its exponential; a loss that is not the cross-entropy has none.
         num_tokens: Number of predictions.
         seconds: Duration.
+        metrics: The means of the metrics of the objective, by name.
         sets: The same of each set, if there are several by name.
     """
 
@@ -38,12 +41,14 @@ class EvalReport:
     perplexity: float | None
     num_tokens: int
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
     sets: Mapping[str, "EvalReport"] = field(default_factory=dict)
 
     @property
     def row(self) -> dict[str, Any]:
         """The figures for evaluations.jsonl."""
-        figures = {name: value for name, value in vars(self).items() if name != "sets"}
+        figures = {name: value for name, value in vars(self).items() if name not in ("sets", "metrics")}
+        figures |= {"metrics": finite(self.metrics)} if self.metrics else {}
         return figures | ({"sets": {name: report.row for name, report in self.sets.items()}} if self.sets else {})
 
 
@@ -94,7 +99,10 @@ class HeldOutEvaluator:
     def _evaluate(self) -> None:
         run, state = self._run, self._run.state
         if self._samples is not None:
-            report = evaluate_loss(run.model, self._samples, run.config.micro_batch_size, run.context, run.functions)
+            size, objective, reference = run.config.micro_batch_size, run.objective, run.reference
+            report = evaluate_loss(
+                run.model, self._samples, size, run.context, run.functions, objective=objective, reference=reference
+            )
             if state.owes_evaluation:
                 state.evaluated(report.loss, run.config.min_delta)
             self._log.evaluation(state.step, report, state)
@@ -126,6 +134,9 @@ def evaluate_loss(
     micro_batch_size: int,
     context: DistributedContext,
     functions: OwnFunctions | None = None,
+    *,
+    objective: ObjectiveConfig | None = None,
+    reference: Reference | None = None,
 ) -> EvalReport:
     """Compute the mean loss over every prediction of a data set, each counted once, and of its parts; a collective.
 
@@ -135,69 +146,102 @@ def evaluate_loss(
         micro_batch_size: Samples per rank and forward pass.
         context: The ranks that evaluate.
         functions: A loss of one's own.
+        objective: What the model is trained for; the cross-entropy if None.
+        reference: The model that it is compared with, for objectives that need one.
 
     Raises:
         LossError: The loss is not finite.
     """
+    own = OwnFunctions(loss=None if functions is None else functions.loss)
+    evaluation = _Evaluation(model, micro_batch_size, context, own, objective or SftConfig(), reference)
     parts = dataset.parts if isinstance(dataset, Concatenation) else {"": dataset}
-    sums = {}
     with evaluating(model):
-        for name, part in parts.items():
-            sums[name] = _held_out_sum(model, part, micro_batch_size, context, functions)
-    has_own_loss = functions is not None and functions.loss is not None
-    reports = {name: each.report(name, has_own_loss) for name, each in sums.items()}
-    whole = _HeldOutSum(*(sum(values) for values in zip(*map(astuple, sums.values()), strict=True)))
-    return replace(whole.report("", has_own_loss), sets=reports if isinstance(dataset, Concatenation) else {})
+        sums = {name: evaluation.run(part) for name, part in parts.items()}
+    reports = {name: evaluation.report(each, name) for name, each in sums.items()}
+    whole = evaluation.report(_added(list(sums.values())))
+    return replace(whole, sets=reports if isinstance(dataset, Concatenation) else {})
 
 
 @dataclass(frozen=True)
 class _HeldOutSum:
-    """Over some predictions: the sum of their losses, what to divide it by, their number, and the seconds it took."""
+    """Sums over some samples of all ranks.
 
-    loss: float
-    count: float
+    Attributes:
+        terms: Sums of each term of the loss.
+        counts: What each of these is divided by.
+        num_tokens: Number of predictions.
+        seconds: How long it took.
+        metrics: Sums and counts of the metrics, in turn.
+    """
+
+    terms: list[float]
+    counts: list[float]
     num_tokens: float
     seconds: float
+    metrics: list[float]
 
-    def report(self, name: str, has_own_loss: bool) -> EvalReport:
-        """The mean; LossError if it is not finite."""
-        loss = self.loss / self.count if self.count else math.nan
+
+def _added(sums: Sequence[_HeldOutSum]) -> _HeldOutSum:
+    """The sums over the samples of all of `sums`."""
+    lists = ([sum(values) for values in zip(*each, strict=True)] for each in (
+        [one.terms for one in sums], [one.counts for one in sums], [one.metrics for one in sums]
+    ))  # fmt: skip
+    terms, counts, metrics = lists
+    return _HeldOutSum(terms, counts, sum(one.num_tokens for one in sums), sum(one.seconds for one in sums), metrics)
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """How samples are evaluated; the attributes are the arguments of `evaluate_loss`."""
+
+    model: ShardedModel
+    micro_batch_size: int
+    context: DistributedContext
+    functions: OwnFunctions
+    objective: ObjectiveConfig
+    reference: Reference | None
+
+    def run(self, dataset: MapDataset) -> _HeldOutSum:
+        """Return the sums over all ranks; a collective. The model is in eval mode."""
+        began, context, objective = time.perf_counter(), self.context, self.objective
+        sums = StepSums(self.functions, context)
+        ones = torch.ones(objective.num_terms, device=context.device)
+        terms, counts = torch.zeros_like(ones, dtype=torch.float64), torch.zeros(objective.num_terms + 1).double()
+        on_device = (to_device(batch, context.device) for batch in self._batches(dataset))
+        shared = objective.prepare(self.model, on_device, self.reference, context)
+        for batch in self._batches(dataset):
+            step = Pass(self.model, to_device(batch, context.device), ones, sums, self.reference, shared)
+            terms += objective.terms(step).double()
+            counts += torch.tensor([*objective.counts(batch), batch.num_predictions]).double()
+        # Tensor-parallel ranks evaluate the same samples.
+        totals = context.all_reduce([*terms.tolist(), *counts.tolist()])
+        totals = [total / context.num_tensor_ranks for total in totals]
+        num_terms, num_tokens = objective.num_terms, totals.pop()
+        of_loss, of_counts = totals[:num_terms], totals[num_terms:]
+        if sums.needs_output:
+            of_counts = [float(sums.all_counts()) / context.num_tensor_ranks]
+        metrics = sums.metrics().tolist()
+        return _HeldOutSum(of_loss, of_counts, num_tokens, time.perf_counter() - began, metrics)
+
+    def _batches(self, dataset: MapDataset) -> Iterator[Batch]:
+        """The batches of this rank."""
+        context = self.context
+        for indices in evaluation_batches(
+            len(dataset), self.micro_batch_size, context.data_rank, context.num_data_ranks
+        ):
+            yield dataset.batch(indices)
+
+    def report(self, sums: _HeldOutSum, name: str = "") -> EvalReport:
+        """Return the means; raise LossError if the loss is not finite."""
+        pairs = zip(sums.terms, sums.counts, strict=True)
+        loss = math.fsum(total / count if count else math.nan for total, count in pairs)
         if not math.isfinite(loss):
             where = f" of {name}" if name else ""
             raise LossError(
-                f"The held-out loss{where} is {loss} over {int(self.num_tokens)} tokens: the weights are not usable."
+                f"The held-out loss{where} is {loss} over {int(sums.num_tokens)} tokens: the weights are not usable."
             )
-        perplexity = None if has_own_loss else math.exp(loss) if loss < 700 else math.inf
-        return EvalReport(loss, perplexity, int(self.num_tokens), self.seconds)
-
-
-def _held_out_sum(
-    model: ShardedModel,
-    dataset: MapDataset,
-    micro_batch_size: int,
-    context: DistributedContext,
-    functions: OwnFunctions | None,
-) -> _HeldOutSum:
-    """The sums over all ranks; a collective. The model is in eval mode."""
-    began, total, num_tokens = time.perf_counter(), 0.0, 0
-    sums = StepSums(OwnFunctions(loss=None if functions is None else functions.loss), context)
-    for indices in evaluation_batches(len(dataset), micro_batch_size, context.data_rank, context.num_data_ranks):
-        batch = dataset.batch(indices)
-        total += float(forward_loss(model, to_device(batch, context.device), 1.0, sums))
-        num_tokens += batch.num_predictions
-    # Tensor-parallel ranks evaluate the same samples.
-    all_loss, all_tokens = (value / context.num_tensor_ranks for value in context.all_reduce([total, num_tokens]))
-    count = float(sums.all_counts()) / context.num_tensor_ranks if sums.needs_output else all_tokens
-    return _HeldOutSum(all_loss, count, all_tokens, time.perf_counter() - began)
-
-
-def evaluation_batches(num_samples: int, micro_batch_size: int, rank: int, num_ranks: int) -> Iterator[Ints]:
-    """Yield the indices [micro_batch_size] of each batch of this rank, for one pass over all samples in order.
-
-    Every rank gets the same number of batches, as each forward pass is a collective; the last are filled up with
-    `NO_WINDOW`. The arguments are those of `micro_batches`.
-    """
-    unit = micro_batch_size * num_ranks
-    padded = np.full(-(-num_samples // unit) * unit, NO_WINDOW, np.int64)
-    padded[:num_samples] = np.arange(num_samples)
-    yield from micro_batches(padded, micro_batch_size, rank, num_ranks)
+        perplexity = None
+        if self.objective.is_cross_entropy and self.functions.loss is None:
+            perplexity = math.exp(loss) if loss < 700 else math.inf
+        metrics = metric_means(self.functions.names or [], sums.metrics)
+        return EvalReport(loss, perplexity, int(sums.num_tokens), sums.seconds, metrics)

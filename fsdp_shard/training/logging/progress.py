@@ -25,6 +25,7 @@ class Progress:
         first_step: Step that the run starts from.
         log_every: Steps per plain line.
         enabled: Whether to show anything; only rank 0 does.
+        headline: The metrics of the objective that a line shows; those of one's own are all shown.
         stream: Where to write; standard error by default.
         clock: Returns the time in seconds.
     """
@@ -35,11 +36,12 @@ class Progress:
         first_step: int = 0,
         log_every: int = 1,
         enabled: bool = True,
+        headline: Sequence[str] = (),
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._num_steps, self._first_step, self._log_every = num_steps, first_step, log_every
-        self._enabled, self._stream = enabled, stream or sys.stderr
+        self._enabled, self._stream, self._headline = enabled, stream or sys.stderr, headline
         self._clock, self._began = clock, 0.0
         self._since: list[StepReport] = []
         self._bar: Any = None
@@ -60,7 +62,7 @@ class Progress:
             figures, each = _figures(_mean(self._since), mfu), self._clock() - self._began
             seconds = (self._num_steps - report.step) * each / max(1, report.step - self._first_step)
             left = timedelta(seconds=round(seconds))
-            self.note(f"step {report.step}/{self._num_steps}  {figures}{_own(report)}  {left} left")
+            self.note(f"step {report.step}/{self._num_steps}  {figures}{_own(report, self._headline)}  {left} left")
             self._since.clear()
 
     def note(self, text: str) -> None:
@@ -84,9 +86,10 @@ def _mean(reports: Sequence[StepReport]) -> StepReport:
     return replace(reports[-1], loss=loss, tokens_per_second=rate)
 
 
-def _own(report: StepReport) -> str:
+def _own(report: StepReport, headline: Sequence[str]) -> str:
     """The metrics of one's own, such as `  accuracy 0.5312`, and the shares of the sources of a mixture."""
-    metrics = "".join(f"  {name} {value:.4f}" for name, value in report.metrics.items())
+    shown = {name: report.metrics[name] for name in headline if name in report.metrics} if headline else report.metrics
+    metrics = "".join(f"  {name} {value:.4f}" for name, value in shown.items())
     return metrics + _sources(report)
 
 

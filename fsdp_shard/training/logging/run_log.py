@@ -70,7 +70,10 @@ class RunLog:
 
     def __enter__(self) -> Self:
         config, state = self._config, self._run.state
-        self._progress = Progress(config.num_steps, state.step, config.log_every, enabled=self._is_main)
+        headline = self._run.objective.headline
+        self._progress = Progress(
+            config.num_steps, state.step, config.log_every, enabled=self._is_main, headline=headline
+        )
         self._exit.callback(self._progress.close)
         self.note(self._opening)
         names = config.trackers if self._is_main else []
@@ -135,7 +138,9 @@ class RunLog:
         """Log an evaluation, which `state` has recorded unless it was before the first step."""
         perplexity = "" if report.perplexity is None else f", perplexity {report.perplexity:.3f}"
         trend = _trend(state, self._config.patience)
-        self.note(f"held out after step {step}: loss {report.loss:.4f}{perplexity}{trend}")
+        headline = [name for name in self._run.objective.headline if name in report.metrics]
+        metrics = "".join(f", {name} {report.metrics[name]:.4f}" for name in headline)
+        self.note(f"held out after step {step}: loss {report.loss:.4f}{perplexity}{metrics}{trend}")
         if report.sets:
             self.note("  " + ", ".join(f"{name} {each.loss:.4f}" for name, each in report.sets.items()))
         self._record(EVALUATIONS, "held_out", {"step": step, **report.row})
@@ -210,7 +215,10 @@ class RunLog:
         if held_out:
             if held_out[0]["step"] == 0:
                 figures["perplexity_before"] = held_out[0]["perplexity"]
-            figures["perplexity"] = held_out[-1]["perplexity"]  # null: of a loss of one's own
+            figures["perplexity"] = held_out[-1]["perplexity"]  # null: of a loss that is not the cross-entropy
+            if "metrics" in held_out[-1]:
+                figures["metrics_before"] = held_out[0].get("metrics") if held_out[0]["step"] == 0 else None
+                figures["metrics"] = held_out[-1]["metrics"]
         if state.best_step is not None:
             figures["best_loss"], figures["best_step"] = state.best_loss, state.best_step
         return figures

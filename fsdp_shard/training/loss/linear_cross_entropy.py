@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from fsdp_shard.data import MASKED
 from fsdp_shard.errors import ModelError
 from fsdp_shard.training.loss.cross_entropy import needs_gradient, with_gradients
+from fsdp_shard.training.loss.log_probs import linear_log_probs
 
 # From this vocabulary on, logits dominate the memory, and the products of a chunk are large enough to be fast.
 _LARGE_VOCABULARY = 1 << 16
@@ -27,12 +28,13 @@ _LARGE_VOCABULARY = 1 << 16
 LOSS_CHUNK_BYTES = 128 << 20
 
 
-def use_loss_head(model: PreTrainedModel, when: bool | str) -> bool:
+def use_loss_head(model: PreTrainedModel, when: bool | str, *, any_vocabulary: bool = False) -> bool:
     """Make the output head of a model compute the loss.
 
     Args:
         model: The model, on the meta device and not sharded yet.
         when: True, False, or "auto": if the vocabulary is large and the model allows it.
+        any_vocabulary: Whether "auto" includes small vocabularies.
 
     Returns:
         Whether the head computes the loss.
@@ -43,7 +45,9 @@ def use_loss_head(model: PreTrainedModel, when: bool | str) -> bool:
     if when is False:
         return False
     head = model.get_output_embeddings()
-    if when == "auto" and (type(head) is not nn.Linear or head.out_features < _LARGE_VOCABULARY):
+    if when == "auto" and type(head) is not nn.Linear:
+        return False
+    if when == "auto" and not any_vocabulary and head.out_features < _LARGE_VOCABULARY:
         return False
     reason = _install(model, head)
     if reason is not None and when is True:
@@ -68,11 +72,31 @@ def giving_loss(
     Yields:
         Whether the model has a loss head.
     """
+    with _wanting(module, (labels, divisor, counted)) as has_head:
+        yield has_head
+
+
+@contextmanager
+def giving_log_probs(module: nn.Module, labels: torch.Tensor, counted: torch.Tensor | None = None) -> Iterator[bool]:
+    """Within the block, a model with a loss head returns the log-probabilities of `labels` as its `logits` [..., 1].
+
+    The arguments, and what is yielded, are those of `giving_loss`.
+    """
+    with _wanting(module, (labels, None, counted)) as has_head:
+        yield has_head
+
+
+# Labels, what their loss is divided by (None: their log-probabilities are wanted), and the positions that count.
+_Wanted = tuple[torch.Tensor, float | torch.Tensor | None, torch.Tensor | None]
+
+
+@contextmanager
+def _wanting(module: nn.Module, wanted: _Wanted) -> Iterator[bool]:
     head = _head_of(module)
     if head is None:
         yield False
         return
-    head.wanted = labels, divisor, counted
+    head.wanted = wanted
     try:
         yield True
     finally:
@@ -80,11 +104,11 @@ def giving_loss(
 
 
 class LossHead:
-    """The `forward` of an output head that returns the loss if one is `wanted`, and logits otherwise."""
+    """The `forward` of an output head that returns the loss, or log-probabilities, if wanted, and logits otherwise."""
 
     def __init__(self, head: nn.Linear, softcap: float | None) -> None:
         self._head, self._softcap = head, softcap
-        self.wanted: tuple[torch.Tensor, float | torch.Tensor, torch.Tensor | None] | None = None
+        self.wanted: _Wanted | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         weight, bias = self._head.weight, self._head.bias
@@ -94,6 +118,8 @@ class LossHead:
         labels, divisor, counted = self.wanted
         flat, targets = hidden.flatten(0, -2), labels.flatten()
         assert len(flat) == len(targets), "the model passed other positions to its head than there are labels for"
+        if divisor is None:
+            return linear_log_probs(flat, weight, bias, targets, self._softcap, counted).view(*hidden.shape[:-1], 1)
         loss = linear_cross_entropy(flat, weight, bias, targets, divisor, self._softcap, counted)
         return loss + loss.new_zeros([1] * hidden.ndim)  # the dimensions of logits; FSDP2 warns of a view
 

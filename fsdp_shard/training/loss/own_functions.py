@@ -99,9 +99,7 @@ class OwnFunctions:
         if self.names is None:
             of_ranks = context.all_gather_object(sorted(names))
             if not of_ranks[0] or any(found != of_ranks[0] for found in of_ranks):
-                raise ConfigError(
-                    f"The metrics function must return the same names on all ranks, but it has {of_ranks}."
-                )
+                raise ConfigError(f"The metrics must have the same names on all ranks, but they are {of_ranks}.")
             self.names = of_ranks[0]
         if sorted(names) != self.names:
             raise ConfigError(f"The metrics function returned {sorted(names)} after {self.names}.")
@@ -131,7 +129,7 @@ class StepSums:
         if self._functions.metrics is not None:
             with torch.no_grad():
                 for name, pair in self._functions.metrics(output, batch).items():
-                    self._add_metric(name, pair)
+                    self.add_metric(name, *_checked(f"The metric {name}", pair))
         if self._functions.loss is None:
             return None
         total, count = _checked("The loss function", self._functions.loss(output, batch))
@@ -174,7 +172,7 @@ class StepSums:
 
     def metrics(self) -> torch.Tensor:
         """Sum and count of each metric over all ranks, float64 [2 * num_metrics]; a collective."""
-        if self._functions.metrics is None:
+        if self._functions.metrics is None and not self._metrics:
             return torch.zeros(0, dtype=torch.float64, device=self._context.device)
         names = self._functions.agree(list(self._metrics), self._context)
         sums = torch.cat([self._metrics[name] for name in names])
@@ -183,12 +181,10 @@ class StepSums:
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
         """The means by name, of what `metrics` returned; NaN where nothing was counted."""
-        totals, counts = sums[::2], sums[1::2]
-        names = self._functions.names or []
-        return {name: a / b if b else math.nan for name, a, b in zip(names, totals, counts, strict=True)}
+        return metric_means(self._functions.names or [], sums)
 
-    def _add_metric(self, name: str, pair: SumAndCount) -> None:
-        total, count = _checked(f"The metric {name}", pair)
+    def add_metric(self, name: str, total: torch.Tensor, count: torch.Tensor | float) -> None:
+        """Add a sum, a scalar, and a count to those of a metric, the same ones on all ranks."""
         both = torch.stack([self._number(total), self._number(count)])
         self._metrics[name] = self._metrics[name] + both if name in self._metrics else both
 
@@ -197,6 +193,11 @@ class StepSums:
         if isinstance(value, torch.Tensor):
             return value.detach().reshape(()).to(device, torch.float64, non_blocking=True)
         return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+def metric_means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Return the means by name, of a sum and a count for each of `names`; NaN where nothing was counted."""
+    return {name: a / b if b else math.nan for name, a, b in zip(names, sums[::2], sums[1::2], strict=True)}
 
 
 def _checked(what: str, pair: Any) -> SumAndCount:

@@ -6,7 +6,9 @@ from typing import Any
 
 import xxhash
 
-from fsdp_shard.checkpoint import Location, TensorIndex, itemsize
+from fsdp_shard.checkpoint.index import TensorIndex
+from fsdp_shard.checkpoint.io import itemsize
+from fsdp_shard.checkpoint.location import Location
 from fsdp_shard.utils import parse_json, read_bounded, report_progress
 
 _READ_BYTES = 1 << 20
@@ -39,20 +41,9 @@ def describe_weights(source: Location) -> dict[str, Any]:
     return found | ({"base": describe_weights(source.base)} if source.is_adapter else {})
 
 
-def describe_model(source: Location) -> dict[str, Any]:
-    """Return what `describe_weights` does, and the digest of the config that the model is built from."""
-    return describe_weights(source) | {"config": config_digest(source.directory)}
-
-
 def config_digest(directory: Path) -> str:
     """Return the xxh3_128 of config.json, without what changes no figure: who wrote it, and from where."""
     file = directory / "config.json"
     found = parse_json(read_bounded(file, "config_bytes"), str(file))
     kept = {key: value for key, value in found.items() if key not in _OF_WRITERS} if isinstance(found, dict) else found
     return xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
-
-
-def digests(weights: dict[str, Any]) -> list[str]:
-    """The digests in what `describe_model` returns: of weights, config and base."""
-    own = [weights["digest"], *([weights["config"]] if "config" in weights else [])]
-    return [*own, *(digests(weights["base"]) if "base" in weights else [])]

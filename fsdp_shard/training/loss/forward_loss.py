@@ -1,0 +1,73 @@
+"""The forward pass of a batch, up to its loss or the log-probabilities of its labels."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_shard.models import running
+from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.training.batch_loader import DeviceBatch
+from fsdp_shard.training.loss.cross_entropy import cross_entropy
+from fsdp_shard.training.loss.linear_cross_entropy import giving_log_probs, giving_loss
+from fsdp_shard.training.loss.log_probs import log_probs_of_logits
+from fsdp_shard.training.loss.own_functions import StepSums
+
+
+def forward_loss(
+    model: ShardedModel, batch: DeviceBatch, divisor: float | torch.Tensor, sums: StepSums | None = None
+) -> torch.Tensor:
+    """Run the forward pass and return the summed loss of a batch over `divisor`, a float32 scalar in nats.
+
+    A causal model gets no attention mask: padding comes last, where no prediction that counts sees it, and documents
+    in one window are separated by their positions (`data/samples/packing.py`).
+
+    Args:
+        model: The model.
+        batch: The batch.
+        divisor: What the sum is divided by.
+        sums: Receives what functions of one's own make of the output; a loss among them replaces the cross-entropy.
+    """
+    chunked: AbstractContextManager[bool] = nullcontext(False)  # functions of one's own need logits
+    if sums is None or not sums.needs_output:
+        chunked = giving_loss(model.module, batch.labels, divisor, batch.counted)
+    with chunked as is_loss, _forward(model.module):
+        output = model.module(**batch.inputs, use_cache=False)
+    own = None if sums is None else sums.loss(output, {**batch.inputs, "labels": batch.labels})
+    if own is not None:
+        return own.float() / divisor
+    return output.logits.reshape(()) if is_loss else cross_entropy(output.logits, batch.labels, divisor)
+
+
+def forward_log_probs(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
+    """Run the forward pass of a causal model and return the log-probability of each label.
+
+    Returns:
+        float32 [num_rows, length] in nats, 0 where labels do not count. With a loss head no logits are kept.
+    """
+    with giving_log_probs(model.module, batch.labels, batch.counted) as are_given, _forward(model.module):
+        output = model.module(**batch.inputs, use_cache=False)
+    if are_given:
+        given: torch.Tensor = output.logits.squeeze(-1)
+        return given
+    return log_probs_of_logits(output.logits, batch.labels, batch.counted)
+
+
+def forward_scores(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
+    """Run the forward pass of a model with one output and return it, float32 [num_rows]."""
+    with _forward(model.module):
+        scores: torch.Tensor = model.module(**batch.inputs, use_cache=False).logits
+    return scores.float().squeeze(-1)
+
+
+@contextmanager
+def _forward(module: nn.Module) -> Iterator[None]:
+    with warnings.catch_warnings():
+        # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        running_module: Any = running(module)
+        with running_module:
+            yield

@@ -1,0 +1,33 @@
+"""Whether an objective goes together with the task, the data, the adapter and the parallelism of a run."""
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.training.config import FinetuneSettings
+from fsdp_shard.training.objectives.objective import ReferenceConfig
+from fsdp_shard.training.objectives.reference import reference_kind
+
+
+def check_objective(config: FinetuneSettings) -> None:
+    """Raise ConfigError if the objective contradicts other settings.
+
+    Args:
+        config: The settings of `finetune`.
+    """
+    objective, task = config.objective, config.model.task
+    if task not in objective.tasks:
+        raise ConfigError(
+            f"objective={objective.name} trains model.task={' or '.join(objective.tasks)}, not {task}; change one of "
+            f"them."
+        )
+    if not isinstance(objective, ReferenceConfig):
+        return
+    given, has_adapter = objective.reference, not config.adapter.trains_all
+    if given == "adapter" and not has_adapter:
+        raise ConfigError(
+            "objective.reference=adapter is the model without its adapter, but adapter=none; use precomputed or "
+            "sharded, or set adapter=lora."
+        )
+    if reference_kind(config) == "precomputed" and config.data.streaming:
+        raise ConfigError(
+            "objective.reference=precomputed needs all samples before training, which data.streaming=true does not "
+            "have; use objective.reference=sharded, or leave it out."
+        )

@@ -1,0 +1,104 @@
+"""`objective=kto`: Kahneman-Tversky optimization, from answers that are good or bad, each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from fsdp_shard.training.objectives.objective import Pass, Reference, ReferenceConfig
+from fsdp_shard.training.objectives.pairs import add_metrics, answer_lengths, num_pairs
+from fsdp_shard.utils import setting
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp_shard.data import Batch
+    from fsdp_shard.distributed import DistributedContext
+    from fsdp_shard.sharding import ShardedModel
+    from fsdp_shard.training.batch_loader import DeviceBatch
+
+
+@dataclass
+class KtoConfig(ReferenceConfig):
+    """Kahneman-Tversky optimization (Ethayarajh et al., 2024).
+
+    The loss of a good answer is 1 - sigmoid(beta * (log-ratio - KL)), of a bad one 1 - sigmoid(beta * (KL - ratio)).
+    KL is the mean log-ratio of prompts with the answers to other prompts, over the whole batch of a step, at least 0
+    and without a gradient.
+
+    Samples have two rows: a prompt with its answer, and the same prompt with the answer to another one.
+    """
+
+    name: ClassVar[str] = "kto"
+    help: ClassVar[str] = "Kahneman-Tversky optimization, from answers that are good or bad"
+    samples: ClassVar[str] = "labeled"
+    headline: ClassVar[tuple[str, ...]] = ("rewards/chosen", "rewards/rejected", "kl")
+
+    beta: float = setting(0.1, "How strongly the model is kept near the reference.", above=0.0)
+    desirable_weight: float = setting(1.0, "Weight of the losses of good answers.", above=0.0)
+    undesirable_weight: float = setting(1.0, "Weight of the losses of bad answers.", above=0.0)
+
+    def counts(self, batch: Batch) -> list[float]:
+        """Return the number of answers in `batch`."""
+        return [float(num_pairs(batch))]
+
+    def prepare(
+        self,
+        model: ShardedModel,
+        batches: Iterable[DeviceBatch],
+        reference: Reference | None,
+        context: DistributedContext,
+    ) -> torch.Tensor:
+        """Return the KL of all batches of all ranks, a scalar; a collective."""
+        import torch
+
+        from fsdp_shard.training.loss.forward_loss import forward_log_probs
+
+        assert reference is not None
+        total = torch.zeros(2, dtype=torch.float64, device=context.device)
+        with torch.no_grad():
+            for batch in batches:
+                others = rows_of(batch, 1)
+                ratios = forward_log_probs(model, others).sum(-1) - reference.log_probs(others)
+                is_sample = answer_lengths(others) > 0
+                total += torch.stack([torch.where(is_sample, ratios, 0.0).sum(), is_sample.sum()]).double()
+        context.all_reduce_(total)
+        return (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
+
+    def terms(self, step: Pass) -> torch.Tensor:
+        """Run the forward pass of the answers and return the sum of their losses over the divisor, [1]."""
+        import torch
+
+        from fsdp_shard.training.loss.forward_loss import forward_log_probs
+
+        assert step.reference is not None
+        own, kl = rows_of(step.batch, 0), step.shared
+        log_probs, lengths = forward_log_probs(step.model, own).sum(-1), answer_lengths(own)
+        ratios = log_probs - step.reference.log_probs(own)
+        is_sample, is_good = lengths > 0, step.batch.extras["desirable"] > 0
+        good = self.desirable_weight * (1 - torch.sigmoid(self.beta * (ratios - kl)))
+        bad = self.undesirable_weight * (1 - torch.sigmoid(self.beta * (kl - ratios)))
+        rewards = self.beta * ratios
+        for name, counted in (("chosen", is_sample & is_good), ("rejected", is_sample & ~is_good)):
+            of_each = {"rewards": rewards, "logps": log_probs, "lengths": lengths}
+            add_metrics(step, {f"{kind}/{name}": values for kind, values in of_each.items()}, counted)
+        add_metrics(step, {"kl": kl.expand(len(ratios))}, is_sample)
+        losses = torch.where(is_sample, torch.where(is_good, good, bad), 0.0)
+        return (losses.sum() / step.divisors[0]).reshape(1)
+
+
+def rows_of(batch: DeviceBatch, row: int) -> DeviceBatch:
+    """Return row 0 or 1 of each sample of two rows, as a batch."""
+    import torch
+
+    from fsdp_shard.data import MASKED
+
+    labels = batch.labels[row::2]
+    return replace(
+        batch,
+        inputs={name: value[row::2] for name, value in batch.inputs.items()},
+        labels=labels,
+        counted=torch.nonzero(labels.flatten() != MASKED).flatten(),
+        extras={name: value[:, row : row + 1] for name, value in batch.extras.items() if value.ndim > 1},
+    )

@@ -1,0 +1,125 @@
+"""What an objective provides: the data and the reference that it needs, its loss and its metrics. Imports no torch.
+
+An objective is a file of this folder with its settings and its formula, and a line in `registry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from fsdp_shard.utils import setting
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp_shard.data import Batch
+    from fsdp_shard.distributed import DistributedContext
+    from fsdp_shard.sharding import ShardedModel
+    from fsdp_shard.training.batch_loader import DeviceBatch
+    from fsdp_shard.training.loss.own_functions import StepSums
+
+
+class Reference(Protocol):
+    """The model that another one is compared with."""
+
+    def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
+        """Return the sum of the log-probabilities of the labels of each row, float32 [num_rows], without gradients."""
+
+
+@dataclass
+class Pass:
+    """One forward pass of a step or an evaluation, on this rank.
+
+    Attributes:
+        model: The model that is trained.
+        batch: The micro-batch.
+        divisors: What each term of the loss is divided by, float32 [num_terms].
+        sums: Receives the metrics.
+        reference: The reference model, for objectives that need one.
+        shared: What `ObjectiveConfig.prepare` returned for all passes of the step.
+    """
+
+    model: ShardedModel
+    batch: DeviceBatch
+    divisors: torch.Tensor
+    sums: StepSums
+    reference: Reference | None = None
+    shared: Any = None
+
+
+@dataclass
+class ObjectiveConfig:
+    """Settings of `objective.*`; a subclass adds those of one objective, and is it.
+
+    Attributes:
+        name: Its option of `objective=`.
+        help: What it is, in a few words.
+        samples: The shape of the samples that it needs: `rows`, `pairs` or `labeled` (`data/task.py`).
+        tasks: The values of `model.task` that it trains.
+        needs_reference: Whether its loss compares the model with the one that training began from.
+        num_terms: Number of means that its loss is the sum of.
+        headline: The metrics that a line of progress shows.
+        is_cross_entropy: Whether the loss is the cross-entropy, so that its exponential is a perplexity.
+    """
+
+    name: ClassVar[str]
+    help: ClassVar[str]
+    samples: ClassVar[str] = "pairs"
+    tasks: ClassVar[tuple[str, ...]] = ("causal_lm",)
+    needs_reference: ClassVar[bool] = False
+    num_terms: ClassVar[int] = 1
+    headline: ClassVar[tuple[str, ...]] = ("rewards/margins", "rewards/accuracies")
+    is_cross_entropy: ClassVar[bool] = False
+
+    def counts(self, batch: Batch) -> list[float]:
+        """Return, for each term of the loss, the number in `batch` that the term is a mean over."""
+        raise NotImplementedError
+
+    def prepare(
+        self,
+        model: ShardedModel,
+        batches: Iterable[DeviceBatch],
+        reference: Reference | None,
+        context: DistributedContext,
+    ) -> Any:
+        """Compute, without gradients, what the losses of a step have in common; most have nothing.
+
+        A collective if it computes anything.
+
+        Args:
+            model: The model.
+            batches: All micro-batches of this rank.
+            reference: The reference model, if there is one.
+            context: The ranks.
+        """
+        return None
+
+    def terms(self, step: Pass) -> torch.Tensor:
+        """Run the forward pass and return the sums of the terms of the loss over `divisors`, [num_terms], in nats."""
+        raise NotImplementedError
+
+
+REFERENCES = ("auto", "adapter", "precomputed", "sharded")
+
+
+@dataclass
+class ReferenceConfig(ObjectiveConfig):
+    """The base of objectives that compare the model with a reference: the one that training began from."""
+
+    needs_reference: ClassVar[bool] = True
+
+    reference: str = setting(
+        "auto",
+        "Where the reference's log-probabilities come from. adapter: the model itself without its adapter; "
+        "precomputed: one pass over the data before training, kept in data.cache_dir; sharded: a frozen copy of the "
+        "model, sharded like it; auto: adapter with an adapter, precomputed otherwise (sharded for streamed data).",
+        choices=REFERENCES,
+    )
+
+    def chosen_reference(self, *, has_adapter: bool, is_streamed: bool) -> str:
+        """What `reference=auto` stands for, or what was set."""
+        if self.reference != "auto":
+            return self.reference
+        return "adapter" if has_adapter else "sharded" if is_streamed else "precomputed"

@@ -1,0 +1,97 @@
+"""`objective=orpo`: odds ratio preference optimization, without a reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from fsdp_shard.training.objectives.objective import Pass
+from fsdp_shard.training.objectives.pairs import PairObjective, Pairs, num_pairs
+from fsdp_shard.utils import setting
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp_shard.data import Batch
+
+
+@dataclass
+class OrpoConfig(PairObjective):
+    """Odds ratio preference optimization (Hong et al., 2024): the cross-entropy of chosen answers, and a term for odds.
+
+    The term is -beta * log sigmoid(log of the odds ratio of both answers), whose probabilities are geometric means
+    over their tokens.
+    """
+
+    name: ClassVar[str] = "orpo"
+    help: ClassVar[str] = "odds ratio preference optimization, without a reference"
+    num_terms: ClassVar[int] = 2
+
+    beta: float = setting(0.1, "Weight of the odds ratio (lambda of the paper).", above=0.0)
+    learn_prompts: bool = setting(
+        False, "Compute the cross-entropy of prompts and chosen answers, as TRL does, not of the answers only."
+    )
+
+    def counts(self, batch: Batch) -> list[float]:
+        """Return the number of pairs, and of the tokens in the cross-entropy."""
+        from fsdp_shard.data import MASKED
+
+        is_answer = batch.labels[0::2] != MASKED
+        if not self.learn_prompts:
+            return [float(num_pairs(batch)), float(is_answer.sum())]
+        ends = is_answer.shape[1] - is_answer[:, ::-1].argmax(axis=1)  # all tokens before are predicted, too
+        return [float(num_pairs(batch)), float(ends[is_answer.any(axis=1)].sum())]
+
+    def terms(self, step: Pass) -> torch.Tensor:
+        """Return the sums of the odds ratio's term and of the cross-entropy over their divisors, [2]."""
+        import torch
+
+        from fsdp_shard.data import MASKED
+        from fsdp_shard.training.loss.forward_loss import forward_log_probs
+
+        batch, answers = step.batch, step.batch.labels != MASKED
+        if self.learn_prompts:
+            labels = _with_prompts(batch.inputs["input_ids"], batch.labels)
+            batch = replace(batch, labels=labels, counted=torch.nonzero(labels.flatten() != MASKED).flatten())
+        log_probs = forward_log_probs(step.model, batch)
+        of_answers = torch.where(answers, log_probs, 0.0).sum(-1).view(-1, 2)
+        pairs = Pairs(of_answers, answers.sum(-1).float().view(-1, 2), torch.zeros_like(of_answers))
+        self.add_metrics(step, pairs)
+        ratios = torch.where(pairs.is_pair, self.losses(pairs), 0.0)
+        return torch.stack([ratios.sum(), -log_probs[0::2].sum()]) / step.divisors
+
+    def losses(self, pairs: Pairs) -> torch.Tensor:
+        import torch
+        import torch.nn.functional as F
+
+        chosen, rejected = pairs.means.unbind(1)
+        # A filler has probability 1, whose odds are infinite.
+        chosen, rejected = (torch.where(pairs.is_pair, each, -1.0) for each in (chosen, rejected))
+        odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+        return -self.beta * F.logsigmoid(odds)
+
+    def rewards(self, pairs: Pairs) -> torch.Tensor:
+        return self.beta * pairs.means
+
+
+def _with_prompts(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Labels in which the tokens of prompts are predicted, too; all are [num_rows, length]."""
+    import torch
+
+    from fsdp_shard.data import MASKED
+
+    positions = torch.arange(labels.shape[1], device=labels.device)
+    last = torch.where(labels != MASKED, positions, -1).amax(1, keepdim=True)
+    following = torch.where(labels != MASKED, labels, input_ids.roll(-1, 1))
+    return torch.where(positions <= last, following, MASKED)
+
+
+def _log1mexp(value: torch.Tensor) -> torch.Tensor:
+    """log(1 - exp(value)) of a negative `value`."""
+    import torch
+
+    # The form that keeps its digits on each side of -log 2 (Maechler, 2012).
+    return torch.where(
+        value < -math.log(2), torch.log1p(-torch.exp(value.clamp(max=-0.5))), torch.log(-torch.expm1(value))
+    )

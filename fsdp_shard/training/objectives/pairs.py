@@ -1,0 +1,129 @@
+"""What objectives of pairs have in common: log-probabilities of both answers, one loss a pair, and metrics.
+
+Samples are pairs: rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of pair i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp_shard.data import Batch
+    from fsdp_shard.training.batch_loader import DeviceBatch
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Answers in pairs; each tensor is [num_pairs, 2], the chosen answer first.
+
+    Attributes:
+        log_probs: Sums of the log-probabilities of the tokens of each answer, float32, in nats.
+        lengths: Numbers of these tokens, float32; 0 in both of a pair that only fills up the batch.
+        reference: `log_probs` of the reference model; zeros without one.
+    """
+
+    log_probs: torch.Tensor
+    lengths: torch.Tensor
+    reference: torch.Tensor
+
+    @property
+    def is_pair(self) -> torch.Tensor:
+        """Whether each pair counts, [num_pairs]."""
+        return self.lengths[:, 1] > 0
+
+    @property
+    def log_ratios(self) -> torch.Tensor:
+        """Log of the probability of each answer over that of the reference, [num_pairs, 2]."""
+        return self.log_probs - self.reference
+
+    @property
+    def means(self) -> torch.Tensor:
+        """Mean log-probability of a token of each answer, [num_pairs, 2]."""
+        return self.log_probs / self.lengths.clamp(min=1)
+
+
+def answer_lengths(batch: DeviceBatch) -> torch.Tensor:
+    """Return the number of predicted tokens of each row, float32 [num_rows]."""
+    from fsdp_shard.data import MASKED
+
+    return (batch.labels != MASKED).sum(-1).float()
+
+
+def run_pairs(step: Pass, reference: torch.Tensor | None) -> Pairs:
+    """Run the forward pass of both answers of each pair; `reference` is [2 * num_pairs]."""
+    from fsdp_shard.training.loss.forward_loss import forward_log_probs
+
+    log_probs = forward_log_probs(step.model, step.batch).sum(-1)
+    reference = log_probs.new_zeros(log_probs.shape) if reference is None else reference
+    return Pairs(log_probs.view(-1, 2), answer_lengths(step.batch).view(-1, 2), reference.view(-1, 2))
+
+
+def add_metrics(step: Pass, values: Mapping[str, torch.Tensor], counted: torch.Tensor) -> None:
+    """Add the sums of metrics [n] over the elements that are `counted` [n]."""
+    import torch
+
+    number = counted.sum()
+    for name, each in values.items():
+        step.sums.add_metric(name, torch.where(counted, each.detach().float(), 0.0).sum(), number)
+
+
+@dataclass
+class PairObjective(ObjectiveConfig):
+    """The base of objectives with a loss for each pair, from the log-probabilities of its answers."""
+
+    def counts(self, batch: Batch) -> list[float]:
+        """Return the number of pairs in `batch`."""
+        return [float(num_pairs(batch))]
+
+    def losses(self, pairs: Pairs) -> torch.Tensor:
+        """Return the loss of each pair in nats, float32 [num_pairs]."""
+        raise NotImplementedError
+
+    def rewards(self, pairs: Pairs) -> torch.Tensor:
+        """Return the implicit reward of each answer, float32 [num_pairs, 2]."""
+        raise NotImplementedError
+
+    def terms(self, step: Pass) -> torch.Tensor:
+        """Run the forward pass of both answers and return the sum of the losses over the divisor, [1]."""
+        import torch
+
+        pairs = self.run(step)
+        losses = torch.where(pairs.is_pair, self.losses(pairs), 0.0)
+        return (losses.sum() / step.divisors[0]).reshape(1)
+
+    def run(self, step: Pass) -> Pairs:
+        """Run the forward passes of model and reference, and add the metrics."""
+        reference = None if step.reference is None else step.reference.log_probs(step.batch)
+        pairs = run_pairs(step, reference)
+        self.add_metrics(step, pairs)
+        return pairs
+
+    def add_metrics(self, step: Pass, pairs: Pairs) -> None:
+        """Add what people look at: rewards, log-probabilities and lengths of both answers."""
+        rewards = self.rewards(pairs).detach()
+        chosen, rejected = rewards.unbind(1)
+        metrics = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "logps/chosen": pairs.log_probs[:, 0],
+            "logps/rejected": pairs.log_probs[:, 1],
+            "lengths/chosen": pairs.lengths[:, 0],
+            "lengths/rejected": pairs.lengths[:, 1],
+        }
+        add_metrics(step, metrics, pairs.is_pair)
+
+
+def num_pairs(batch: Batch) -> int:
+    """Number of pairs in `batch`, without those that only fill it up."""
+    from fsdp_shard.data import MASKED
+
+    rejected = batch.labels[1::2]
+    return int((rejected != MASKED).reshape(len(rejected), -1).any(axis=1).sum())

@@ -1,0 +1,246 @@
+"""The reference of preference objectives: the model that training began from, and the log-probabilities it gives.
+
+It is the model itself without its adapter, a frozen copy that is sharded beside it, or one pass over the data before
+training, whose results are kept under the digests of weights and data and never computed again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from signal import Signals
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save
+
+from fsdp_shard.checkpoint import config_digest, describe_weights
+from fsdp_shard.data import NO_WINDOW, Samples, SourceDataset, cache_directory, cache_key, with_extras
+from fsdp_shard.distributed import DistributedContext, run_on_main
+from fsdp_shard.errors import DataError, Interrupted
+from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.training.batch_loader import DeviceBatch, evaluation_batches, to_device
+from fsdp_shard.training.config import FinetuneSettings
+from fsdp_shard.training.load_model import LoadedModel, unfilled_model
+from fsdp_shard.training.loss.forward_loss import forward_log_probs
+from fsdp_shard.training.objectives.objective import Reference, ReferenceConfig
+from fsdp_shard.training.peft.disable_adapters import adapters_disabled
+from fsdp_shard.utils import format_count, report_progress, write_file
+
+if TYPE_CHECKING:
+    from fsdp_shard.training.run_setup import RunStart
+
+EXTRA = "reference_log_probs"
+_VERSION = "reference-1"  # of what the cached values are
+_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # the other ranks wait while one reads all weights for their digest
+
+
+@dataclass(frozen=True)
+class PrecomputedReference:
+    """A reference whose log-probabilities come with the samples."""
+
+    def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
+        return batch.extras[EXTRA].flatten()
+
+
+@dataclass(frozen=True)
+class ModelReference:
+    """A frozen model, or the model that is trained without its adapter; it runs in eval mode.
+
+    Attributes:
+        model: The model.
+        has_adapter: Whether it has an adapter, which is left out.
+    """
+
+    model: ShardedModel
+    has_adapter: bool
+
+    def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
+        module = self.model.module
+        was_training = module.training
+        module.eval()
+        try:
+            with torch.no_grad(), adapters_disabled(module) if self.has_adapter else nullcontext():
+                return forward_log_probs(self.model, batch).sum(-1)
+        finally:
+            module.train(was_training)
+
+
+def reference_kind(config: FinetuneSettings) -> str | None:
+    """Return how a run gets its reference: `adapter`, `precomputed`, `sharded`, or None without one."""
+    objective = config.objective
+    if not isinstance(objective, ReferenceConfig):
+        return None
+    return objective.chosen_reference(has_adapter=not config.adapter.trains_all, is_streamed=config.data.streaming)
+
+
+def open_reference(config: FinetuneSettings, start: RunStart, loaded: LoadedModel) -> Reference | None:
+    """Return the reference of a run, None for objectives without one; a collective.
+
+    Args:
+        config: The settings of `finetune`.
+        start: The ranks.
+        loaded: The model that is trained.
+    """
+    match reference_kind(config):
+        case "adapter":
+            return ModelReference(loaded.model, has_adapter=True)
+        case "sharded":
+            return _load_reference(config, start.context)
+        case "precomputed":
+            return PrecomputedReference()
+    return None
+
+
+def _load_reference(config: FinetuneSettings, context: DistributedContext) -> ModelReference:
+    """Load the model that training began from, sharded as the one that is trained; a collective.
+
+    Its quantization is that of the run, so it gets a new adapter, too, which is disabled when it runs.
+    """
+    adapter = None if config.adapter.trains_all else config.adapter
+    where = (config.model, config.source, config.shard, adapter, None, context)
+    with unfilled_model(*where, chunks_any_vocabulary=True) as unfilled:
+        unfilled.module.requires_grad_(False)
+        loaded = unfilled.load(config.shard.shard(unfilled.module, context), config.seed)
+        return ModelReference(loaded.model, has_adapter=adapter is not None)
+
+
+def add_reference(config: FinetuneSettings, start: RunStart, data: Samples) -> Samples:
+    """Add the reference's log-probabilities to the samples, if they are computed before training; a collective.
+
+    Those of each source are in the data cache, or are computed by the model that training began from and kept there.
+
+    Args:
+        config: The settings of `finetune`.
+        start: The ranks, and a signal that ends the pass.
+        data: The samples.
+
+    Raises:
+        Interrupted: On all ranks: a signal came during the pass.
+        DataError: On all ranks: the cache cannot be read or written.
+
+    Example:
+        >>> data = fs.add_reference(config, start, fs.open_data(config, start))  # doctest: +SKIP
+    """
+    if reference_kind(config) != "precomputed":
+        return data
+    sources = [*data.train.sources, *(data.held_out.sources if data.held_out is not None else [])]
+    cached = _CachedReference(config, start)
+    files = run_on_main(cached.waiting, lambda: _cache_files(config, sources))
+    extended, notes = [], []
+    for source, file in zip(sources, files, strict=True):
+        values, note = cached.values(source, file)
+        extended.append(with_extras(source, EXTRA, values.numpy()))
+        notes.append(note)
+    cached.free()
+    num_train = len(data.train.sources)
+    train = data.train.with_sources(extended[:num_train])
+    held_out = None if data.held_out is None else data.held_out.with_sources(extended[num_train:])
+    return replace(data, train=train, held_out=held_out, notes=(*data.notes, *notes))
+
+
+class _CachedReference:
+    """The values of each source, from the cache or computed; the reference is loaded when the first must be computed.
+
+    Args:
+        config: The settings of `finetune`.
+        start: The ranks.
+
+    Attributes:
+        waiting: The ranks, with time to wait for one that reads all weights.
+    """
+
+    def __init__(self, config: FinetuneSettings, start: RunStart) -> None:
+        self._config, self._start = config, start
+        self._reference: ModelReference | None = None
+        self.waiting = start.context.with_new_group(_TIMEOUT_SECONDS)
+
+    def values(self, source: SourceDataset, file: Path) -> tuple[torch.Tensor, str]:
+        """Return the values of a source, float32 [num_samples, 2], and a line for people; a collective."""
+        what = f"reference log-probabilities of {format_count(len(source), 'sample')}"
+        known = run_on_main(self.waiting, lambda: _read(file, len(source)))
+        if known is not None:
+            return known, f"{what}: from {file}"
+        if self._reference is None:
+            self._reference = _load_reference(self._config, self._start.context)
+        computed = _compute(self._reference, source, self._config, self._start)
+        run_on_main(self.waiting, lambda: _write(file, computed))
+        return computed, f"{what}: computed, and kept in {file}"
+
+    def free(self) -> None:
+        """Free the memory of the reference."""
+        self._reference = None
+        gc.collect()  # modules and hooks refer to each other
+
+
+def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> list[Path]:
+    """The files of the cache for the samples of each source under the reference's weights, of which all are read."""
+    model = [describe_weights(config.source)["digest"], config_digest(config.source.directory), config.model.task]
+    shard, quantize = config.shard, getattr(config.adapter, "quantize", "none")
+    numbers = [config.model.dtype, shard.param_dtype, shard.norms_in_float32, quantize]
+    names = [cache_key([_VERSION, model, numbers, source.identity]) for source in sources]
+    return [cache_directory(config.data) / f"reference-{name}.safetensors" for name in names]
+
+
+def _read(file: Path, num_samples: int) -> torch.Tensor | None:
+    """Read the values of a source, float32 [num_samples, 2]; None if they are not there."""
+    if not file.exists():
+        return None
+    try:
+        values = load_file(file)[EXTRA]
+    except Exception as error:  # safetensors has errors of its own
+        raise DataError(f"{file} is damaged ({error}). Delete it, so that it is computed again.") from error
+    if values.shape != (num_samples, 2) or values.dtype != torch.float32 or not bool(values.isfinite().all()):
+        raise DataError(f"{file} is damaged: it has {values.dtype} {list(values.shape)}. Delete it.")
+    return values
+
+
+def _write(file: Path, values: torch.Tensor) -> None:
+    try:
+        write_file(file, save({EXTRA: values}))
+    except OSError as error:
+        raise DataError(f"The data cache {file.parent} cannot be written ({error}); set data.cache_dir.") from error
+
+
+def _compute(
+    reference: ModelReference, source: SourceDataset, config: FinetuneSettings, start: RunStart
+) -> torch.Tensor:
+    """Compute the log-probabilities of both rows of each sample, float32 [num_samples, 2].
+
+    A collective.
+    """
+    context, size = start.context, config.train.micro_batch_size
+    values = torch.zeros(len(source), 2, dtype=torch.float32)
+    progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda done: None)
+    if context.is_main:
+        progress = report_progress(len(source), "log-probabilities of the reference", "samples")
+    with progress as count:
+        for indices in evaluation_batches(len(source), size, context.data_rank, context.num_data_ranks):
+            found = reference.log_probs(to_device(source.batch(indices), context.device)).view(-1, 2).cpu()
+            is_own = torch.from_numpy(indices != NO_WINDOW)
+            values[indices[is_own.numpy()]] = found[is_own]
+            count(len(indices) * context.num_data_ranks)
+            _raise_if_stopped(start)
+    if context.rank % context.num_tensor_ranks:  # its neighbors have the same
+        values.zero_()
+    context.all_reduce_(values)
+    if not bool(values.isfinite().all()):
+        bad = torch.nonzero(~values.isfinite().all(1)).flatten()[:5].tolist()
+        raise DataError(
+            f"The reference's log-probabilities of samples {bad} of {config.data.where}.path are not finite: its "
+            f"weights are not usable in shard.param_dtype={config.shard.param_dtype}."
+        )
+    return values
+
+
+def _raise_if_stopped(start: RunStart) -> None:
+    """Raise Interrupted on all ranks if any received a signal; a collective."""
+    if number := int(start.context.all_reduce([start.stop.number], "max")[0]):
+        raise Interrupted(
+            f"Stopped by {Signals(number).name} before training, in the reference's log-probabilities. Give the same "
+            f"command to begin them again.",
+            signal_number=number,
+        )

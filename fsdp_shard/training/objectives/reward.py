@@ -1,0 +1,58 @@
+"""`objective=reward`: a reward model, whose one output is higher for the better answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass
+from fsdp_shard.training.objectives.pairs import add_metrics, num_pairs
+from fsdp_shard.utils import setting
+
+if TYPE_CHECKING:
+    import torch
+
+    from fsdp_shard.data import Batch
+
+
+@dataclass
+class RewardConfig(ObjectiveConfig):
+    """A reward model (Bradley-Terry; Ouyang et al., 2022): -log sigmoid(reward chosen - reward rejected - margin).
+
+    The margin is that of the data, if it has one. The rewards are the output of a classifier with `num_labels` 1.
+    """
+
+    name: ClassVar[str] = "reward"
+    help: ClassVar[str] = "a reward model"
+    tasks: ClassVar[tuple[str, ...]] = ("sequence_classification",)
+
+    center: float = setting(
+        0.0,
+        "Weight of the squared sum of both rewards of a pair, which keeps their mean near 0 (Eisenstein et al., 2023).",
+        minimum=0.0,
+    )
+
+    def counts(self, batch: Batch) -> list[float]:
+        """Return the number of pairs in `batch`."""
+        return [float(num_pairs(batch))]
+
+    def terms(self, step: Pass) -> torch.Tensor:
+        """Run the forward pass of both answers and return the sum of the losses over the divisor, [1]."""
+        import torch
+        import torch.nn.functional as F
+
+        from fsdp_shard.data import MASKED
+        from fsdp_shard.training.loss.forward_loss import forward_scores
+
+        chosen, rejected = forward_scores(step.model, step.batch).view(-1, 2).unbind(1)
+        is_pair = step.batch.labels[1::2] != MASKED
+        margin = step.batch.extras.get("margin", torch.zeros_like(chosen))
+        losses = -F.logsigmoid(chosen - rejected - margin) + self.center * (chosen + rejected).square()
+        metrics = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+        }
+        add_metrics(step, metrics, is_pair)
+        return (torch.where(is_pair, losses, 0.0).sum() / step.divisors[0]).reshape(1)
