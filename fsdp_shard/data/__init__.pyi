@@ -5,7 +5,7 @@ from .documents import (
     prepare_documents as prepare_documents,
     read_texts as read_texts,
 )
-from .kinds.chat import with_chat_template as with_chat_template
+from .kinds.chat_template import with_chat_template as with_chat_template
 from .kinds.kind import (
     CAUSAL as CAUSAL,
     CLASSIFICATION as CLASSIFICATION,
@@ -26,16 +26,35 @@ from .samples.batch import (
     MASKED as MASKED,
     NO_WINDOW as NO_WINDOW,
     Batch as Batch,
+    Floats as Floats,
     Ints as Ints,
     Sample as Sample,
     attended as attended,
     padded as padded,
 )
 from .samples.mixture import Concatenation as Concatenation
-from .samples.protocol import Dataset as Dataset, MapDataset as MapDataset, Shuffled as Shuffled
+from .samples.preferences import (
+    LabeledAnswers as LabeledAnswers,
+    PairedRows as PairedRows,
+    RewardRows as RewardRows,
+    with_extras as with_extras,
+)
+from .samples.protocol import (
+    Dataset as Dataset,
+    MapDataset as MapDataset,
+    Shuffled as Shuffled,
+    SourceDataset as SourceDataset,
+)
 from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
 from .samples.windows import MaskedWindows as MaskedWindows, WindowDataset as WindowDataset
-from .task import SpecialTokens as SpecialTokens, Task as Task, check_task as check_task
+from .task import (
+    LABELED as LABELED,
+    PAIRS as PAIRS,
+    ROWS as ROWS,
+    SpecialTokens as SpecialTokens,
+    Task as Task,
+    check_task as check_task,
+)
 from .tokenized.encoder import tokenizer_state as tokenizer_state
 from .tokenized.token_file import Array as Array, Examples as Examples
 from .validate import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
-from fsdp_shard.data.kinds.chat import with_chat_template
+from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, Tokenizer, beginning, plain_ids
 from fsdp_shard.data.samples.batch import Ints
 from fsdp_shard.data.sources.row import Row

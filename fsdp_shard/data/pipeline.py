@@ -14,7 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from fsdp_shard.data.config import DataConfig, cache_directory, held_out_sets_of, mixture_of, sources_of
-from fsdp_shard.data.kinds.chat import with_chat_template
+from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
 from fsdp_shard.data.kinds.running_text import encoded_kind
 from fsdp_shard.data.samples.factory import SampleFactory

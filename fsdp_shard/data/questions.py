@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fsdp_shard.data.config import DataConfig, kind_of
 from fsdp_shard.data.documents import NAMES, name_of
-from fsdp_shard.data.kinds.chat import with_chat_template
+from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.kind import Question, Tokenizer
 from fsdp_shard.data.sources.source import open_source
 

@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 
 from fsdp_shard.data.config import DataConfig, all_sources, default_of
 from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, MASKED_LM, SEQ2SEQ, Tokenizer
+from fsdp_shard.data.kinds.preference import PREFERENCE
 from fsdp_shard.data.kinds.registry import KINDS
 from fsdp_shard.errors import ConfigError, DataError
+
+# Shapes of samples: examples as they are, pairs of answers to one prompt, and answers with a label.
+ROWS, PAIRS, LABELED = "rows", "pairs", "labeled"
 
 _ONLY_FOR = {"target_length": SEQ2SEQ, "mask_fraction": MASKED_LM, "label_column": CLASSIFICATION}
 
@@ -23,6 +27,8 @@ class Task:
         num_labels: Number of classes of a classifier.
         label_numbers: Indices of the classes by name, if they have names.
         padding: The padding token of seq2seq models and classifiers, some of which take the last other token.
+        samples: What the objective compares: rows (nothing), pairs of answers (DPO, reward models) or labeled answers
+            (KTO).
     """
 
     name: str = CAUSAL
@@ -30,6 +36,7 @@ class Task:
     num_labels: int = 0
     label_numbers: Mapping[str, int] = field(default_factory=dict)
     padding: int = 0
+    samples: str = ROWS
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,15 @@ class SpecialTokens:
         )
 
 
-def check_task(task: str, data: DataConfig) -> None:
-    """Raise ConfigError for data that cannot be used for the task `model.task`."""
+def check_task(task: str, data: DataConfig, samples: str = ROWS) -> None:
+    """Raise ConfigError for data that cannot be used.
+
+    Args:
+        task: The value of `model.task`.
+        data: The settings of the data.
+        samples: The shape of samples that the objective needs, as in `Task`.
+    """
+    _check_samples(task, data, samples)
     kinds = [name for name, kind in KINDS.items() if task in kind.tasks]
     for source in all_sources(data):
         if source.kind not in kinds:
@@ -78,5 +92,38 @@ def check_task(task: str, data: DataConfig) -> None:
             value = getattr(source, name)
             if task != needs and value != default_of(name):
                 raise ConfigError(f"{source.where}.{name}={value} is for model.task={needs}, not {task}; leave it out.")
+    if data.packing and samples != ROWS:
+        raise ConfigError("data.packing=true is for objectives that do not compare answers; leave it out.")
     if data.packing and task != CAUSAL:
         raise ConfigError(f"data.packing=true is for model.task={CAUSAL}; with model.task={task} leave it out.")
+
+
+def _check_samples(task: str, data: DataConfig, samples: str) -> None:
+    """Raise ConfigError unless all data has answers to compare, or none, as the objective needs it."""
+    for source in all_sources(data):
+        given = f"{source.where}.kind={source.kind}"
+        if samples == ROWS and source.kind == PREFERENCE:
+            raise ConfigError(
+                f"{given} has answers to compare, which only preference objectives of finetune do. Choose one, such as "
+                f"objective=dpo, or another {source.where}.kind."
+            )
+        if samples != ROWS and source.kind != PREFERENCE:
+            raise ConfigError(
+                f"{given} has no answers to compare, as the objective of this run does; set {source.where}.kind="
+                f"{PREFERENCE}, or another objective."
+            )
+        if samples == LABELED and source.margin_column is not None:
+            raise ConfigError(
+                f"{source.where}.margin_column={source.margin_column} is for objectives that compare pairs of answers, "
+                f"not answers with a label; leave it out."
+            )
+    if samples == LABELED and task != CAUSAL:
+        raise ConfigError(
+            f"An objective that compares answers with a label is for model.task={CAUSAL}, not {task}; set another "
+            f"objective."
+        )
+    if samples == LABELED and data.streaming and data.shuffle_buffer == 1:
+        raise ConfigError(
+            "data.shuffle_buffer=1 leaves no other answers to compare a streamed one with, as this objective does; "
+            "increase it."
+        )

@@ -12,7 +12,7 @@ from fsdp_shard.data.config import (
     kind_of,
     sources_of,
 )
-from fsdp_shard.data.kinds.chat import with_chat_template
+from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, Kind, Tokenizer
 from fsdp_shard.data.sources.source import DatasetSource, Source, open_source
 from fsdp_shard.errors import ConfigError, DataError

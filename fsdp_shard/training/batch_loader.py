@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -31,17 +31,20 @@ class DeviceBatch:
         labels: Labels as in `Batch`, int64.
         counted: Positions in the flat labels of those that count, int64 [num_predictions]. Counted on the CPU: a GPU
             would have to be waited for.
+        extras: Other values of each sample as in `Batch`, float32.
     """
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
     counted: torch.Tensor
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all of them."""
         yield from self.inputs.values()
         yield self.labels
         yield self.counted
+        yield from self.extras.values()
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def source_predictions(dataset: Dataset, samples: Iterable[Ints], batches: Seque
         return []
     counts = np.zeros(len(dataset.source_names), np.int64)
     for positions, batch in zip(samples, batches, strict=True):
-        per_sample = (batch.labels != MASKED).reshape(len(batch.labels), -1).sum(axis=1)
+        per_sample = (batch.labels != MASKED).reshape(len(positions), -1).sum(axis=1)
         np.add.at(counts, dataset.sources_of(positions), per_sample)
     return [int(count) for count in counts]
 
@@ -192,7 +195,8 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     """Copy a batch to `device`, in its current stream."""
     inputs = {name: copy_to(device, torch.from_numpy(array)) for name, array in batch.inputs.items()}
     counted = torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
-    return DeviceBatch(inputs, copy_to(device, torch.from_numpy(batch.labels)), copy_to(device, counted))
+    extras = {name: copy_to(device, torch.from_numpy(array)) for name, array in batch.extras.items()}
+    return DeviceBatch(inputs, copy_to(device, torch.from_numpy(batch.labels)), copy_to(device, counted), extras)
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

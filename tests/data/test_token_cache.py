@@ -189,7 +189,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path, tokenizer: Any, damage: st
     elif damage == "gone":
         tokens.unlink()
     else:
-        meta.write_text(meta.read_text().replace('"format_version": 3', '"format_version": 2'))
+        meta.write_text(meta.read_text().replace('"format_version": 4', '"format_version": 3'))
     assert ids(made(source, tokenizer, tmp_path)) == [*b"text"]
     assert source.num_reads == 2
 

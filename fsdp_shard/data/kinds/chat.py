@@ -1,18 +1,15 @@
 """`data.kind=chat`: conversations rendered by a chat template; only the assistant's turns are predicted."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fsdp_shard.data.kinds import chat_spans, kind
+from fsdp_shard.data.kinds.chat_template import TemplateSettings, check_template, user_prompt
 from fsdp_shard.data.kinds.conversation import COLUMNS, Conversation, check_role_names, check_roles, read_conversation
-from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, Question, RowSettings, Tokenizer
+from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, Question, Tokenizer
 from fsdp_shard.data.sources.row import Row
-from fsdp_shard.errors import ConfigError, DataError
-from fsdp_shard.models import tokenizer_files
-from fsdp_shard.utils import Parsed, first_line, setting
+from fsdp_shard.utils import setting
 
 
 @dataclass(frozen=True)
@@ -40,34 +37,7 @@ class ChatKind(Kind):
         return bool(read)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        from jinja2 import TemplateSyntaxError
-
-        if not tokenizer.chat_template:
-            raise DataError(
-                f"data.kind=chat needs a chat template, but the model's tokenizer has none "
-                f"({tokenizer_files(tokenizer)}). Set data.chat_template to a file with one, start from an instruction-"
-                "tuned model, or use data.kind=instruction."
-            )
-        if not tokenizer.is_fast:
-            raise DataError(
-                "data.kind=chat needs the offsets of tokens in the text, which the model's slow tokenizer does not "
-                "compute; save it as a fast tokenizer, with a tokenizer.json."
-            )
-        try:
-            tokenizer.get_chat_template()
-        except ValueError as error:
-            raise DataError(
-                f"{tokenizer_files(tokenizer)}: {first_line(error)} Set data.chat_template to one of these names."
-            ) from error
-        try:
-            tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
-        except TemplateSyntaxError as error:
-            raise DataError(
-                f"The chat template of {tokenizer_files(tokenizer)} is not valid, line {error.lineno}: {error}. "
-                "Correct it."
-            ) from error
-        except Exception:  # a template is a program
-            pass  # it rejects this conversation
+        check_template(tokenizer, self.chosen_by, "use data.kind=instruction")
 
     def examples(self, read: list[Conversation], tokenizer: Tokenizer) -> list[list[Example]]:
         check_roles(read)
@@ -96,30 +66,11 @@ class ChatKind(Kind):
         return Question(prompt, kind.token_ids([prompt], tokenizer, add_special_tokens=False)[0], answer)
 
     def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
-        message = {"role": "user", "content": text}
-        try:
-            ids: Any = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # a template is a program
-            raise DataError(
-                f"The chat template of {tokenizer_files(tokenizer)} fails with a single user's message: "
-                f"{first_line(error)} Set data.chat_template to another one."
-            ) from error
-        return list(ids)
-
-
-def _read_template(value: str | None, name: str) -> str | None:
-    """Return the content of the file `value`; None if it is no file, but may be the name of a template."""
-    path = Path(value or "").expanduser()
-    try:
-        if value and (path.is_file() or path.suffix or len(path.parts) > 1):
-            return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}={value} cannot be read: {error}. Give a file with a Jinja template.") from error
-    return None
+        return user_prompt(text, tokenizer)
 
 
 @dataclass
-class ChatSettings(RowSettings):
+class ChatSettings(TemplateSettings):
     """Settings of `data.kind=chat`."""
 
     name = "chat"
@@ -131,40 +82,9 @@ class ChatSettings(RowSettings):
         "kind=chat: the column with the conversation. Default: messages, conversations, or Alpaca's columns; columns "
         "system and tools go along.",
     )
-    roles: Any = setting(
-        None, "kind=chat: role names of the data and the roles that they are, such as {bot: assistant, prompter: user}."
-    )
-    chat_template: str | None = setting(
-        None,
-        "kind=chat: a file with a Jinja template, or the name of one of the tokenizer's, to train with and save with "
-        "the checkpoints. Default: that of the tokenizer.",
-    )
-
-    template_text = Parsed("chat_template", _read_template)
 
     def build_kind(self, task: str) -> Kind:
         return ChatKind(self.messages_column, dict(self.roles or {}))
 
     def check_kind(self, prefix: str) -> None:
         check_role_names(self.roles or {}, f"{prefix}roles")
-
-
-def with_chat_template(tokenizer: Tokenizer, settings: ChatSettings) -> Tokenizer:
-    """Return a copy of `tokenizer` whose only chat template is that of `data.chat_template`; itself if that is not set.
-
-    Raises:
-        DataError: The tokenizer has no template of that name, or has one with the name of the file.
-    """
-    name, text, own = settings.chat_template, settings.template_text, tokenizer.chat_template
-    if name is None:
-        return tokenizer
-    templates = own if isinstance(own, dict) else {"default": own} if own else {}
-    if (text is None) == (name not in templates):
-        problem = "no file, and the tokenizer has no template of that name" if text is None else "a file and a template"
-        raise DataError(
-            f"data.chat_template={name} is {problem}; the tokenizer has {', '.join(templates) or 'none'}. Give the "
-            f"path of a file with a Jinja template, or one of these names."
-        )
-    changed = copy.copy(tokenizer)
-    changed.chat_template = templates[name] if text is None else text
-    return changed

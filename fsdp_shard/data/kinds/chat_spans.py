@@ -83,14 +83,18 @@ class Renderer:
                 rejected = rejected or error
         raise self._rejection(rejected) from rejected
 
-    def render_prompt(self) -> str:
-        """Return the text up to where the assistant's next turn begins; raises DataError if the template refuses it."""
+    def render_prompt(self, *, begins_turn: bool = True) -> str:
+        """Return the text, with `begins_turn` up to where the assistant's next turn begins.
+
+        Raises:
+            DataError: The template rejects the conversation.
+        """
         rejected: Exception | None = None
         for form in _FORMS:
             messages, probe = (_form(self._messages, *form, value) for value in (None, _PROBE))
             try:
-                text, _ = self._render(messages, prompt=True)
-                if probe == messages or str(_PROBE) not in self._render(probe, prompt=True)[0]:
+                text, _ = self._render(messages, prompt=begins_turn)
+                if probe == messages or str(_PROBE) not in self._render(probe, prompt=begins_turn)[0]:
                     return text
             except Exception as error:  # a template is a program
                 rejected = rejected or error
@@ -184,8 +188,8 @@ class Renderer:
         said: Message = {"role": "assistant", "content": "\ue000"}
         other = self._render(earlier, prompt=True) if first == "reasoning" else self._render([*earlier, said])
         whole, known = self._render([*earlier, turn])[0], self._render(earlier)[0] if earlier else ""
-        header, marks = _common_prefix(whole, other[0]), list(_MARK.finditer(whole))
-        if not header.startswith(_common_prefix(known, other[0]).rstrip()):
+        header, marks = common_prefix(whole, other[0]), list(_MARK.finditer(whole))
+        if not header.startswith(common_prefix(known, other[0]).rstrip()):
             raise self._refusal("the template changes earlier turns with a tool call or reasoning")
         lead = whole[len(header) : marks[0].start()] if first != "text" else ""
         return lead, whole[marks[-1].end() :].rstrip() if last == "tool call" else ""
@@ -211,7 +215,7 @@ def _form(messages: list[Message], write: Callable[[Any], Any], absent: Message,
     return changed
 
 
-def _common_prefix(one: str, other: str) -> str:
+def common_prefix(one: str, other: str) -> str:
     """Return the common prefix of two texts."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return one[: sum(1 for _ in same)]

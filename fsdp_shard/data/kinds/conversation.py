@@ -168,7 +168,7 @@ def decoded(value: Any) -> Any:
     """Return what `value` is the JSON text of, or `value` itself if it is none."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):  # of thousands of levels
         return value
 
 

@@ -23,12 +23,14 @@ CAUSAL, SEQ2SEQ, MASKED_LM, CLASSIFICATION = "causal_lm", "seq2seq", "masked_lm"
 class Example(NamedTuple):
     """Token ids of one row and, for each, whether it is predicted (seq2seq: whether it is part of the target).
 
-    `label` is the class of a row that has one.
+    `label` is the class of a row that has one; of data.kind=preference, what the answer is, or why one is left out, and
+    `margin` the difference in quality that the data states.
     """
 
     ids: list[int]
     predicted: list[bool]
     label: str | int | None = None
+    margin: float | None = None
 
 
 class Question(NamedTuple):

@@ -8,10 +8,11 @@ from fsdp_shard.data.kinds.instruction import InstructionSettings
 from fsdp_shard.data.kinds.kind import RowSettings
 from fsdp_shard.data.kinds.pairs import PairsSettings
 from fsdp_shard.data.kinds.plain_text import TextSettings
+from fsdp_shard.data.kinds.preference import PreferenceSettings
 
 
 @dataclass
-class KindSettings(PairsSettings, InstructionSettings, ChatSettings, TextSettings):
+class KindSettings(PreferenceSettings, PairsSettings, InstructionSettings, ChatSettings, TextSettings):
     """The settings of all kinds of rows."""
 
 

@@ -1,7 +1,10 @@
 """Samples, and how they are stacked to batches."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -9,6 +12,7 @@ import numpy.typing as npt
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Indices: TypeAlias = Sequence[int] | Ints
+Floats: TypeAlias = npt.NDArray[np.float32]
 
 MASKED = -100  # the label that the losses of torch and transformers ignore
 NO_WINDOW = -1  # the index of a sample in which every label is masked
@@ -18,17 +22,31 @@ NO_WINDOW = -1  # the index of a sample in which every label is masked
 class Sample:
     """One sample of a `Batch`: its arrays without their first dimension.
 
+    A sample of two texts that are compared has arrays of two rows, which become rows 2i and 2i + 1 of a batch.
+
     Attributes:
-        inputs: Inputs of the model, but for those of a decoder.
+        inputs: Inputs of the model, but for those of a decoder; [length], or [2, length].
         labels: Labels.
         padding: The padding token, in which `input_ids` end where other samples of a batch are longer.
         decoder_start: The token before the labels in the input of a decoder, for models that have one.
+        extras: Other values by name, float32 [] or [2].
     """
 
     inputs: Mapping[str, Ints]
     labels: Ints
     padding: int = 0
     decoder_start: int | None = None
+    extras: Mapping[str, Floats] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[Sample]:
+        """Its rows, each a sample without `extras`; itself unless it has two."""
+        if self.inputs["input_ids"].ndim == 1:
+            return [self]
+        return [
+            replace(self, inputs={name: array[row] for name, array in self.inputs.items()}, labels=np.asarray(labels))
+            for row, labels in enumerate(self.labels)
+        ]
 
 
 @dataclass(frozen=True)
@@ -36,17 +54,20 @@ class Batch:
     """Stacked samples.
 
     Attributes:
-        inputs: Inputs of the model by the names of its arguments, int64 [num_samples, length].
+        inputs: Inputs of the model by the names of its arguments, int64 [num_samples, length]; [2 * num_samples,
+            length] of samples with two rows.
         labels: Labels, int64, with the shape of the model's logits without their last dimension. Those of a next token
             are already shifted.
+        extras: Other values of each sample by name, float32 [num_samples], or [num_samples, 2] with one for each row.
     """
 
     inputs: Mapping[str, Ints]
     labels: Ints
+    extras: Mapping[str, Floats] = field(default_factory=dict)
 
     @property
     def input_ids(self) -> Ints:
-        """Token ids [num_samples, length]."""
+        """Token ids, as in `inputs`."""
         return self.inputs["input_ids"]
 
     @property
@@ -60,15 +81,16 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
     Shorter ones are padded at the end: some models look for the last token that is not padding.
     """
-    first, inputs = samples[0], dict[str, Ints]()
+    first, inputs, rows = samples[0], dict[str, Ints](), list(chain.from_iterable(sample.rows for sample in samples))
     for name in first.inputs:
         padding = first.padding if name == "input_ids" else 0
-        inputs[name] = _stack([sample.inputs[name] for sample in samples], padding)
-    labels = _stack([sample.labels for sample in samples], MASKED)
+        inputs[name] = _stack([row.inputs[name] for row in rows], padding)
+    labels = _stack([row.labels for row in rows], MASKED)
+    extras = {name: np.stack([sample.extras[name] for sample in samples]) for name in first.extras}
     if first.decoder_start is not None:
         before = np.where(labels == MASKED, first.decoder_start, labels)[:, :-1]
         inputs["decoder_input_ids"] = np.insert(before, 0, first.decoder_start, axis=1)
-    return Batch(inputs, labels)
+    return Batch(inputs, labels, extras)
 
 
 def _stack(arrays: Sequence[Ints], padding: int) -> Ints:

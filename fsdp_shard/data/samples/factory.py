@@ -7,26 +7,15 @@ import numpy as np
 
 from fsdp_shard.data.config import DataConfig, is_running_text
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, SEQ2SEQ
-from fsdp_shard.data.samples.batch import Ints
 from fsdp_shard.data.samples.packing import PackedRows
+from fsdp_shard.data.samples.preferences import cut_answers, preference_samples
 from fsdp_shard.data.samples.protocol import SourceDataset
-from fsdp_shard.data.samples.rows import CausalRows, LabeledRows, Seq2SeqRows
+from fsdp_shard.data.samples.rows import CausalRows, Cut, LabeledRows, Seq2SeqRows
 from fsdp_shard.data.samples.windows import MaskedWindows, WindowDataset
-from fsdp_shard.data.task import SpecialTokens, Task
+from fsdp_shard.data.task import ROWS, SpecialTokens, Task
 from fsdp_shard.data.tokenized.token_file import Array, Examples, TokenFile
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import format_count
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What truncation leaves: `kept` [num_kept] examples, of which `num_truncated` were longer; `num_dropped` others
-    have nothing left to predict.
-    """
-
-    kept: Ints
-    num_truncated: int
-    num_dropped: int
 
 
 @dataclass(frozen=True)
@@ -60,23 +49,31 @@ class SampleFactory:
 
     def _open_examples(self, file: TokenFile) -> tuple[SourceDataset, list[str]]:
         config, examples, longest = self.config, file.examples(), self.config.window_length
-        cut, what = self.cut(examples), "document" if config.kind == "text" else "row"
+        cut, what = self.cut(examples, file.classes), "document" if config.kind == "text" else "row"
         notes = [format_count(file.num_rows, what), format_count(file.num_tokens, "token")]
         if file.num_dropped:
             notes.append(f"{format_count(file.num_dropped, what)} dropped with nothing to learn")
-        if cut.num_dropped:
+        if cut.notes:
+            notes += cut.notes
+        elif cut.num_dropped:
             notes.append(f"{cut.num_dropped:,} dropped with nothing to learn in the first {longest} tokens")
         if cut.num_truncated:
             notes.append(f"{cut.num_truncated:,} cut to {longest} tokens")
         if not len(cut.kept):
             raise DataError(
                 f"{config.where}.path={config.path}: of {', '.join(notes)}, nothing is left to train on. Increase "
-                f"data.sequence_length."
+                f"data.sequence_length{' or give other rows' if cut.notes else ''}."
             )
         return self.samples(examples, cut, file.classes), notes
 
-    def cut(self, examples: Examples) -> Cut:
-        """Truncate examples to windows of `data.sequence_length`; keep those with something left to predict."""
+    def cut(self, examples: Examples, classes: Sequence[str | int]) -> Cut:
+        """Truncate examples to windows of `data.sequence_length`; keep those with something left to predict.
+
+        Raises:
+            DataError: Answers are not such as the objective compares.
+        """
+        if self.task.samples != ROWS:
+            return cut_answers(examples, classes, self.task, self.config.window_length, self.config.where)
         first, lengths, longest = examples.first, examples.lengths, self.config.window_length
         if self.task.name == SEQ2SEQ:
             usable = (first > 0) & (first < lengths)
@@ -92,6 +89,8 @@ class SampleFactory:
     def samples(self, examples: Examples, cut: Cut, classes: Sequence[str | int]) -> SourceDataset:
         """Make samples of the examples that `cut` kept; `classes` has the names of their labels."""
         task, given = self.task, (examples, cut.kept, self.config.window_length)
+        if task.samples != ROWS:
+            return preference_samples(*given, classes, task)
         if task.name == SEQ2SEQ:
             return Seq2SeqRows(*given, "", self._target_length, task.decoder_start, task.padding)
         if task.name == CLASSIFICATION:

@@ -4,7 +4,10 @@ Each source has its own seeded order, and begins another epoch, in another order
 others do. `mixture_schedule` decides which source is next.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +15,7 @@ import xxhash
 
 from fsdp_shard.data.samples.batch import Ints, Sample
 from fsdp_shard.data.samples.mixture_schedule import one_round
-from fsdp_shard.data.samples.protocol import Dataset, MapDataset
+from fsdp_shard.data.samples.protocol import Dataset, MapDataset, SourceDataset
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
 
@@ -32,6 +35,15 @@ class Mixture(Dataset):
         self._sources = one_round(self.counts)
         is_source = (self._sources[:, None] == np.arange(len(self.parts))).astype(np.int64)
         self._before = np.cumsum(is_source, axis=0) - is_source
+
+    @property
+    def sources(self) -> list[SourceDataset]:
+        return [source for part in self.parts for source in part.sources]
+
+    def with_sources(self, sources: Sequence[SourceDataset]) -> Mixture:
+        given, names = iter(sources), self.source_names
+        parts = [part.with_sources(list(islice(given, len(part.sources)))) for part in self.parts]
+        return Mixture(dict(zip(names, parts, strict=True)), dict(zip(names, self.counts, strict=True)))
 
     def sources_of(self, positions: Ints) -> Ints:
         return self._sources[positions % len(self._sources)]
@@ -119,6 +131,16 @@ class Concatenation(MapDataset):
 
     def __len__(self) -> int:
         return sum(map(len, self.parts.values()))
+
+    @property
+    def sources(self) -> list[SourceDataset]:
+        return [source for part in self.parts.values() for source in part.sources]
+
+    def with_sources(self, sources: Sequence[SourceDataset]) -> Concatenation:
+        given = iter(sources)
+        return Concatenation(
+            {name: part.with_sources(list(islice(given, len(part.sources)))) for name, part in self.parts.items()}
+        )
 
     def sample(self, index: int, epoch: int = 0) -> Sample:
         for part in self.parts.values():

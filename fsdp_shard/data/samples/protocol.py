@@ -1,7 +1,9 @@
 """What a dataset offers: to training samples by position in one endless order, to evaluations samples by index."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Self
 
@@ -34,6 +36,15 @@ class MapDataset(ABC):
     def batch(self, indices: Indices) -> Batch:
         """Stack the samples with these indices, as they are in the first epoch."""
         return collate([self.sample(int(index)) for index in indices])
+
+    @property
+    def sources(self) -> list[SourceDataset]:
+        """The datasets that have its samples, in order; empty if they are no others."""
+        return []
+
+    def with_sources(self, sources: Sequence[SourceDataset]) -> MapDataset:
+        """Return the same dataset with others, of as many samples each, in the place of its `sources`."""
+        return self
 
     @property
     def num_predictions(self) -> int:
@@ -70,6 +81,14 @@ class SourceDataset(MapDataset):
     def head(self, num_samples: int | None) -> Self:
         return self if num_samples is None or num_samples >= len(self) else self.slice(0, num_samples)
 
+    @property
+    def sources(self) -> list[SourceDataset]:
+        return [self]
+
+    def with_sources(self, sources: Sequence[SourceDataset]) -> SourceDataset:
+        (source,) = sources
+        return source
+
 
 class Dataset(ABC):
     """Samples by their position in the one endless order of training: all that training needs to know about data.
@@ -95,6 +114,19 @@ class Dataset(ABC):
     def batch(self, positions: Indices) -> Batch:
         """Stack the samples at these positions."""
         return collate([self.sample(int(position)) for position in positions])
+
+    @property
+    def sources(self) -> list[SourceDataset]:
+        """The datasets that have its samples, in order; empty for a stream, whose samples are made while training."""
+        return []
+
+    def with_sources(self, sources: Sequence[SourceDataset]) -> Dataset:
+        """Return the same order of samples, from the beginning, with others in the place of its `sources`.
+
+        Args:
+            sources: As many datasets, each with as many samples as the one that it replaces.
+        """
+        return self
 
     def prepare(self, first: int, count: int) -> None:  # noqa: B027  # most datasets are always ready
         """Make the samples at positions `first` to `first + count - 1` ready.
@@ -144,9 +176,17 @@ class Shuffled(Dataset):
     def __init__(self, dataset: SourceDataset, seed: int) -> None:
         if not len(dataset):
             raise ValueError("there are no samples to order")
-        self.dataset, self.num_samples = dataset, len(dataset)
+        self.dataset, self.num_samples, self._seed = dataset, len(dataset), seed
         self.sequence_length, self.identity = dataset.sequence_length, dataset.identity
         self._order = lru_cache(maxsize=2)(lambda epoch: permutation(len(dataset), seed, epoch))
+
+    @property
+    def sources(self) -> list[SourceDataset]:
+        return [self.dataset]
+
+    def with_sources(self, sources: Sequence[SourceDataset]) -> Shuffled:
+        (source,) = sources
+        return Shuffled(source, self._seed)
 
     def index_of(self, position: int) -> int:
         """Return the index in `dataset` of the sample at this position."""

@@ -4,9 +4,10 @@ There are three shapes: text of which some tokens are predicted, a source and a 
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdp_shard.data.samples.batch import MASKED, Ints, Sample, attended, padded
 from fsdp_shard.data.samples.protocol import SourceDataset
@@ -14,6 +15,18 @@ from fsdp_shard.data.tokenized.token_file import Examples
 
 # Batches are padded to a multiple of this: kernels are faster, and there are fewer shapes to compile for.
 _WIDTH_UNIT = 8
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What truncation leaves: `kept` [num_kept] examples, of which `num_truncated` were longer; `num_dropped` others
+    have nothing left to predict. Of pairs, `kept` is [num_kept, 2], and `notes` say what was dropped, and why.
+    """
+
+    kept: Ints
+    num_truncated: int
+    num_dropped: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,11 @@ def width_of(num_tokens: int, longest: int) -> int:
 
 def next_tokens(examples: Examples, index: int, longest: int) -> tuple[Ints, Ints]:
     """Return inputs and labels, both [at most longest], of an example: a label is the next token, or MASKED."""
-    tokens, predicted = examples.tokens_of(index)
+    return next_labels(*examples.tokens_of(index), longest)
+
+
+def next_labels(tokens: npt.NDArray[Any], predicted: npt.NDArray[Any], longest: int) -> tuple[Ints, Ints]:
+    """Return inputs and labels as `next_tokens` does, of `tokens` [length], of which some are `predicted` [length]."""
     ids = tokens[: longest + 1].astype(np.int64)
     return ids[:-1], np.where(predicted[1 : len(ids)] != 0, ids[1:], MASKED)
 

@@ -49,7 +49,7 @@ class RowSamples:
     def __call__(self, table: pyarrow.Table, leftover: list[int], counts: Counts, first: int) -> list[SourceDataset]:
         classes = classes_of(table)
         examples = Examples.of(table, classes, keeps_last=self.keeps_last)
-        cut = self.factory.cut(examples)
+        cut = self.factory.cut(examples, classes)
         counts.used += len(cut.kept)
         counts.dropped += cut.num_dropped
         counts.truncated += cut.num_truncated

@@ -26,6 +26,7 @@ from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.streaming.block_reader import Block, encode_blocks, read_blocks
 from fsdp_shard.data.streaming.block_samples import Counts, MakeSamples, RowSamples, TextSamples
+from fsdp_shard.data.task import ROWS
 from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.data.tokenized.token_cache import cache_key
 from fsdp_shard.errors import CheckpointError, DataError
@@ -111,7 +112,8 @@ class StreamDataset(Dataset):
         self.num_samples, self.sequence_length, self._buffer = None, config.window_length, config.shuffle_buffer
         names = ("sequence_length", "packing", "shuffle_buffer", "target_length", "mask_fraction")
         kept, kind = [getattr(config, name) for name in names], kind_of(config, task)
-        parts = [_FORMAT_VERSION, kept, task, self.source.stream_fingerprint()]
+        shape = [] if self.factory.task.samples == ROWS else [self.factory.task.samples]
+        parts = [_FORMAT_VERSION, kept, task, *shape, self.source.stream_fingerprint()]
         # It covers names, sizes and first bytes of the files, and everything that decides about the samples.
         self.identity = f"stream:{cache_key([*parts, *Encoder(kind, self.encoder.tokenizer).fingerprint()])}"
         self.load_state_dict(None)

@@ -1,8 +1,8 @@
 """Rows to tables of tokens, the one form of tokenized rows: in files of the cache, and between the ranks of a stream.
 
 A table has a row for each row of the data: the tokens of all of its examples, whether each is predicted, the length of
-each example, the position in it of its first predicted token, and the class, as JSON. They are empty for a row with
-nothing to learn.
+each example, the position in it of its first predicted token, its class, as JSON, and, if the data states them, its
+margin. They are empty for a row with nothing to learn.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Encoder:
         tokens = pyarrow.uint16() if largest < 1 << 16 else pyarrow.uint32()
         lists = {"tokens": pyarrow.large_list(tokens), "predicted": pyarrow.large_list(pyarrow.uint8())}
         lists |= dict.fromkeys(("lengths", "first"), pyarrow.large_list(pyarrow.int64()))
-        return pyarrow.schema(lists | {"label": pyarrow.string()})
+        lists |= {"label": pyarrow.large_list(pyarrow.string()), "margin": pyarrow.large_list(pyarrow.float64())}
+        return pyarrow.schema(lists)
 
     def __call__(self, rows: Sequence[Row]) -> pyarrow.Table:
         """Tokenize `rows`; raise DataError if one cannot be used."""
@@ -54,7 +55,8 @@ class Encoder:
             "predicted": [np.fromiter(chain.from_iterable(one.predicted for one in row), np.uint8) for row in examples],
             "lengths": [[len(one.ids) for one in row] for row in examples],
             "first": [[_first(one.predicted) for one in row] for row in examples],
-            "label": [json.dumps(row[0].label) if row and row[0].label is not None else None for row in examples],
+            "label": [[None if one.label is None else json.dumps(one.label) for one in row] for row in examples],
+            "margin": [[one.margin for one in row if one.margin is not None] for row in examples],
         }
         return pyarrow.table(columns, self.schema)
 

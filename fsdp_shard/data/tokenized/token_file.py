@@ -21,7 +21,7 @@ from fsdp_shard.utils import format_count, fsync_path, write_file
 if TYPE_CHECKING:
     import pyarrow
 
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 _ROWS_OF_DIGEST = 256  # whose arrays the digest takes together, as in version 0.1.0
 
 # An array, or a column of Arrow files that are mapped: `np.asarray` of a slice reads that slice.
@@ -40,6 +40,7 @@ class Examples:
         labels: The class of each example, -1 without one; int64 [num_examples].
         name: Identifies the examples.
         keeps_last: Whether the last token ends a text, and stays when it is truncated.
+        margins: The margin of each example, float64 [num_examples]; empty if the data has none.
     """
 
     tokens: Array
@@ -49,6 +50,7 @@ class Examples:
     labels: npt.NDArray[Any]
     name: str = ""
     keeps_last: bool = False
+    margins: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0))
 
     @classmethod
     def of(
@@ -59,15 +61,16 @@ class Examples:
         from pyarrow import compute
 
         names = pyarrow.array([json.dumps(name) for name in classes], pyarrow.string())
-        labels = compute.index_in(table["label"], names).fill_null(NONE).to_numpy().astype(np.int64)
+        labels = compute.index_in(compute.list_flatten(table["label"]), names).fill_null(NONE)
         return cls(
             tokens=compute.list_flatten(table["tokens"]),
             predicted=compute.list_flatten(table["predicted"]),
             ends=np.cumsum(compute.list_flatten(table["lengths"]).to_numpy(), dtype=np.int64),
             first=compute.list_flatten(table["first"]).to_numpy(),
-            labels=np.repeat(labels, compute.list_value_length(table["lengths"]).to_numpy()),
+            labels=labels.to_numpy().astype(np.int64),
             name=name,
             keeps_last=keeps_last,
+            margins=compute.list_flatten(table["margin"]).to_numpy(),
         )
 
     def __len__(self) -> int:
@@ -86,7 +89,9 @@ class Examples:
 
 def classes_of(table: pyarrow.Table) -> list[str | int]:
     """Return the classes in a table of tokens, in the order of their appearance."""
-    return [json.loads(label) for label in table["label"].unique().drop_null().to_pylist()]
+    from pyarrow import compute
+
+    return [json.loads(label) for label in compute.list_flatten(table["label"]).unique().drop_null().to_pylist()]
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,12 @@ def summarize(files: Sequence[Path], encoder: Encoder, name: str) -> TokenFile:
         tokens = np.asarray(examples.tokens)[0 if num_examples else len(separators or ()) :]
         digest.update(tokens.data)
         if separators is None:
-            for array in (np.asarray(examples.predicted), num_tokens + examples.ends, examples.labels):
+            for array in (
+                np.asarray(examples.predicted),
+                num_tokens + examples.ends,
+                examples.labels,
+                examples.margins,
+            ):
                 digest.update(array.data)
         num_rows += len(table)
         num_tokens += len(tokens)

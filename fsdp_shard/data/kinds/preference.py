@@ -1,0 +1,217 @@
+"""`data.kind=preference`: prompts with answers of which some are better than others.
+
+The examples of a row are those of its answers: the chosen one, then each rejected one, which makes a pair with the
+chosen one before it; or one answer alone, desirable or not. What is left out is an example without tokens whose label
+says why. `samples.preferences` makes samples of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from fsdp_shard.data.kinds import chat_spans, kind
+from fsdp_shard.data.kinds.chat_template import TemplateSettings, check_template, user_prompt
+from fsdp_shard.data.kinds.conversation import Conversation, check_roles
+from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, Example, Kind, Tokenizer
+from fsdp_shard.data.kinds.preference_formats import EMPTY, EMPTY_ANSWER, EQUAL, Answer, Compared, read_compared
+from fsdp_shard.data.sources.row import Row
+from fsdp_shard.errors import DataError
+from fsdp_shard.models import tokenizer_files
+from fsdp_shard.utils import setting
+
+PREFERENCE = "preference"
+
+
+@dataclass(frozen=True)
+class PreferenceKind(Kind):
+    """Columns of the rows. `given` has those that the user named, which every row needs; `roles` maps role names of the
+    data to roles; `scored` is whether a classifier, a reward model, reads prompt and answer as one text.
+    """
+
+    chosen_by, version = "data.kind=preference", "preference"
+
+    prompt: str
+    chosen: str
+    rejected: str
+    completion: str
+    completions: str
+    desirable: str
+    ranks: str
+    scores: str
+    margin: str | None
+    given: tuple[str, ...]
+    roles: Mapping[str, str]
+    scored: bool
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        named = (self.prompt, self.chosen, self.rejected, self.completion, self.completions)
+        others = (self.desirable, self.ranks, self.scores, *filter(None, [self.margin]))
+        return tuple(dict.fromkeys((*named, *others, "system", "tools")))
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raise DataError if `tokenizer` suits neither text nor conversations; what the rows are is known later."""
+        if not tokenizer.chat_template:
+            self.end(tokenizer)
+
+    def end(self, tokenizer: Tokenizer) -> int:
+        if self.scored and tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
+            return int(tokenizer.sep_token_id)  # [SEP], as in BERT
+        return super().end(tokenizer)
+
+    def read(self, row: Row) -> Compared:
+        self.require(row)
+        return read_compared(row, self)
+
+    def check_rows(self, rows: Sequence[Row]) -> bool:
+        read = [self.read(row) for row in rows]
+        check_roles(_conversations(read))
+        return any(one.answers for one in read)
+
+    def check_row(self, row: Row) -> bool:
+        return bool(self.read(row).answers)
+
+    def encode_prompt(self, text: str, tokenizer: Tokenizer) -> list[int]:
+        """Return the tokens of a user's message, or of a plain text if the tokenizer has no chat template."""
+        return user_prompt(text, tokenizer) if tokenizer.chat_template else super().encode_prompt(text, tokenizer)
+
+    def examples(self, read: list[Compared], tokenizer: Tokenizer) -> list[list[Example]]:
+        check_roles(_conversations(read))
+        answers = [answer for one in read for answer in one.answers]
+        plain = iter(self._plain([one for one in answers if isinstance(one.whole, str)], tokenizer))
+        turns = iter(self._turns([one for one in answers if not isinstance(one.whole, str)], tokenizer))
+        return [self._row(one, plain, turns) for one in read]
+
+    def _row(self, row: Compared, plain: Iterator[Example], turns: Iterator[Example]) -> list[Example]:
+        """Return the examples of a row, of which `plain` and `turns` have the next ones."""
+        found = [next(plain if isinstance(answer.whole, str) else turns) for answer in row.answers]
+        found = [
+            one._replace(label=answer.label, margin=row.margin) for one, answer in zip(found, row.answers, strict=True)
+        ]
+        if len(found) == 1:
+            reasons = ["" if True in found[0].predicted else EMPTY_ANSWER]
+            kept = [one for one, reason in zip(found, reasons, strict=True) if not reason]
+        else:
+            reasons = [_why_not(found[0], one) for one in found[1:]]
+            kept = [one for one, reason in zip(found[1:], reasons, strict=True) if not reason]
+            kept = [found[0], *kept] if kept else []
+        return kept + [Example([], [], reason, row.margin) for reason in (*row.left_out, *filter(None, reasons))]
+
+    def _plain(self, answers: list[Answer], tokenizer: Tokenizer) -> list[Example]:
+        """Tokenize prompts and answers that are text, each alone, as the prompt is at inference."""
+        if not answers:
+            return []
+        begin, end = self._beginning(tokenizer), self.end(tokenizer)
+        prompts, texts = (
+            kind.plain_ids([str(one) for one in some], tokenizer)
+            for some in ([answer.prompt for answer in answers], [answer.whole for answer in answers])
+        )
+        found = (
+            (len(begin) + len(prompt), [*begin, *prompt, *ids, end]) for prompt, ids in zip(prompts, texts, strict=True)
+        )
+        return [Example(ids, [False] * start + [True] * (len(ids) - start)) for start, ids in found]
+
+    def _beginning(self, tokenizer: Tokenizer) -> list[int]:
+        if not self.scored:
+            return kind.beginning(tokenizer)
+        first = kind.letter_ids(tokenizer)[:1]  # [CLS] too
+        return first if set(first) <= set(tokenizer.all_special_ids) else []
+
+    def _turns(self, answers: list[Answer], tokenizer: Tokenizer) -> list[Example]:
+        """Tokenize conversations; predicted is what the chat template adds to the prompt for the answer."""
+        if not answers:
+            return []
+        check_template(tokenizer, f"{self.chosen_by} with conversations", "give prompts and answers as text")
+        rendered = [_render(answer, tokenizer) for answer in answers]
+        texts = [text for text, _ in rendered]
+        encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [
+            Example(list(ids), chat_spans.inside(offsets, [(start, len(text))]))
+            for ids, offsets, (text, start) in zip(
+                encoded["input_ids"], encoded["offset_mapping"], rendered, strict=True
+            )
+        ]
+
+
+def _why_not(chosen: Example, rejected: Example) -> str:
+    """Return why two answers are no pair, an empty text if they are."""
+    if not (True in chosen.predicted and True in rejected.predicted):
+        return EMPTY
+    return EQUAL if chosen.ids == rejected.ids else ""
+
+
+def _conversations(read: Sequence[Compared]) -> list[Conversation]:
+    return [answer.whole for one in read for answer in one.answers if isinstance(answer.whole, Conversation)]
+
+
+def _render(answer: Answer, tokenizer: Tokenizer) -> tuple[str, int]:
+    """Return a conversation as text, and where the answer begins in it: where the assistant would begin to write.
+
+    What a template adds there alone, such as an empty thought, belongs to the answer.
+    """
+    prompt, whole = answer.prompt, answer.whole
+    assert isinstance(prompt, Conversation)
+    assert isinstance(whole, Conversation)
+    text = chat_spans.Renderer(tokenizer, whole, ()).render_prompt(begins_turn=False)
+    if not prompt.messages:
+        return text, 0
+    renderer = chat_spans.Renderer(tokenizer, prompt, ())
+    known = renderer.render_prompt(begins_turn=False)
+    if not text.startswith(known.rstrip()):
+        raise DataError(
+            f"{prompt.where}: the chat template of {tokenizer_files(tokenizer)} writes the prompt in another way if an "
+            f"answer follows, so it does not show where the answer begins. Set data.chat_template to another one."
+        )
+    if prompt.messages[-1]["role"] != "assistant":
+        known = renderer.render_prompt()
+    return text, len(chat_spans.common_prefix(known, text))
+
+
+@dataclass
+class PreferenceSettings(TemplateSettings):
+    """Settings of `data.kind=preference`."""
+
+    name = PREFERENCE
+    help = "a prompt with answers to compare: chosen and rejected, one with a label, or a ranked list"
+    tasks: ClassVar[tuple[str, ...]] = (CAUSAL, CLASSIFICATION)
+
+    prompt_column: str = setting(
+        "prompt",
+        "kind=preference: the column with the prompt, as text or a list of messages. Rows with pairs may lack it: then "
+        "it is the common beginning of both answers.",
+    )
+    chosen_column: str = setting("chosen", "kind=preference: the column with the better answer of a pair.")
+    rejected_column: str = setting("rejected", "kind=preference: the column with the worse answer of a pair.")
+    completion_column: str = setting(
+        "completion", "kind=preference: the column with the answer, of rows with one answer each."
+    )
+    desirable_column: str = setting(
+        "label", "kind=preference: the column that says whether the answer of data.completion_column is desirable."
+    )
+    completions_column: str = setting(
+        "completions",
+        "kind=preference: the column with a list of answers, of which the best makes a pair with each worse one.",
+    )
+    ranks_column: str = setting(
+        "ranks",
+        "kind=preference: the column with the rank of each answer of data.completions_column, 1 for the best. Without "
+        "ranks and scores, the first is the best.",
+    )
+    scores_column: str = setting(
+        "scores", "kind=preference: the column with the scores of these answers, used if there are no ranks."
+    )
+    margin_column: str | None = setting(
+        None, "kind=preference: the column with the margin by which the chosen answer is better, a number."
+    )
+
+    def build_kind(self, task: str) -> Kind:
+        own = {member.name.removesuffix("_column"): member for member in fields(PreferenceSettings)}
+        names = [name for name, member in own.items() if f"{name}_column" == member.name and name in _FIELDS]
+        values = {name: getattr(self, f"{name}_column") for name in names}
+        given = tuple(name for name in names if values[name] != own[name].default)
+        return PreferenceKind(**values, given=given, roles=dict(self.roles or {}), scored=task == CLASSIFICATION)
+
+
+_FIELDS = {member.name for member in fields(PreferenceKind)}
