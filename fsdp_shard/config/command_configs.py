@@ -21,7 +21,6 @@ from fsdp_shard.training import (
     LoraConfig,
     ObjectiveConfig,
     OptimConfig,
-    SftConfig,
     TrainConfig,
 )
 from fsdp_shard.utils import refuse_changed, setting
@@ -119,7 +118,7 @@ class FinetuneConfig(RunConfig):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
-    objective: ObjectiveConfig = field(default_factory=SftConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -20,6 +20,7 @@ from .loading import (
     check_causal as check_causal,
     check_model_task as check_model_task,
     check_vocabulary as check_vocabulary,
+    classifier_name as classifier_name,
     computed_tensor as computed_tensor,
     load_config as load_config,
     load_tokenizer as load_tokenizer,

@@ -124,11 +124,23 @@ def check_model_task(config: PretrainedConfig, task: str) -> None:
     auto = _AUTO_CLASSES[task]
     fitting = [cls.__name__ for cls in model_classes(auto, config)]
     if name not in fitting:
+        new_head = "set model.labels for a new head, " if task == "sequence_classification" and fitting else ""
         needed = " or ".join(fitting) or f"model of its kind, and transformers has none of type {config.model_type}"
         raise ModelError(
             f"The model is a {name}, but model.task={task} needs a {needed}. Convert it with transformers' "
-            f"{auto.__name__}.from_pretrained(...) and save it, or choose another task.{_fitting_tasks(config)}"
+            f"{auto.__name__}.from_pretrained(...) and save it, {new_head}or choose another task."
+            f"{_fitting_tasks(config)}"
         )
+
+
+def classifier_name(config: PretrainedConfig) -> str:
+    """Return the class of the classifier of the type of `config`; raise ModelError if transformers has none."""
+    if found := model_classes(_AUTO_CLASSES["sequence_classification"], config):
+        return found[0].__name__
+    raise ModelError(
+        f"transformers has no classifier of type {config.model_type}, so model.labels cannot give this model a new "
+        f"head; use another model."
+    )
 
 
 def _fitting_tasks(config: PretrainedConfig) -> str:

@@ -53,7 +53,6 @@ from .module_weights import load_weights as load_weights, save_pretrained as sav
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig
 from .objectives.reference import add_reference as add_reference
 from .objectives.registry import OBJECTIVES as OBJECTIVES
-from .objectives.sft import SftConfig as SftConfig
 from .optim.adamw8bit import AdamW8bitConfig as AdamW8bitConfig
 from .optim.build import build_optimizer as build_optimizer
 from .optim.config import OptimConfig as OptimConfig

@@ -17,7 +17,6 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
-from fsdp_shard.training.objectives.sft import SftConfig
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -88,7 +87,7 @@ class BatchLoader:
         objective: ObjectiveConfig | None = None,
     ) -> None:
         self._dataset, self._config, self._context = dataset, config, context
-        self._objective = objective or SftConfig()
+        self._objective = objective or ObjectiveConfig()
         self._model_config: Any = getattr(model, "config", None)
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")

@@ -48,7 +48,7 @@ def check_finetune(config: FinetuneSettings) -> None:
     check_kernels(config.model.kernels, config.shard, on_gpu=on_gpu)
     config.optim.check_installed()
     find_loss(config.loss)
-    data.check_task(config.model.task, config.data)
+    data.check_task(config.model.task, config.data, config.objective.samples)
     data.check_data(config.data, config.model.task)
     check_held_out(config.train, config.data)
     config.adapter.check_installed()

@@ -26,7 +26,6 @@ from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import finite, source_figures
 from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference
-from fsdp_shard.training.objectives.sft import SftConfig
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
@@ -68,7 +67,7 @@ class TrainingRun:
     sync_every_micro_batch: bool = True
     profile: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
     functions: OwnFunctions = field(default_factory=OwnFunctions)
-    objective: ObjectiveConfig = field(default_factory=SftConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     reference: Reference | None = None
     interrupted_by: int = field(default=0, init=False)
 

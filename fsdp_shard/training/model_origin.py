@@ -24,7 +24,7 @@ from fsdp_shard.checkpoint import (
 from fsdp_shard.data import SEQ2SEQ, DataConfig, Task, with_chat_template
 from fsdp_shard.distributed import DistributedContext, run_on_all
 from fsdp_shard.errors import ModelError
-from fsdp_shard.models import ModelConfig, build_on_meta, load_config, load_tokenizer
+from fsdp_shard.models import ModelConfig, build_on_meta, classifier_name, load_config, load_tokenizer
 from fsdp_shard.training.config import ModelSettings
 from fsdp_shard.training.peft.lora import Adapter, is_adapter_step
 from fsdp_shard.training.seeding import derived_seed
@@ -52,6 +52,7 @@ def origin_config(config: ModelConfig, source: Location) -> PretrainedConfig:
     """Load the config of a run's model, with the classes of a new head and a padding token, if `labels` ask for one."""
     model = load_config(source.directory, config.trust_remote_code)
     if config.labels:
+        model.architectures = [classifier_name(model)]
         model.id2label = dict(enumerate(config.labels))
         model.label2id = {name: number for number, name in enumerate(config.labels)}
         if pad_token(model) is None:
@@ -88,7 +89,9 @@ class NewHead:
     def _draw(self, name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
         values = torch.zeros(like.shape)
         if like.ndim > 1:
-            values.normal_(0.0, self.deviation, generator=torch.Generator().manual_seed(derived_seed("head", seed, name)))
+            values.normal_(
+                0.0, self.deviation, generator=torch.Generator().manual_seed(derived_seed("head", seed, name))
+            )
         return values.to(like.dtype)
 
     def __str__(self) -> str:

@@ -19,7 +19,6 @@ from fsdp_shard.training.figures import finite
 from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums, metric_means
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference
-from fsdp_shard.training.objectives.sft import SftConfig
 from fsdp_shard.training.optim.lr_schedule import is_due
 from fsdp_shard.training.trainer_state import TrainerState
 
@@ -153,7 +152,7 @@ def evaluate_loss(
         LossError: The loss is not finite.
     """
     own = OwnFunctions(loss=None if functions is None else functions.loss)
-    evaluation = _Evaluation(model, micro_batch_size, context, own, objective or SftConfig(), reference)
+    evaluation = _Evaluation(model, micro_batch_size, context, own, objective or ObjectiveConfig(), reference)
     parts = dataset.parts if isinstance(dataset, Concatenation) else {"": dataset}
     with evaluating(model):
         sums = {name: evaluation.run(part) for name, part in parts.items()}

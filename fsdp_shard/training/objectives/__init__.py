@@ -1,1 +1,1 @@
-"""What a run trains for: supervised fine-tuning, preferences, rewards. A file for each, with its settings."""
+"""What a run trains for: supervised fine-tuning, preferences, rewards; a file each, with settings and formula."""

@@ -51,31 +51,31 @@ class Pass:
 
 @dataclass
 class ObjectiveConfig:
-    """Settings of `objective.*`; a subclass adds those of one objective, and is it.
+    """`objective=sft`: supervised fine-tuning, the cross-entropy, or `loss=module:function`, of every predicted token.
+
+    A subclass is another objective: it adds its settings to `objective.*`.
 
     Attributes:
         name: Its option of `objective=`.
         help: What it is, in a few words.
         samples: The shape of the samples that it needs: `rows`, `pairs` or `labeled` (`data/task.py`).
         tasks: The values of `model.task` that it trains.
-        needs_reference: Whether its loss compares the model with the one that training began from.
         num_terms: Number of means that its loss is the sum of.
-        headline: The metrics that a line of progress shows.
+        headline: The metrics that a line of progress shows; without any, it shows all.
         is_cross_entropy: Whether the loss is the cross-entropy, so that its exponential is a perplexity.
     """
 
-    name: ClassVar[str]
-    help: ClassVar[str]
-    samples: ClassVar[str] = "pairs"
-    tasks: ClassVar[tuple[str, ...]] = ("causal_lm",)
-    needs_reference: ClassVar[bool] = False
+    name: ClassVar[str] = "sft"
+    help: ClassVar[str] = "supervised fine-tuning"
+    samples: ClassVar[str] = "rows"
+    tasks: ClassVar[tuple[str, ...]] = ("causal_lm", "seq2seq", "masked_lm", "sequence_classification")
     num_terms: ClassVar[int] = 1
-    headline: ClassVar[tuple[str, ...]] = ("rewards/margins", "rewards/accuracies")
-    is_cross_entropy: ClassVar[bool] = False
+    headline: ClassVar[tuple[str, ...]] = ()
+    is_cross_entropy: ClassVar[bool] = True
 
     def counts(self, batch: Batch) -> list[float]:
         """Return, for each term of the loss, the number in `batch` that the term is a mean over."""
-        raise NotImplementedError
+        return [float(batch.num_predictions)]
 
     def prepare(
         self,
@@ -98,17 +98,27 @@ class ObjectiveConfig:
 
     def terms(self, step: Pass) -> torch.Tensor:
         """Run the forward pass and return the sums of the terms of the loss over `divisors`, [num_terms], in nats."""
-        raise NotImplementedError
+        from fsdp_shard.training.loss.forward_loss import forward_loss
+
+        return forward_loss(step.model, step.batch, step.divisors[0], step.sums).reshape(1)
+
+
+@dataclass
+class PreferenceConfig(ObjectiveConfig):
+    """The base of objectives that learn from preferences."""
+
+    samples: ClassVar[str] = "pairs"
+    tasks: ClassVar[tuple[str, ...]] = ("causal_lm",)
+    headline: ClassVar[tuple[str, ...]] = ("rewards/margins", "rewards/accuracies")
+    is_cross_entropy: ClassVar[bool] = False
 
 
 REFERENCES = ("auto", "adapter", "precomputed", "sharded")
 
 
 @dataclass
-class ReferenceConfig(ObjectiveConfig):
+class ReferenceConfig(PreferenceConfig):
     """The base of objectives that compare the model with a reference: the one that training began from."""
-
-    needs_reference: ClassVar[bool] = True
 
     reference: str = setting(
         "auto",

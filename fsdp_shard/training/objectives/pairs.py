@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass
+from fsdp_shard.training.objectives.objective import Pass, PreferenceConfig
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def add_metrics(step: Pass, values: Mapping[str, torch.Tensor], counted: torch.T
 
 
 @dataclass
-class PairObjective(ObjectiveConfig):
+class PairObjective(PreferenceConfig):
     """The base of objectives with a loss for each pair, from the log-probabilities of its answers."""
 
     def counts(self, batch: Batch) -> list[float]:

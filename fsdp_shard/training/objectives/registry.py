@@ -6,11 +6,10 @@ from fsdp_shard.training.objectives.kto import KtoConfig
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
 from fsdp_shard.training.objectives.orpo import OrpoConfig
 from fsdp_shard.training.objectives.reward import RewardConfig
-from fsdp_shard.training.objectives.sft import SftConfig
 from fsdp_shard.training.objectives.simpo import SimpoConfig
 
 # Name in `objective=NAME` -> its settings.
 OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     objective.name: objective
-    for objective in (SftConfig, DpoConfig, IpoConfig, OrpoConfig, KtoConfig, SimpoConfig, RewardConfig)
+    for objective in (ObjectiveConfig, DpoConfig, IpoConfig, OrpoConfig, KtoConfig, SimpoConfig, RewardConfig)
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass
+from fsdp_shard.training.objectives.objective import Pass, PreferenceConfig
 from fsdp_shard.training.objectives.pairs import add_metrics, num_pairs
 from fsdp_shard.utils import setting
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class RewardConfig(ObjectiveConfig):
+class RewardConfig(PreferenceConfig):
     """A reward model (Bradley-Terry; Ouyang et al., 2022): -log sigmoid(reward chosen - reward rejected - margin).
 
     The margin is that of the data, if it has one. The rewards are the output of a classifier with `num_labels` 1.
