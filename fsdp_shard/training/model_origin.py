@@ -248,8 +248,11 @@ def collect_model_files(
 def _classifier_config(content: bytes, model: ModelConfig, source: Location) -> bytes:
     """Return config.json with the class of the model, the classes of its new head and its padding token."""
     settings, built = json.loads(content), empty_model(model, source)
-    labels = {"id2label": {str(number): name for number, name in built.config.id2label.items()}}
-    labels |= {"label2id": built.config.label2id, "pad_token_id": pad_token(built.config)}
-    settings |= labels | {"architectures": [type(built).__name__]}
+    settings |= {
+        "architectures": [type(built).__name__],
+        "id2label": {str(number): name for number, name in enumerate(model.labels)},
+        "label2id": {name: number for number, name in enumerate(model.labels)},
+        "pad_token_id": pad_token(built.config),
+    }
     settings.pop("num_labels", None)  # which would be read instead
     return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()

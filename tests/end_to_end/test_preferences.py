@@ -1,0 +1,144 @@
+"""Preference tuning as a user runs it: references, ranks, resume, evaluations, reward models, mistakes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from tests.support.runs import Ended, run_recipe
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    draw = random.Random(1)
+
+    def text(longest: int) -> str:
+        return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(2, longest)))
+
+    root = tmp_path_factory.mktemp("preferences")
+    rows = [{"prompt": text(12), "chosen": text(12), "rejected": text(12)} for _ in range(20)]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.path={tiny_model}",
+        f"data.path={root}/pairs.jsonl",
+        f"data.cache_dir={root}/tokens",
+        "data.kind=preference",
+        "data.sequence_length=32",
+        "data.eval_fraction=0.2",
+        "train.steps=4",
+        "train.eval_every=2",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=2",
+        "shard.param_dtype=float32",
+        "optim.lr=1e-2",
+        "launch.device=cpu",
+    ]
+
+
+def _rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
+def _figures(run_dir: Path) -> list[float]:
+    return [figure for row in _rows(run_dir) for figure in (row["loss"], row["metrics"]["rewards/margins"])]
+
+
+def _done(run_dir: Path, *settings: str) -> Ended:
+    ended = run_recipe("finetune", run_dir, *settings)
+    assert ended.status == 0, ended.err
+    return ended
+
+
+def test_references_agree_and_are_computed_once(settings: list[str], tmp_path: Path) -> None:
+    given = [*settings, "objective=dpo"]
+    first = _done(tmp_path / "first", *given)
+    assert first.err.count("computed, and kept in") == 2  # of training and held-out samples
+    assert _rows(tmp_path / "first")[0]["loss"] == pytest.approx(0.693147, abs=1e-5), "it equals its reference"
+    again = _done(tmp_path / "again", *given)
+    assert "computed" not in again.err
+    assert again.err.count("reference log-probabilities of") == 2
+    assert _figures(tmp_path / "again") == _figures(tmp_path / "first"), "bit by bit"
+    _done(tmp_path / "sharded", *given, "objective.reference=sharded", "launch.ranks=2")
+    assert _figures(tmp_path / "sharded") == pytest.approx(_figures(tmp_path / "first"), rel=1e-4, abs=1e-5)
+    result = json.loads((tmp_path / "first/result.json").read_text())
+    assert result["metrics_before"]["rewards/accuracies"] == 0
+    assert result["metrics"] == _rows(tmp_path / "first", "evaluations.jsonl")[-1]["metrics"]
+    assert result["perplexity"] is None
+
+
+def test_an_adapter_needs_no_second_model(settings: list[str], tmp_path: Path) -> None:
+    given = [*settings, "objective=dpo", "adapter=lora"]
+    ended = _done(tmp_path / "adapter", *given, "launch.ranks=2")
+    assert "reference log-probabilities" not in ended.err
+    _done(tmp_path / "precomputed", *given, "objective.reference=precomputed")
+    assert _figures(tmp_path / "adapter") == pytest.approx(_figures(tmp_path / "precomputed"), rel=1e-4, abs=1e-5)
+    assert _rows(tmp_path / "adapter")[-1]["metrics"]["rewards/margins"] != 0
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_resumes_bit_for_bit_against_the_model_of_the_start(
+    objective: str, settings: list[str], tmp_path: Path
+) -> None:
+    """The reference of a resumed run is that of its beginning, not the step that it resumes from."""
+    given = [*settings, f"objective={objective}", "objective.reference=sharded"]
+    _done(tmp_path / "whole", *given)
+    _done(tmp_path / "parts", *given, "train.steps=2", "train.schedule=constant", "checkpoint.every=2")
+    _done(tmp_path / "all", *given, "train.schedule=constant")
+    _done(tmp_path / "parts", *given, "train.schedule=constant")
+    assert [row["loss"] for row in _rows(tmp_path / "parts")] == [row["loss"] for row in _rows(tmp_path / "all")]
+
+
+def test_a_reward_model_with_a_new_head(settings: list[str], tmp_path: Path) -> None:
+    given = [*settings, "objective=reward", "model.task=sequence_classification", "model.labels=[reward]"]
+    ended = _done(tmp_path / "run", *given)
+    assert "new head, drawn from the seed: score.weight [1, " in ended.err
+    assert 0 <= _rows(tmp_path / "run")[-1]["metrics"]["rewards/accuracies"] <= 1
+    two = _done(tmp_path / "two", *given, "launch.ranks=2")
+    assert _figures(tmp_path / "two") == pytest.approx(_figures(tmp_path / "run"), rel=1e-4, abs=1e-5)
+    assert two.status == 0
+    assert run_recipe("convert", tmp_path / "c", f"source={tmp_path}/two", f"target={tmp_path}/model").status == 0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert (model.config.num_labels, model.config.id2label) == (1, {0: "reward"})
+    assert 0.01 < float(model.score.weight.detach().std()) < 0.05
+    other = _done(tmp_path / "seed", *given, "seed=1")
+    assert other.losses[0] != ended.losses[0], "the head is drawn from the seed"
+    more = _done(tmp_path / "run", *given, "train.steps=6")
+    assert "new head" not in more.err, "that of the step is read"
+
+
+@pytest.mark.parametrize(("overrides", "said"), [
+    (("objective=dpo", "data.kind=pairs"), "data.kind=pairs"),
+    ((), "objective=dpo"),
+    (("objective=dpo", "model.task=sequence_classification"), "objective=dpo trains model.task=causal_lm"),
+    (("objective=reward",), "objective=reward trains model.task=sequence_classification"),
+    (("objective=dpo", "objective.reference=adapter"), "objective.reference=adapter is the model without its adapter"),
+    (("objective=dpo", "objective.label_smoothing=0.5"), "must be less than 0.5"),
+    (("objective=dpo", "loss=a:b"), "loss=a:b replaces the cross-entropy"),
+    (("objective=dpo", "objective.gamma=1"), "objective.gamma"),
+    (("objective=simpo", "model.labels=[good]"), "model.labels=['good'] is for model.task=sequence_classification"),
+    (("objective=reward", "model.task=sequence_classification"), "set model.labels for a new head"),
+    (("objective=reward", "model.task=sequence_classification", "model.labels=[a,b]"), "model.labels=[reward]"),
+    (
+        ("objective=reward", "model.task=sequence_classification", "model.labels=[a]", "adapter=lora"),
+        "model.labels=['a'] does not go together with adapter=lora",
+    ),
+])  # fmt: skip
+def test_mistakes(overrides: tuple[str, ...], said: str, settings: list[str], tmp_path: Path) -> None:
+    ended = run_recipe("finetune", tmp_path / "run", *settings, *overrides)
+    assert (ended.status, ended.err.count("error: ")) == (2, 1), ended.err
+    assert said in ended.err
+
+
+def test_a_damaged_cache_is_named(settings: list[str], tmp_path: Path) -> None:
+    given = [*settings, "objective=ipo", f"data.cache_dir={tmp_path}/cache"]
+    _done(tmp_path / "first", *given)
+    file = next((tmp_path / "cache").glob("reference-*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-3])
+    ended = run_recipe("finetune", tmp_path / "second", *given)
+    assert ended.status != 0
+    assert f"{file} is damaged" in ended.err
