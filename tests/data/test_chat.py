@@ -361,7 +361,10 @@ MIXED = {"chats": {"path": "a.jsonl", "kind": "chat"}, "books": {"path": "b.txt"
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"roles": {"bot": "assistant"}}, "roles={'bot': 'assistant'} is for kind=chat or preference, not text; leave it out"),
+        (
+            {"roles": {"bot": "assistant"}},
+            "roles={'bot': 'assistant'} is for kind=chat or preference, not text; leave it out",
+        ),
         ({"chat_template": "rag"}, "chat_template=rag is for kind=chat or preference, not text"),
         ({"kind": "chat", "roles": ["bot"]}, r"roles=\['bot'\] is not a mapping"),
         ({"kind": "chat", "roles": {"bot": "asistant"}}, r"roles={bot: asistant} .* \(did you mean assistant\?\)"),
@@ -379,7 +382,10 @@ MIXED = {"chats": {"path": "a.jsonl", "kind": "chat"}, "books": {"path": "b.txt"
             {"mixture": {**MIXED, "chats": {**MIXED["chats"], "roles": "a"}}},
             r"mixture\.chats\.roles=a is not a mapping",
         ),
-        ({"mixture": {"books": {"path": "b.txt", "roles": {}}}}, r"mixture\.books\.roles is for kind=chat or preference, not text"),
+        (
+            {"mixture": {"books": {"path": "b.txt", "roles": {}}}},
+            r"mixture\.books\.roles is for kind=chat or preference, not text",
+        ),
         (
             {"mixture": {"books": {"path": "b.txt"}}, "chat_template": "rag"},
             "chat_template=rag is for kind=chat or preference, not text",
