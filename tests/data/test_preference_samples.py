@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fsdp_shard.data.config import DataConfig
 from fsdp_shard.data.kinds.kind import CLASSIFICATION, LABELED, PAIRS
@@ -19,7 +18,6 @@ from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.task import Task, check_task
 from fsdp_shard.data.validate import check_data
 from fsdp_shard.errors import ConfigError, DataError
-from fsdp_shard.training.batch_loader import source_predictions, to_device
 from fsdp_shard.utils import check
 from tests.data.conftest import END, byte_tokenizer, positions_of_rank
 from tests.data.test_config import write
@@ -83,14 +81,6 @@ def test_rows_of_a_batch_alternate(tmp_path: Path) -> None:
     assert batch.num_predictions == 6 + 3 + 6 + 3
     wide = source(tmp_path, [*ROWS[:1], {"prompt": "p", "chosen": "x" * 20, "rejected": "y"}]).batch([0, 1])
     assert wide.input_ids.shape == (4, 24)
-    assert source_predictions(pairs_named(pairs), [np.asarray([2, 0])], [batch]) == [18]
-
-
-def pairs_named(pairs: Any) -> Any:
-    from fsdp_shard.data.samples.mixture import Mixture
-    from fsdp_shard.data.samples.protocol import Shuffled
-
-    return Mixture({"one": Shuffled(pairs, 0)}, {"one": 1})
 
 
 def test_reward_models_get_both_texts_with_a_mask(tmp_path: Path) -> None:
@@ -213,9 +203,6 @@ def test_values_that_are_computed_later(tmp_path: Path) -> None:
     assert batch.extras["margin"].tolist() == [1, 0, 1]
     assert np.array_equal(known.slice(3, 6).sample(1).extras["reference"], np.float32(values[4]))
     assert np.array_equal(known.head(2).sample(1).extras["reference"], np.float32(values[1]))
-    on_device = to_device(batch, torch.device("cpu"))
-    assert on_device.extras["reference"].tolist() == batch.extras["reference"].tolist()
-    assert any(tensor is on_device.extras["margin"] for tensor in on_device.tensors())
     assert not pairs.sample(0).extras.keys() - {"margin"}, "the dataset itself is unchanged"
     for wrong in (values[1:], values[:, 0], values[:, :1]):
         with pytest.raises(ValueError, match="samples of PairedRows"):
