@@ -9,7 +9,10 @@ from .kinds.chat_template import with_chat_template as with_chat_template
 from .kinds.kind import (
     CAUSAL as CAUSAL,
     CLASSIFICATION as CLASSIFICATION,
+    LABELED as LABELED,
     MASKED_LM as MASKED_LM,
+    PAIRS as PAIRS,
+    ROWS as ROWS,
     SEQ2SEQ as SEQ2SEQ,
 )
 from .labeled_texts import LabeledTexts as LabeledTexts, open_labeled_texts as open_labeled_texts
@@ -47,14 +50,7 @@ from .samples.protocol import (
 )
 from .samples.rows import LabeledRows as LabeledRows, Seq2SeqRows as Seq2SeqRows
 from .samples.windows import MaskedWindows as MaskedWindows, WindowDataset as WindowDataset
-from .task import (
-    LABELED as LABELED,
-    PAIRS as PAIRS,
-    ROWS as ROWS,
-    SpecialTokens as SpecialTokens,
-    Task as Task,
-    check_task as check_task,
-)
+from .task import SpecialTokens as SpecialTokens, Task as Task, check_task as check_task
 from .tokenized.encoder import tokenizer_state as tokenizer_state
 from .tokenized.token_cache import cache_key as cache_key
 from .tokenized.token_file import Array as Array, Examples as Examples

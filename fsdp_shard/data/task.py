@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_shard.data.config import DataConfig, all_sources, default_of
-from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, MASKED_LM, SEQ2SEQ, Tokenizer
+from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, LABELED, MASKED_LM, ROWS, SEQ2SEQ, Tokenizer
 from fsdp_shard.data.kinds.preference import PREFERENCE
 from fsdp_shard.data.kinds.registry import KINDS
 from fsdp_shard.errors import ConfigError, DataError
-
-# Shapes of samples: examples as they are, pairs of answers to one prompt, and answers with a label.
-ROWS, PAIRS, LABELED = "rows", "pairs", "labeled"
 
 _ONLY_FOR = {"target_length": SEQ2SEQ, "mask_fraction": MASKED_LM, "label_column": CLASSIFICATION}
 
@@ -117,6 +114,10 @@ def _check_samples(task: str, data: DataConfig, samples: str) -> None:
                 f"{source.where}.margin_column={source.margin_column} is for objectives that compare pairs of answers, "
                 f"not answers with a label; leave it out."
             )
+    if len({source.margin_column is None for source in all_sources(data)}) > 1:
+        raise ConfigError(
+            "data.margin_column is given for some sources of the data only; give it for all of them, or for none."
+        )
     if samples == LABELED and task != CAUSAL:
         raise ConfigError(
             f"An objective that compares answers with a label is for model.task={CAUSAL}, not {task}; set another "

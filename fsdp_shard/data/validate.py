@@ -13,7 +13,7 @@ from fsdp_shard.data.config import (
     sources_of,
 )
 from fsdp_shard.data.kinds.chat_template import with_chat_template
-from fsdp_shard.data.kinds.kind import CAUSAL, Kind, Tokenizer
+from fsdp_shard.data.kinds.kind import CAUSAL, ROWS, Kind, Tokenizer
 from fsdp_shard.data.sources.source import DatasetSource, Source, open_source
 from fsdp_shard.errors import ConfigError, DataError
 from fsdp_shard.utils import format_count
@@ -21,7 +21,7 @@ from fsdp_shard.utils import format_count
 _NUM_FIRST = 256  # rows that are looked at together
 
 
-def check_data(config: DataConfig, task: str = CAUSAL) -> None:
+def check_data(config: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> None:
     """Check that the rows can be read, up to the first row with something to learn.
 
     Nothing is written and no torch is imported. A dataset on the hub is downloaded into the `datasets` cache, where the
@@ -30,14 +30,15 @@ def check_data(config: DataConfig, task: str = CAUSAL) -> None:
     Args:
         config: The settings of the data.
         task: The value of `model.task`.
+        samples: The shape of samples, as in `Task`.
 
     Raises:
         DataError: There is no such file, no row, or no such column.
         ConfigError: Settings for datasets on the hub are given for a local path.
     """
     for source in sources_of(config).values():
-        check_source(source, held_out=False, task=task)
-    sets = [check_source(own, held_out=False, task=task) for own in held_out_sets_of(config).values()]
+        check_source(source, held_out=False, task=task, samples=samples)
+    sets = [check_source(own, held_out=False, task=task, samples=samples) for own in held_out_sets_of(config).values()]
     if (
         sets
         and config.eval_split != default_of("eval_split")
@@ -48,15 +49,15 @@ def check_data(config: DataConfig, task: str = CAUSAL) -> None:
             f"has none; leave it out."
         )
     if config.eval_path is not None:
-        check_source(config, held_out=True, task=task)
+        check_source(config, held_out=True, task=task, samples=samples)
 
 
-def check_source(config: DataConfig, held_out: bool, task: str = CAUSAL) -> Source:
+def check_source(config: DataConfig, held_out: bool, task: str = CAUSAL, samples: str = ROWS) -> Source:
     """Check one source as `check_data` does, and return it: `eval_path` if `held_out`, else `path`."""
     source = open_source(config, held_out)
     if config.streaming and not held_out:
         source.check_stream()
-    _require_rows(source, kind_of(config, task))
+    _require_rows(source, kind_of(config, task), samples)
     return source
 
 
@@ -89,10 +90,10 @@ def encode_prompts(config: DataConfig, texts: Sequence[str], tokenizer: Tokenize
     return encoded
 
 
-def _require_rows(source: Source, kind: Kind) -> None:
+def _require_rows(source: Source, kind: Kind, samples: str) -> None:
     number, rows = 0, source.rows(kind.columns)
     while first := list(islice(rows, _NUM_FIRST)):
-        if kind.check_rows(first):
+        if kind.check_rows(first, samples):
             return
         number += len(first)
     raise DataError(

@@ -10,12 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, strategies as st
 from transformers import AutoTokenizer
 
-from fsdp_shard.data import NO_WINDOW, Batch, DataConfig, Shuffled, prepare_data
+from fsdp_shard.data import (
+    NO_WINDOW,
+    Batch,
+    DataConfig,
+    Samples,
+    Shuffled,
+    Task,
+    open_samples,
+    prepare_data,
+    tokenize_all,
+    with_extras,
+)
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.training.batch_loader import evaluation_batches, micro_batches, source_predictions
+from fsdp_shard.training.batch_loader import evaluation_batches, micro_batches, source_predictions, to_device
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import data_figures, source_figures
 from fsdp_shard.training.loop import train
@@ -142,3 +154,30 @@ def test_a_source_alone_has_no_predictions_or_figures_of_its_own() -> None:
     assert source_predictions(alone, [np.arange(4)], [alone.batch(range(4))]) == []
     assert data_figures(alone, 60, {}) == {"sequence_length": alone.sequence_length}
     assert source_figures(alone, 60, {}) == {}
+
+
+def pairs(directory: Path, tokenizer: Any) -> Samples:
+    """A mixture of two sources, the first with longer answers."""
+    mixture: dict[str, Any] = {}
+    for name, answer in (("long", "yes indeed"), ("short", "y")):
+        row = {"prompt": "ok?", "chosen": answer, "rejected": "no", "gap": 2}
+        mixture[name] = {"path": str(directory / f"{name}.jsonl")}
+        (directory / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    config = DataConfig(path="", mixture=mixture, kind="preference", sequence_length=16, margin_column="gap")
+    return open_samples(config, tokenize_all(config, tokenizer, directory), Task(samples="pairs"))
+
+
+def test_pairs_and_their_values_on_the_device(tmp_path: Path, tiny_model: Path) -> None:
+    dataset = pairs(tmp_path, AutoTokenizer.from_pretrained(tiny_model)).train
+    dataset = dataset.with_sources([with_extras(one, "known", np.full((len(one), 2), 0.5)) for one in dataset.sources])
+    positions = np.arange(4)
+    batch = dataset.batch(positions)
+    found = source_predictions(dataset, [positions], [batch])
+    assert found == [2 * (11 + 3), 2 * (2 + 3)], "of both answers, with the tokens that end them"
+    assert sum(found) == batch.num_predictions
+    on_device = to_device(batch, torch.device("cpu"))
+    assert on_device.inputs["input_ids"].shape == on_device.labels.shape == (8, 16)
+    assert on_device.extras["margin"].tolist() == [2.0] * 4
+    assert on_device.extras["known"].tolist() == [[0.5, 0.5]] * 4
+    assert {tensor.dtype for tensor in on_device.extras.values()} == {torch.float32}
+    assert any(tensor is on_device.extras["margin"] for tensor in on_device.tensors()), "streams of a GPU keep it"

@@ -7,7 +7,7 @@ from typing import ClassVar
 from fsdp_shard.data.kinds import chat_spans, kind
 from fsdp_shard.data.kinds.chat_template import TemplateSettings, check_template, user_prompt
 from fsdp_shard.data.kinds.conversation import COLUMNS, Conversation, check_role_names, check_roles, read_conversation
-from fsdp_shard.data.kinds.kind import CAUSAL, Example, Kind, Question, Tokenizer
+from fsdp_shard.data.kinds.kind import CAUSAL, ROWS, Example, Kind, Question, Tokenizer
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.utils import setting
 
@@ -31,7 +31,7 @@ class ChatKind(Kind):
         # Unknown roles are counted over more than one row.
         return read if read.unknown or any(message["role"] == "assistant" for message in read.messages) else None
 
-    def check_rows(self, rows: Sequence[Row]) -> bool:
+    def check_rows(self, rows: Sequence[Row], samples: str = ROWS) -> bool:
         read = [one for row in rows if (one := self.read(row)) is not None]
         check_roles(read)
         return bool(read)

@@ -56,7 +56,11 @@ def read_conversation(row: Row, column: str | None, roles: Mapping[str, str]) ->
     It is in `column`, or is found by the names of columns if that is None. `roles` maps roles of the data to those of
     the chat template. DataError: There is no conversation, or more than one, or it cannot be read.
     """
-    messages, known = [_message(given, row.where) for given in _given(row, column)], {**_KNOWN, **roles}
+    try:
+        messages = [_message(given, row.where) for given in _given(row, column)]
+    except RecursionError as error:
+        raise DataError(f"{row.where} has lists or mappings in too many levels; correct or remove it.") from error
+    known = {**_KNOWN, **roles}
     unknown = [message["role"] for message in messages if message["role"] not in known]
     for message in messages:
         message["role"] = known.get(message["role"], message["role"])

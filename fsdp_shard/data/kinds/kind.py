@@ -19,6 +19,9 @@ Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 
 CAUSAL, SEQ2SEQ, MASKED_LM, CLASSIFICATION = "causal_lm", "seq2seq", "masked_lm", "sequence_classification"
 
+# Shapes of samples: examples as they are, pairs of answers to one prompt, and answers with a label.
+ROWS, PAIRS, LABELED = "rows", "pairs", "labeled"
+
 
 class Example(NamedTuple):
     """Token ids of one row and, for each, whether it is predicted (seq2seq: whether it is part of the target).
@@ -95,8 +98,12 @@ class Kind(ABC):
         """Return whether `row` has anything to train on; raise DataError if a column is missing or of a wrong type."""
         return self.read(row) is not None
 
-    def check_rows(self, rows: Sequence[Row]) -> bool:
-        """Return whether any of the first rows has anything to train on; raise DataError as `check_row` does."""
+    def check_rows(self, rows: Sequence[Row], samples: str = ROWS) -> bool:
+        """Return whether any of the first rows has anything to train on; `samples` is as in `Task`.
+
+        Raises:
+            DataError: As `check_row` does, or the rows have no such samples.
+        """
         return any(self.check_row(row) for row in rows)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:

@@ -7,15 +7,26 @@ says why. `samples.preferences` makes samples of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from fsdp_shard.data.kinds import chat_spans, kind
 from fsdp_shard.data.kinds.chat_template import TemplateSettings, check_template, user_prompt
 from fsdp_shard.data.kinds.conversation import Conversation, check_roles
-from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, Example, Kind, Tokenizer
-from fsdp_shard.data.kinds.preference_formats import EMPTY, EMPTY_ANSWER, EQUAL, Answer, Compared, read_compared
+from fsdp_shard.data.kinds.kind import CAUSAL, CLASSIFICATION, PAIRS, ROWS, Example, Kind, Tokenizer
+from fsdp_shard.data.kinds.preference_formats import (
+    DESIRABLE,
+    EMPTY,
+    EMPTY_ANSWER,
+    EQUAL,
+    UNDESIRABLE,
+    Answer,
+    Compared,
+    PreferenceColumns,
+    read_compared,
+    refuse_labeled,
+)
 from fsdp_shard.data.sources.row import Row
 from fsdp_shard.errors import DataError
 from fsdp_shard.models import tokenizer_files
@@ -25,24 +36,11 @@ PREFERENCE = "preference"
 
 
 @dataclass(frozen=True)
-class PreferenceKind(Kind):
-    """Columns of the rows. `given` has those that the user named, which every row needs; `roles` maps role names of the
-    data to roles; `scored` is whether a classifier, a reward model, reads prompt and answer as one text.
-    """
+class PreferenceKind(Kind, PreferenceColumns):
+    """`scored` is whether a classifier, a reward model, reads prompt and answer as one text."""
 
     chosen_by, version = "data.kind=preference", "preference"
 
-    prompt: str
-    chosen: str
-    rejected: str
-    completion: str
-    completions: str
-    desirable: str
-    ranks: str
-    scores: str
-    margin: str | None
-    given: tuple[str, ...]
-    roles: Mapping[str, str]
     scored: bool
 
     @property
@@ -65,8 +63,11 @@ class PreferenceKind(Kind):
         self.require(row)
         return read_compared(row, self)
 
-    def check_rows(self, rows: Sequence[Row]) -> bool:
+    def check_rows(self, rows: Sequence[Row], samples: str = ROWS) -> bool:
         read = [self.read(row) for row in rows]
+        if samples == PAIRS:
+            labels = [answer.label for one in read for answer in one.answers]
+            refuse_labeled(rows[0].where, sum(label in (DESIRABLE, UNDESIRABLE) for label in labels))
         check_roles(_conversations(read))
         return any(one.answers for one in read)
 
@@ -207,11 +208,10 @@ class PreferenceSettings(TemplateSettings):
     )
 
     def build_kind(self, task: str) -> Kind:
-        own = {member.name.removesuffix("_column"): member for member in fields(PreferenceSettings)}
-        names = [name for name, member in own.items() if f"{name}_column" == member.name and name in _FIELDS]
-        values = {name: getattr(self, f"{name}_column") for name in names}
-        given = tuple(name for name in names if values[name] != own[name].default)
+        values = {name: getattr(self, f"{name}_column") for name in _COLUMNS}
+        defaults = type(self).__dataclass_fields__
+        given = tuple(name for name in _COLUMNS if values[name] != defaults[f"{name}_column"].default)
         return PreferenceKind(**values, given=given, roles=dict(self.roles or {}), scored=task == CLASSIFICATION)
 
 
-_FIELDS = {member.name for member in fields(PreferenceKind)}
+_COLUMNS = ("prompt", "chosen", "rejected", "completion", "completions", "desirable", "ranks", "scores", "margin")

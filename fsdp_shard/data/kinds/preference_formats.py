@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from fsdp_shard.data.kinds.conversation import Conversation, Message, decoded, read_conversation
 from fsdp_shard.data.sources.row import Row, require_columns
 from fsdp_shard.errors import DataError
-
-if TYPE_CHECKING:
-    from fsdp_shard.data.kinds.preference import PreferenceKind
+from fsdp_shard.utils import format_count
 
 # What an answer is.
 CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE = "chosen", "rejected", "desirable", "undesirable"
@@ -39,6 +38,25 @@ LEFT_OUT = {
 Given: TypeAlias = "str | list[Message]"
 
 
+@dataclass(frozen=True)
+class PreferenceColumns:
+    """The columns of the rows. `given` has those that the user named, which every row needs; `roles` maps role names of
+    the data to roles.
+    """
+
+    prompt: str
+    chosen: str
+    rejected: str
+    completion: str
+    completions: str
+    desirable: str
+    ranks: str
+    scores: str
+    margin: str | None
+    given: tuple[str, ...]
+    roles: Mapping[str, str]
+
+
 class Answer(NamedTuple):
     """An answer: what it is, its prompt, and its text or, of a conversation, the prompt's messages and its own."""
 
@@ -57,75 +75,96 @@ class Compared(NamedTuple):
     margin: float | None
 
 
-def read_compared(row: Row, kind: PreferenceKind) -> Compared:
+def read_compared(row: Row, columns: PreferenceColumns) -> Compared:
     """Read a row of one of the formats; raise DataError if a column is missing or holds something else."""
-    readers = {kind.completions: _ranked, kind.chosen: _pair, kind.rejected: _pair, kind.completion: _single}
+    readers = {
+        columns.completions: _ranked,
+        columns.chosen: _pair,
+        columns.rejected: _pair,
+        columns.completion: _single,
+    }
     present = [name for name in readers if name in row.values]
-    require_columns(row, {f"data.{field}_column": getattr(kind, field) for field in kind.given})
+    require_columns(row, {f"data.{field}_column": getattr(columns, field) for field in columns.given})
     if not present:
-        others = f", or data.completion_column or data.completions_column if it has no pairs of {kind.chosen_by}"
-        require_columns(row, {f"data.{name}_column": getattr(kind, name) for name in ("chosen", "rejected")}, others)
+        others = ", or data.completion_column or data.completions_column if it has no pairs"
+        require_columns(row, {f"data.{name}_column": getattr(columns, name) for name in ("chosen", "rejected")}, others)
     name = next((name for name in present if row.values[name] is not None), present[0])
     try:
-        answers, left_out = readers[name](row, kind)
+        answers, left_out = readers[name](row, columns)
+        value = None if columns.margin is None else row.values.get(columns.margin)
+        margin = None if columns.margin is None else _number(value, row, columns.margin, "margin")
     except RecursionError as error:
         raise DataError(f"{row.where} has lists or mappings in too many levels; correct or remove it.") from error
-    margin = None if kind.margin is None else _number(row.values.get(kind.margin), row, kind.margin, "margin")
     return Compared(answers, left_out, margin)
 
 
-def _pair(row: Row, kind: PreferenceKind) -> tuple[list[Answer], list[str]]:
-    _require(row, kind, "chosen", "rejected")
-    chosen, rejected = (_given(row, getattr(kind, field), field) for field in ("chosen", "rejected"))
-    prompt = _given(row, kind.prompt, "prompt") if kind.prompt in row.values else None
+def refuse_labeled(where: str, number: int) -> None:
+    """Raise DataError if `number` answers have a label, where pairs are to be compared."""
+    if number:
+        raise DataError(
+            f"{where}: {format_count(number, 'answer')} of the data {'has' if number == 1 else 'have'} a label, and "
+            f"the objective of this run compares pairs of a chosen and a rejected answer. Give such pairs, or choose "
+            f"an objective for labeled answers, such as objective=kto."
+        )
+
+
+def _pair(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[str]]:
+    _require(row, columns, "chosen", "rejected")
+    chosen, rejected = (_given(row, getattr(columns, field), field) for field in ("chosen", "rejected"))
+    prompt = _given(row, columns.prompt, "prompt") if columns.prompt in row.values else None
     if not (chosen and rejected):
         return [], [EMPTY]
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(
-            f"{row.where}: of {kind.chosen!r} and {kind.rejected!r}, one is text and the other a list of messages; "
-            f"make both the same."
+            f"{row.where}: of {columns.chosen!r} and {columns.rejected!r}, one is text and the other a list of "
+            f"messages; make both the same."
         )
     # A prompt that is text may repeat the question of conversations.
-    repeats = isinstance(prompt, str) and isinstance(chosen, list) and not _answers(chosen)
+    repeats = isinstance(prompt, str) and _asks(chosen, columns)
     if prompt is None or repeats or (not prompt and isinstance(chosen, list)):
         prompt, chosen, rejected = _extract(chosen, rejected)
-    found = [_answer(row, kind, *one) for one in ((CHOSEN, prompt, chosen), (REJECTED, prompt, rejected))]
+    else:
+        _refuse_questions(row, columns, chosen, rejected)
+    found = [_answer(row, columns, *one) for one in ((CHOSEN, prompt, chosen), (REJECTED, prompt, rejected))]
     answers = [one for one in found if one is not None]
     return (answers, []) if len(answers) == len(found) else ([], [EMPTY])
 
 
-def _single(row: Row, kind: PreferenceKind) -> tuple[list[Answer], list[str]]:
-    _require(row, kind, "prompt", "completion", "desirable")
-    value = row.values[kind.desirable]
+def _single(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[str]]:
+    _require(row, columns, "prompt", "completion", "desirable")
+    value = row.values[columns.desirable]
     if isinstance(value, str):  # CSV files have it as text
         value = {"true": True, "1": True, "false": False, "0": False, "": None}.get(value.strip().lower(), value)
     if value is None:
         return [], [UNLABELED]
     if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise DataError(
-            f"{row.where}: column {kind.desirable!r} holds {str(value)[:80]!r}, expected true or false, or 1 or 0. Set "
-            f"data.desirable_column."
+            f"{row.where}: column {columns.desirable!r} holds {str(value)[:80]!r}, expected true or false, or 1 or 0. "
+            f"Set data.desirable_column."
         )
-    prompt, completion = (_given(row, getattr(kind, field), field) for field in ("prompt", "completion"))
-    answer = _answer(row, kind, DESIRABLE if value else UNDESIRABLE, prompt, completion)
+    prompt, completion = (_given(row, getattr(columns, field), field) for field in ("prompt", "completion"))
+    _refuse_questions(row, columns, completion)
+    answer = _answer(row, columns, DESIRABLE if value else UNDESIRABLE, prompt, completion)
     return ([], [EMPTY_ANSWER]) if answer is None else ([answer], [])
 
 
-def _ranked(row: Row, kind: PreferenceKind) -> tuple[list[Answer], list[str]]:
+def _ranked(row: Row, columns: PreferenceColumns) -> tuple[list[Answer], list[str]]:
     """Return the best answer, and each other one that is worse: a pair with each of them."""
-    _require(row, kind, "prompt", "completions")
-    listed = decoded(row.values[kind.completions])
+    _require(row, columns, "prompt", "completions")
+    listed = decoded(row.values[columns.completions])
     if listed is None:
         return [], [SINGLE]
     if not isinstance(listed, list):
         raise DataError(
-            f"{row.where}: column {kind.completions!r} holds {type(listed).__name__}, expected a list of answers. Set "
-            f"data.completions_column."
+            f"{row.where}: column {columns.completions!r} holds {type(listed).__name__}, expected a list of answers. "
+            f"Set data.completions_column."
         )
-    prompt, orders = _given(row, kind.prompt, "prompt"), _orders(row, kind, len(listed))
+    prompt, orders = _given(row, columns.prompt, "prompt"), _orders(row, columns, len(listed))
+    completions = [_as_given(value, row, columns.completions, "completions") for value in listed]
+    _refuse_questions(row, columns, *completions)
     found, left_out = list[tuple[float, Answer]](), list[str]()
-    for value, order in zip(listed, orders, strict=True):
-        answer = _answer(row, kind, REJECTED, prompt, _as_given(value, row, kind.completions, "completions"))
+    for completion, order in zip(completions, orders, strict=True):
+        answer = _answer(row, columns, REJECTED, prompt, completion)
         if answer is None or order is None:
             left_out.append(EMPTY_ANSWER if answer is None else UNSCORED)
         else:
@@ -139,10 +178,10 @@ def _ranked(row: Row, kind: PreferenceKind) -> tuple[list[Answer], list[str]]:
     return ([best._replace(label=CHOSEN), *worse] if worse else []), left_out
 
 
-def _orders(row: Row, kind: PreferenceKind, count: int) -> list[float | None]:
+def _orders(row: Row, columns: PreferenceColumns, count: int) -> list[float | None]:
     """Return a number for each answer, smaller for a better one, None without; by ranks, scores or position."""
     for field, sign in (("ranks", 1), ("scores", -1)):
-        column = getattr(kind, field)
+        column = getattr(columns, field)
         values = decoded(row.values.get(column))
         if values is None:
             continue
@@ -150,14 +189,14 @@ def _orders(row: Row, kind: PreferenceKind, count: int) -> list[float | None]:
             found = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
             raise DataError(
                 f"{row.where}: column {column!r} holds {found}, expected a list of {count} numbers, one for each "
-                f"answer of {kind.completions!r}. Set data.{field}_column."
+                f"answer of {columns.completions!r}. Set data.{field}_column."
             )
         numbers = [None if one is None else _number(one, row, column, field) for one in values]
         return [None if number is None else sign * number for number in numbers]
     return [float(number) for number in range(count)]
 
 
-def _answer(row: Row, kind: PreferenceKind, label: str, prompt: Given, completion: Given) -> Answer | None:
+def _answer(row: Row, columns: PreferenceColumns, label: str, prompt: Given, completion: Given) -> Answer | None:
     """Return an answer; None for an empty one. A prompt or answer that is text joins the other's messages."""
     if isinstance(prompt, str) and isinstance(completion, str):
         system = row.values.get("system")
@@ -168,30 +207,36 @@ def _answer(row: Row, kind: PreferenceKind, label: str, prompt: Given, completio
             )
         return Answer(label, prompt, completion) if completion.strip() else None
     if isinstance(prompt, str):
-        if not _answers(completion) and completion and prompt:
-            raise DataError(
-                f"{row.where}: the prompt is text, and the answer a conversation that does not begin with the "
-                f"assistant; give the prompt as a list of messages, and in the answer its own messages alone."
-            )
         prompt = [{"role": "user", "content": prompt}] if prompt else []
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}] if completion.strip() else []
     if not completion:
         return None
-    column = kind.prompt if kind.prompt in row.values else kind.chosen
-    along = {name: row.values[name] for name in ("system", "tools") if name in row.values and name != column}
-    whole = read_conversation(Row(row.where, {column: [*prompt, *completion], **along}), column, kind.roles)
+    column = columns.prompt if columns.prompt in row.values else columns.chosen
+    along: dict[str, Any] = {
+        name: row.values[name] for name in ("system", "tools") if name in row.values and name != column
+    }
+    whole = read_conversation(Row(row.where, {column: [*prompt, *completion], **along}), column, columns.roles)
     own = whole.messages[-len(completion) :]
     if not any(str(message.get("content") or "").strip() or message.get("tool_calls") for message in own):
         return None
     return Answer(label, whole._replace(messages=whole.messages[: -len(completion)]), whole)
 
 
-def _answers(completion: Given) -> bool:
-    """Return whether messages begin with an answer, instead of a question."""
-    first = completion[0] if completion else {}
-    role = first.get("role", first.get("from")) if isinstance(first, Mapping) else None
-    return role not in ("system", "developer", "user", "human", "prompter")
+def _asks(completion: Given, columns: PreferenceColumns) -> bool:
+    """Return whether messages begin with a question, instead of an answer."""
+    first = completion[0] if isinstance(completion, list) and completion else {}
+    role = first.get("role", first.get("from"))
+    return isinstance(role, str) and columns.roles.get(role, role) in ("system", "developer", "user", "human")
+
+
+def _refuse_questions(row: Row, columns: PreferenceColumns, *completions: Given) -> None:
+    """Raise DataError if an answer repeats the prompt."""
+    if any(_asks(completion, columns) for completion in completions):
+        raise DataError(
+            f"{row.where}: an answer begins with a message that is not the assistant's; with the prompt in "
+            f"{columns.prompt!r}, give in answers only the messages after it."
+        )
 
 
 def _extract(chosen: Given, rejected: Given) -> tuple[Given, Given, Given]:
@@ -213,9 +258,10 @@ def _given(row: Row, column: str, field: str) -> Given:
 def _as_given(value: Any, row: Row, column: str, field: str) -> Given:
     """Return a text or a list of messages, which may be JSON text; null is the empty text."""
     listed = decoded(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
-    is_list = isinstance(listed, list) and all(isinstance(message, Mapping) for message in listed)
-    if is_list and not (isinstance(value, str) and not (listed and {"role", "from"} & listed[0].keys())):
-        return list(listed)
+    if isinstance(listed, list) and all(isinstance(message, Mapping) for message in listed):
+        is_json = isinstance(value, str)
+        if not is_json or (listed and {"role", "from"} & listed[0].keys()):  # else text in brackets
+            return list(listed)
     if value is None or isinstance(value, str):
         return value or ""
     raise DataError(
@@ -224,10 +270,10 @@ def _as_given(value: Any, row: Row, column: str, field: str) -> Given:
     )
 
 
-def _require(row: Row, kind: PreferenceKind, *names: str) -> None:
-    require_columns(row, {f"data.{field}_column": getattr(kind, field) for field in names})
+def _require(row: Row, columns: PreferenceColumns, *names: str) -> None:
+    require_columns(row, {f"data.{field}_column": getattr(columns, field) for field in names})
     # A header may name columns that a row does not have.
-    require_columns(row._replace(header=None), {f"data.{field}_column": getattr(kind, field) for field in names})
+    require_columns(row._replace(header=None), {f"data.{field}_column": getattr(columns, field) for field in names})
 
 
 def _number(value: Any, row: Row, column: str, field: str) -> float:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_shard.data.config import DataConfig, is_running_text
-from fsdp_shard.data.kinds.kind import CLASSIFICATION, SEQ2SEQ
+from fsdp_shard.data.kinds.kind import CLASSIFICATION, ROWS, SEQ2SEQ
 from fsdp_shard.data.samples.packing import PackedRows
 from fsdp_shard.data.samples.preferences import cut_answers, preference_samples
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.samples.rows import CausalRows, Cut, LabeledRows, Seq2SeqRows
 from fsdp_shard.data.samples.windows import MaskedWindows, WindowDataset
-from fsdp_shard.data.task import ROWS, SpecialTokens, Task
+from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.tokenized.token_file import Array, Examples, TokenFile
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import format_count

@@ -15,14 +15,13 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_shard.data.kinds.kind import CLASSIFICATION
-from fsdp_shard.data.kinds.preference_formats import CHOSEN, DESIRABLE, LEFT_OUT, REJECTED, UNDESIRABLE
+from fsdp_shard.data.kinds.kind import CLASSIFICATION, PAIRS
+from fsdp_shard.data.kinds.preference_formats import CHOSEN, DESIRABLE, LEFT_OUT, REJECTED, UNDESIRABLE, refuse_labeled
 from fsdp_shard.data.samples.batch import MASKED, Floats, Ints, Sample, padded
 from fsdp_shard.data.samples.protocol import SourceDataset
 from fsdp_shard.data.samples.rows import Cut, RowDataset, next_labels, width_of
-from fsdp_shard.data.task import PAIRS, Task
+from fsdp_shard.data.task import Task
 from fsdp_shard.data.tokenized.token_file import Examples
-from fsdp_shard.errors import DataError
 from fsdp_shard.utils import format_count
 
 DESIRABLE_VALUE, MARGIN = "desirable", "margin"  # names of extras
@@ -152,12 +151,7 @@ def cut_answers(examples: Examples, classes: Sequence[str | int], task: Task, lo
     for reason, (noun, words) in LEFT_OUT.items():
         counts.append((int(np.count_nonzero(is_one.get(reason, none))), noun, words))
     if task.samples == PAIRS:
-        if number := int(np.count_nonzero(desirable | undesirable)):
-            raise DataError(
-                f"{where}: {format_count(number, 'answer')} of the data {'has' if number == 1 else 'have'} a label, "
-                f"and the objective of this run compares pairs of a chosen and a rejected answer to one prompt. Give "
-                f"such pairs, or choose an objective for labeled answers, such as objective=kto."
-            )
+        refuse_labeled(where, int(np.count_nonzero(desirable | undesirable)))
         before = np.maximum.accumulate(np.where(chosen, np.arange(len(examples)), -1))
         found, noun = np.stack([before[rejected], np.flatnonzero(rejected)], axis=1), "pair"
     else:

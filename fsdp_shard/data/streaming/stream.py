@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdp_shard.data.config import kind_of
-from fsdp_shard.data.kinds.kind import Tokenizer, ends_in_special
+from fsdp_shard.data.kinds.kind import ROWS, Tokenizer, ends_in_special
 from fsdp_shard.data.kinds.running_text import encoded_kind
 from fsdp_shard.data.sample_order import permutation
 from fsdp_shard.data.samples.batch import Ints, Sample
@@ -26,7 +26,6 @@ from fsdp_shard.data.sources.row import Row
 from fsdp_shard.data.sources.source import Source, open_source
 from fsdp_shard.data.streaming.block_reader import Block, encode_blocks, read_blocks
 from fsdp_shard.data.streaming.block_samples import Counts, MakeSamples, RowSamples, TextSamples
-from fsdp_shard.data.task import ROWS
 from fsdp_shard.data.tokenized.encoder import Encoder
 from fsdp_shard.data.tokenized.token_cache import cache_key
 from fsdp_shard.errors import CheckpointError, DataError

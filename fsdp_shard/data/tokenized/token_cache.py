@@ -111,7 +111,10 @@ def _store(source: Source, columns: tuple[str, ...], file: Path) -> tuple[list[i
     with file.open("wb") as out, tqdm(rows, title, unit=" rows", unit_scale=True, disable=None, leave=False) as bar:
         for number, row in enumerate(bar, 1):
             values = {name: row.values[name] for name in columns if name in row.values} or row.values
-            text = json.dumps([row.where, values, row.is_text, row.header], ensure_ascii=False, default=str)
+            try:
+                text = json.dumps([row.where, values, row.is_text, row.header], ensure_ascii=False, default=str)
+            except RecursionError as error:
+                raise DataError(f"{row.where} has too many levels of lists; correct or remove it.") from error
             out.write(text.encode(errors="surrogatepass") + b"\n")  # as the name of a file may need it
             if out.tell() - (ends[-1] if ends else 0) >= _BATCH_BYTES or number % _BATCH_ROWS == 0:
                 ends.append(out.tell())
