@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,12 +200,11 @@ def compared(row: dict[str, Any], step: int, objective: str) -> dict[str, float]
     return {name: row[name] for name in names if step > 1 or name != "rewards/accuracies"}
 
 
-def with_margins(metrics: dict[str, float], names: Iterable[str]) -> dict[str, float]:
-    """Those of `metrics` in `names`. Answers that stand alone have no margins; TRL's is that of the mean rewards."""
-    margins = {}
-    if "rewards/margins" not in metrics and {"rewards/chosen", "rewards/rejected"} <= metrics.keys():
-        margins = {"rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
-    return {name: {**metrics, **margins}[name] for name in names}
+def with_margins(metrics: dict[str, Any], names: Container[str]) -> dict[str, Any]:
+    """Those of `metrics` in `names`. Answers that stand alone have no margins: TRL's is that of the mean rewards."""
+    if "rewards/margins" in names and "rewards/margins" not in metrics:
+        metrics = {**metrics, "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
+    return {name: value for name, value in metrics.items() if name in names}
 
 
 @pytest.mark.parametrize("name", ["dpo", "orpo"])
