@@ -33,8 +33,20 @@ class LoraConfig(AdapterConfig):
         [], "Modules to adapt, such as [q_proj, v_proj]; empty: all linear layers except the output head."
     )
     exclude_modules: list[str] = setting([], "Modules not to adapt.")
+    layers_to_transform: list[int] = setting(
+        [], "Numbers of the layers to adapt, such as [0, 1], counted from 0; empty: all layers."
+    )
     modules_to_save: list[str] = setting([], "Modules to train fully and save with the adapter, such as [lm_head].")
     rank_stabilized: bool = setting(False, "Scale by alpha / sqrt(rank) instead (rsLoRA, peft's use_rslora).")
+    dora: bool = setting(
+        False, "Train the norms of the outputs' weights apart from their direction (DoRA, peft's use_dora)."
+    )
+    init: str = setting(
+        "default",
+        "Initial values (peft's init_lora_weights), which never change the model. default: A uniform, B zero; gaussian: "
+        "A normal with the standard deviation 1 / rank, B zero; orthogonal: A and B in spans orthogonal to each other.",
+        choices=("default", "gaussian", "orthogonal"),
+    )
     quantize: str = setting(
         "none",
         "Quantization of the frozen linear layers of the blocks. none: model.dtype; int8: 8.5 bits per weight; nf4: "
@@ -43,9 +55,19 @@ class LoraConfig(AdapterConfig):
     )
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a dropout of everything."""
+        """Raise ConfigError for values that are out of range, or that contradict each other."""
         if self.dropout >= 1.0:
             raise ConfigError(f"{prefix}dropout={self.dropout} is out of range: it must be less than 1.0.")
+        if self.init == "orthogonal" and self.rank % 2:
+            raise ConfigError(
+                f"{prefix}init=orthogonal needs an even {prefix}rank, as A and B get half of the directions each; it is "
+                f"{self.rank}."
+            )
+        if self.dora and self.quantize != "none":
+            raise ConfigError(
+                f"{prefix}dora=true does not go together with {prefix}quantize={self.quantize}: its forward pass needs "
+                f"the norms of the frozen weights, which are not decoded there. Leave one of them out."
+            )
 
     def check_installed(self) -> None:
         require_package("peft", "lora", "adapter=lora", "set adapter=none")
