@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.checkpoint.base_model import is_base_model, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import CASTABLE, itemsize, kind_of, to_torch, torch_name
+from fsdp_shard.checkpoint.io import CASTABLE, kind_of, to_torch, torch_name
 from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings, parse_lora
 from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
 from fsdp_shard.checkpoint.keys.tied_weights import read_config

@@ -235,6 +235,12 @@ def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
                 f"adapter=lora does not go together with shard.{name}={getattr(shard, name)} yet; leave one of them "
                 f"out."
             )
+    if isinstance(adapter, LoraConfig) and adapter.dora and shard.flattens_units and shard.min_params is not None:
+        raise ConfigError(
+            f"adapter.dora=true does not go together with shard.min_params={shard.min_params} under "
+            f"shard={shard.wrapper}: DoRA uses the weights of a layer outside of the units that they would be in. Leave "
+            f"shard.min_params out, or use shard=fsdp2."
+        )
 
 
 def chunk_loss(model: PreTrainedModel, config: ModelConfig, shard: ShardConfig) -> None:

@@ -222,6 +222,10 @@ def test_layers_are_chosen_by_number() -> None:
         (["adapter.dora=true", "adapter.quantize=nf4"], ["adapter.dora=true", "adapter.quantize=nf4", "Leave one"]),
         (["adapter.init=orthogonal", "adapter.rank=3"], ["adapter.init=orthogonal", "even adapter.rank"]),
         (["adapter.layers_to_transform=[5]"], ["adapter.layers_to_transform has 5", "0 to 1"]),
+        (
+            ["adapter.dora=true", "shard=fsdp1", "shard.min_params=500"],
+            ["adapter.dora=true", "shard.min_params=500", "shard=fsdp2"],
+        ),
         (["adapter.init=pissa"], ["adapter.init=pissa", "gaussian"]),
     ],
 )

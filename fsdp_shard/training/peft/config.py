@@ -43,8 +43,8 @@ class LoraConfig(AdapterConfig):
     )
     init: str = setting(
         "default",
-        "Initial values (peft's init_lora_weights), which never change the model. default: A uniform, B zero; gaussian: "
-        "A normal with the standard deviation 1 / rank, B zero; orthogonal: A and B in spans orthogonal to each other.",
+        "Initial values (peft's init_lora_weights), which leave the model as it is. default: A uniform, B zero; gaussian: "
+        "A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in spans orthogonal to each other.",
         choices=("default", "gaussian", "orthogonal"),
     )
     quantize: str = setting(
@@ -60,8 +60,7 @@ class LoraConfig(AdapterConfig):
             raise ConfigError(f"{prefix}dropout={self.dropout} is out of range: it must be less than 1.0.")
         if self.init == "orthogonal" and self.rank % 2:
             raise ConfigError(
-                f"{prefix}init=orthogonal needs an even {prefix}rank, as A and B get half of the directions each; it is "
-                f"{self.rank}."
+                f"{prefix}init=orthogonal needs an even {prefix}rank, half of which A gets and half B; it is {self.rank}."
             )
         if self.dora and self.quantize != "none":
             raise ConfigError(
