@@ -125,9 +125,7 @@ class UnfilledModel:
         elif adapter is not None:
             given = names if quantized is None else {**names, **quantized.names}
             initial_values.fill_new(shards, given, seed, adapter.config)
-            run_on_all(
-                context, lambda: initial_values.fill_magnitudes(adapter.magnitudes, shards, names, self.index)
-            )
+            run_on_all(context, lambda: initial_values.fill_magnitudes(adapter.magnitudes, shards, names, self.index))
         figures = _figures(shards, self.largest_block_bytes, context)
         return LoadedModel(**vars(self.described), model=sharded, figures=figures)
 
@@ -238,8 +236,8 @@ def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
     if isinstance(adapter, LoraConfig) and adapter.dora and shard.flattens_units and shard.min_params is not None:
         raise ConfigError(
             f"adapter.dora=true does not go together with shard.min_params={shard.min_params} under "
-            f"shard={shard.wrapper}: DoRA uses the weights of a layer outside of the units that they would be in. Leave "
-            f"shard.min_params out, or use shard=fsdp2."
+            f"shard={shard.wrapper}: DoRA uses the weights of a layer outside of the units that they would be in. "
+            f"Leave shard.min_params out, or use shard=fsdp2."
         )
 
 

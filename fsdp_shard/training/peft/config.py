@@ -43,8 +43,8 @@ class LoraConfig(AdapterConfig):
     )
     init: str = setting(
         "default",
-        "Initial values (peft's init_lora_weights), which leave the model as it is. default: A uniform, B zero; gaussian: "
-        "A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in spans orthogonal to each other.",
+        "Initial values (peft's init_lora_weights), which leave the model as it is. default: A uniform, B zero; "
+        "gaussian: A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in orthogonal spans.",
         choices=("default", "gaussian", "orthogonal"),
     )
     quantize: str = setting(
@@ -60,7 +60,7 @@ class LoraConfig(AdapterConfig):
             raise ConfigError(f"{prefix}dropout={self.dropout} is out of range: it must be less than 1.0.")
         if self.init == "orthogonal" and self.rank % 2:
             raise ConfigError(
-                f"{prefix}init=orthogonal needs an even {prefix}rank, half of which A gets and half B; it is {self.rank}."
+                f"{prefix}init=orthogonal needs an even {prefix}rank, which A and B share; it is {self.rank}."
             )
         if self.dora and self.quantize != "none":
             raise ConfigError(
