@@ -235,12 +235,14 @@ def _blamed(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]
 
 
 def _set_learning_rate(run: TrainingRun) -> float:
-    """Set the learning rate of each group. The peak is the one that it was built with, as in torch's schedulers."""
-    rate = 0.0
+    """Set the learning rate of each group, and return that of the first.
+
+    The peak is the one that the group was built with, as in torch's schedulers.
+    """
     for group in run.optimizer.param_groups:
-        rate = learning_rate(run.config, group.setdefault("initial_lr", group["lr"]), run.state.step)
-        group["lr"] = rate
-    return rate
+        peak = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = learning_rate(run.config, peak, run.state.step)
+    return float(run.optimizer.param_groups[0]["lr"])
 
 
 def _accumulate(

@@ -47,6 +47,15 @@ class LoraConfig(AdapterConfig):
         "gaussian: A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in orthogonal spans.",
         choices=("default", "gaussian", "orthogonal"),
     )
+    lora_plus_ratio: float | None = setting(
+        None,
+        "LoRA+: B matrices and vectors are trained at optim.lr times this, such as 16, all else at optim.lr; null: the "
+        "same for all.",
+        minimum=1.0,
+    )
+    lora_plus_embedding_lr: float | None = setting(
+        None, "LoRA+: learning rate of adapted embeddings; null: 1e-6, as in peft.", above=0.0
+    )
     quantize: str = setting(
         "none",
         "Quantization of the frozen linear layers of the blocks. none: model.dtype; int8: 8.5 bits per weight; nf4: "
@@ -61,6 +70,11 @@ class LoraConfig(AdapterConfig):
         if self.init == "orthogonal" and self.rank % 2:
             raise ConfigError(
                 f"{prefix}init=orthogonal needs an even {prefix}rank, which A and B share; it is {self.rank}."
+            )
+        if self.lora_plus_embedding_lr is not None and self.lora_plus_ratio is None:
+            raise ConfigError(
+                f"{prefix}lora_plus_embedding_lr={self.lora_plus_embedding_lr} has no effect without "
+                f"{prefix}lora_plus_ratio; set that too, or leave it out."
             )
         if self.dora and self.quantize != "none":
             raise ConfigError(

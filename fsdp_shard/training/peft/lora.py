@@ -29,6 +29,7 @@ from fsdp_shard.utils import first_line
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")  # how peft finds the number of a layer in the name of a module
 _PEFT_TASKS = {CAUSAL: "CAUSAL_LM", SEQ2SEQ: "SEQ_2_SEQ_LM"}  # peft has none for masked language models
+_EMBEDDING_LR = 1e-6  # peft's default with LoRA+
 _NAME = "default"  # peft's default name of an adapter
 # Entries of adapter_config.json that define the adapter; the others only describe where it comes from.
 _DEFINING = (
@@ -54,6 +55,7 @@ class Adapter:
         base: The base model.
         frozen: Quantization of the frozen weights, for people.
         magnitudes: Parameter with the magnitudes of DoRA -> what they are the norms of.
+        lora_plus: (ratio, learning rate of embeddings) of LoRA+, if it is used.
     """
 
     FILE: ClassVar[str] = checkpoint.ADAPTER_WEIGHTS
@@ -63,6 +65,7 @@ class Adapter:
     base: checkpoint.BaseModel | None = None
     frozen: str | None = None
     magnitudes: Mapping[str, Magnitude] = field(default_factory=dict)
+    lora_plus: tuple[float, float] | None = None
 
     def describe(self, shards: Mapping[str, LocalShard]) -> str:
         """Describe how much is trained."""
@@ -70,6 +73,22 @@ class Adapter:
         frozen = "all else is frozen" if self.frozen is None else f"all else is frozen, {self.frozen}"
         kind = "DoRA" if self.magnitudes else "LoRA"
         return f"{kind}: training {num_params / 1e6:,.2f} M parameters in {len(self.names)} tensors, {frozen}"
+
+    def learning_rates(self, lr: float, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
+        """The peak learning rates of LoRA+ (Hayou et al., 2024), grouped as in peft's `create_loraplus_optimizer`.
+
+        Args:
+            lr: The learning rate of the A matrices, and of matrices in modules_to_save.
+            shapes: Unsharded shapes of the trained parameters.
+
+        Returns:
+            FQN -> learning rate of the B matrices and the vectors, and of adapted embeddings; empty without LoRA+.
+        """
+        if self.lora_plus is None:
+            return {}
+        ratio, of_embeddings = self.lora_plus
+        rates = {name: lr * ratio for name, shape in shapes.items() if ".lora_B." in name or len(shape) == 1}
+        return rates | {name: of_embeddings for name in shapes if ".lora_embedding_" in name}
 
     def stored(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
         """Return the trained ones of `shards`, by their names in peft's file."""
@@ -140,7 +159,7 @@ def inject_lora(
         settings.init_lora_weights = config.init  # type: ignore[assignment]  # one of peft's words
     if task == CLASSIFICATION:  # set before, peft would train the head in any case
         settings.task_type = "SEQ_CLS"
-    return Adapter(trained, _as_json(settings), magnitudes=_magnitudes(model)), filled
+    return Adapter(trained, _as_json(settings), magnitudes=_magnitudes(model), lora_plus=_lora_plus(config)), filled
 
 
 def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
@@ -286,6 +305,11 @@ def _check_found(model: PreTrainedModel, config: LoraConfig, modules: Sequence[s
         for part in wanted:
             if not any(_matches(name, part) for name in found):
                 raise ConfigError(f"adapter.{setting} has {part}, but {type(model).__name__} has no such module.")
+    if config.lora_plus_embedding_lr is not None and not embeddings:
+        raise ConfigError(
+            f"adapter.lora_plus_embedding_lr={config.lora_plus_embedding_lr} has no effect, as no embedding of "
+            f"{type(model).__name__} is adapted; add one to adapter.target_modules, or leave it out."
+        )
     layers = {_layer_of(name) for name in adapted + embeddings}
     for number in config.layers_to_transform:
         if number not in layers:
@@ -294,6 +318,12 @@ def _check_found(model: PreTrainedModel, config: LoraConfig, modules: Sequence[s
 
 def _matches(module: str, wanted: str) -> bool:
     return module == wanted or module.endswith(f".{wanted}")
+
+
+def _lora_plus(config: LoraConfig) -> tuple[float, float] | None:
+    if config.lora_plus_ratio is None:
+        return None
+    return config.lora_plus_ratio, config.lora_plus_embedding_lr or _EMBEDDING_LR
 
 
 def _magnitudes(model: PreTrainedModel) -> dict[str, Magnitude]:
