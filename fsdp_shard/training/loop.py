@@ -29,6 +29,7 @@ from fsdp_shard.training.figures import source_figures
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
 from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
+from fsdp_shard.training.optim.embedding_noise import noisy_embeddings
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
@@ -156,10 +157,15 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
     """
     run.model.module.train()
     run.dataset.load_state_dict(run.state.place)
-    with BatchLoader(run.dataset, run.config, run.context, run.model.module) as loader:
+    with (
+        BatchLoader(run.dataset, run.config, run.context, run.model.module) as loader,
+        noisy_embeddings(run.model.module, run.config.neftune_alpha) as noise,
+    ):
         while not run.is_over:
             with run.profile(run.state.step + 1):
                 report = _train_step(run, loader)
+            if noise is not None:
+                noise.check_used()
             if report.step < run.config.num_steps:
                 run.interrupted_by = report.stop_signal
             yield report
