@@ -28,7 +28,7 @@ def main(config: fs.FinetuneConfig) -> None:
         with fs.build_unfilled(config, start) as unfilled:
             sharded = config.shard.shard(unfilled.module, context)
             loaded = unfilled.load(sharded, config.seed)
-        optimizer = fs.build_optimizer(config.optim, loaded.model, context)
+        optimizer = fs.build_optimizer(config.optim, loaded.model, context, loaded.adapter)
         run = fs.open_run(config, start, loaded, optimizer, data.train)
 
         with (

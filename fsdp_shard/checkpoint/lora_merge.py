@@ -1,7 +1,8 @@
 """Merges a LoRA adapter into its base model: W + scale * B @ A, computed range by range as the weights are read.
 
 So everything that reads through the index reads the merged model, and needs memory only for the ranges it reads.
-Computed in float32 and rounded once to the base's dtype. Plain LoRA only; other kinds of adapters are refused.
+Computed in float32 and rounded once to the base's dtype. With DoRA (Liu et al., 2024), the weights of each output are
+scaled to the norm that was trained. Other kinds of adapters are refused.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from fsdp_shard.checkpoint.base_model import is_base_model, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
-from fsdp_shard.checkpoint.io import CASTABLE, itemsize, kind_of, to_torch, torch_name
+from fsdp_shard.checkpoint.io import CASTABLE, kind_of, to_torch, torch_name
 from fsdp_shard.checkpoint.keys.lora_settings import LoraSettings, parse_lora
 from fsdp_shard.checkpoint.keys.quantized_weights import quantization, refuse_quantized
 from fsdp_shard.checkpoint.keys.tied_weights import read_config
 from fsdp_shard.checkpoint.keys.wrapper_prefixes import ADAPTER
+from fsdp_shard.checkpoint.piece_reader import tensor_bytes
 from fsdp_shard.checkpoint.tensor_entry import Codec, Piece, TensorEntry
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import format_count
@@ -29,12 +31,15 @@ if TYPE_CHECKING:
     import torch
 
     Factors = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    Read = Callable[[], torch.Tensor]
 
 _PREFIX = "base_model.model."
 _LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
+_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 # Types of models that store some linear layers transposed (transformers' Conv1D), and the names of these layers.
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"})
 _CONV1D_LAYERS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
+_CHUNK_ELEMENTS = 1 << 22  # of a matrix, read at a time for the norms of its columns
 _NUM_NAMED = 3  # names in a message; the rest is counted
 
 
@@ -43,7 +48,7 @@ class AdapterParts:
     """The tensors of an adapter file, by the names that modules have in the model.
 
     Attributes:
-        factors: Module -> the names of its factors A and B.
+        factors: Module -> the names of its factors A and B, and of its magnitude M with DoRA.
         whole: Name of a parameter in peft's model -> the name of the tensor that replaces it.
     """
 
@@ -103,14 +108,14 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
     parts = AdapterParts({}, {})
     for name in adapter.names:
         fqn = name.removeprefix(_PREFIX)
-        match = _LOW_RANK.fullmatch(fqn)
+        match = _LOW_RANK.fullmatch(fqn) or (_MAGNITUDE.fullmatch(fqn) if settings.is_dora else None)
         if fqn == name or ("lora_" in fqn and not match):
             raise CheckpointError(f"{adapter.root} holds {name}, which is no part of plain LoRA; merge it with peft.")
         if match:
-            held = parts.factors.setdefault(match["module"], {})
-            if other := held.get(match["factor"]):
+            held, factor = parts.factors.setdefault(match["module"], {}), match.groupdict().get("factor", "M")
+            if other := held.get(factor):
                 raise CheckpointError(f"{adapter.root} holds both {other} and {name}, which are one tensor for peft.")
-            held[match["factor"]] = name
+            held[factor] = name
         else:
             parts.whole[fqn] = name
     settings.try_patterns(
@@ -123,16 +128,19 @@ def check_adapter(adapter: TensorIndex) -> tuple[LoraSettings, AdapterParts]:
 
 
 def _check_factors(adapter: TensorIndex, module: str, names: Mapping[str, str], settings: LoraSettings) -> None:
-    if names.keys() != {"A", "B"}:
+    if not names.keys() >= {"A", "B"}:
         raise CheckpointError(f"{adapter.root} has only one of lora_A and lora_B of {module}.")
-    for name in names.values():
+    if settings.is_dora and "M" not in names:
+        raise CheckpointError(f"{adapter.root} has no lora_magnitude_vector of {module}, which use_dora needs.")
+    for factor, name in names.items():
         entry = adapter.tensors[name]
         if kind_of(entry.dtype) != "floating-point":
             raise CheckpointError(
                 f"{adapter.root}: {name} is stored as {entry.dtype}; a factor of LoRA is floating-point."
             )
-        if len(entry.shape) != 2:
-            raise CheckpointError(f"{adapter.root}: {name} has shape {list(entry.shape)}; only matrices can be merged.")
+        if len(entry.shape) != (1 if factor == "M" else 2):
+            expected = "expected a vector" if factor == "M" else "only matrices can be merged"
+            raise CheckpointError(f"{adapter.root}: {name} has shape {list(entry.shape)}; {expected}.")
     found, rank = (adapter.tensors[names["A"]].shape[0], adapter.tensors[names["B"]].shape[1]), settings.rank(module)
     if found != (rank, rank):
         raise CheckpointError(
@@ -217,18 +225,23 @@ class _Merge:
                 f"into floating-point weights of 16 or 32 bits only."
             )
         columns, rows = adapter.shapes[names["A"]][1], adapter.shapes[names["B"]][0]
-        are_embeddings = {"lora_embedding_" in name for name in names.values()}
+        are_embeddings = {"lora_embedding_" in names[factor] for factor in "AB"}
         is_transposed = are_embeddings == {True} or self._is_conv1d(module, rows, kept.shape)
         is_clear = len(are_embeddings) == 1 and (are_embeddings == {False} or rows != columns)
         if not is_clear or kept.shape != ((columns, rows) if is_transposed else (rows, columns)):
             raise self._misfit(f"lora_B @ lora_A of {module}", (rows, columns), kept)
+        if self.settings.is_dora and adapter.shapes[names["M"]] != (rows,):
+            raise self._misfit(names["M"], adapter.shapes[names["M"]], kept)
 
         @functools.lru_cache(maxsize=1)
         def factors() -> tuple[torch.Tensor, torch.Tensor]:
             a, b = adapter.read(names["A"]).float(), adapter.read(names["B"]).float()
             return (a.T.contiguous(), b.T.contiguous()) if is_transposed else (b, a)
 
-        return _with_codec(kept, _LowRankSum(self.base, kept, adapter.root, factors, self.settings.scale(module)))
+        codec = _LowRankSum(self.base, kept, adapter.root, factors, self.settings.scale(module))
+        if self.settings.is_dora:
+            return _with_codec(kept, _Scaled(codec, functools.partial(adapter.read, names["M"]), is_transposed))
+        return _with_codec(kept, codec)
 
     def check_modules(self, parts: AdapterParts) -> list[str]:
         """Compare the modules that the settings name with the tensors; returns notes.
@@ -344,18 +357,78 @@ class _LowRankSum:
         import torch
 
         self.base.reader.read_into(self.entry, start, out)
+        values = torch.frombuffer(out, dtype=to_torch(self.entry.dtype))
+        self.check_finite(values, merged := self.plus_product(values, start).to(values.dtype))
+        values.copy_(merged)
+
+    def plus_product(self, values: torch.Tensor, start: int) -> torch.Tensor:
+        """The elements `values` of the base's matrix, from `start` on, plus those of the product, in float32."""
+        import torch
+
         left, right = self.factors()
-        columns = self.entry.shape[1]
-        stop = start + len(out) // itemsize(self.entry.dtype)
+        columns, stop = self.entry.shape[1], start + len(values)
         first, last = start // columns, -(-stop // columns)
         product = (left[first:last] @ right).view(-1)[start - first * columns : stop - first * columns]
-        values = torch.frombuffer(out, dtype=to_torch(self.entry.dtype))
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
-        merged = (wide + product * self.scale).to(values.dtype)
+        return wide + product * self.scale
+
+    def check_finite(self, values: torch.Tensor, merged: torch.Tensor) -> None:
+        """Raise CheckpointError if finite `values` of the base were merged into others."""
         if not merged.isfinite().all() and (values.isfinite() & ~merged.isfinite()).any():
             raise CheckpointError(
                 f"{self.adapter}: merged into {self.entry.name} of {self.base.path}, it makes values that are NaN, or "
                 f"too large for {torch_name(self.entry.dtype)}; its factors or its scale ({self.scale:g}) are damaged, "
                 f"or the base must be stored in a wider dtype."
             )
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A merged matrix whose weights of each output are scaled to a norm that was trained: DoRA.
+
+    The outputs are its rows, or its columns where it is stored transposed; for the norms of these all of it is read.
+    """
+
+    merged: _LowRankSum
+    read_magnitudes: Read = field(repr=False)
+    is_transposed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.merged.num_bytes
+
+    def decode_into(self, read: Any, start: int, out: memoryview) -> None:
+        import torch
+
+        dtype, columns = to_torch(self.merged.entry.dtype), self.merged.entry.shape[1]
+        values = torch.frombuffer(out, dtype=dtype)
+        rows = range(start // columns, -(-(start + len(values)) // columns))
+        base, sums = self._rows(rows)
+        if self.is_transposed:
+            factors = self._column_factors
+        else:
+            factors = (self.read_magnitudes().float()[rows.start : rows.stop] / torch.linalg.norm(sums, dim=1))[:, None]
+        first = start - rows.start * columns
+        merged = (factors * sums).to(dtype).view(-1)[first : first + len(values)]
+        self.merged.check_finite(base[first : first + len(values)], merged)
         values.copy_(merged)
+
+    @functools.cached_property
+    def _column_factors(self) -> torch.Tensor:
+        import torch
+
+        num_rows, columns = self.merged.entry.shape
+        per_chunk = max(1, _CHUNK_ELEMENTS // columns)
+        squares = torch.zeros(columns, dtype=torch.float64)
+        for first in range(0, num_rows, per_chunk):
+            squares += self._rows(range(num_rows)[first : first + per_chunk])[1].double().square().sum(dim=0)
+        return self.read_magnitudes().float() / squares.sqrt().float()
+
+    def _rows(self, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the base, flat, and the same with the product added, in float32, [rows, columns]."""
+        import torch
+
+        entry, columns = self.merged.entry, self.merged.entry.shape[1]
+        base = torch.empty(len(rows) * columns, dtype=to_torch(entry.dtype))
+        self.merged.base.reader.read_into(entry, rows.start * columns, tensor_bytes(base))
+        return base, self.merged.plus_product(base, rows.start * columns).view(len(rows), columns)

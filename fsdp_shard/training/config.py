@@ -54,6 +54,9 @@ class TrainConfig:
     )
     global_batch_size: int = setting(8, "Windows per step, over all ranks and micro-batches.", minimum=1)
     micro_batch_size: int = setting(1, "Windows per rank and forward pass.", minimum=1)
+    neftune_alpha: float | None = setting(
+        None, "Scale of NEFTune's noise on the embeddings in training, such as 5; null: no noise.", above=0.0
+    )
     max_grad_norm: float | None = setting(1.0, "Maximum norm for gradient clipping; null does not clip.", above=0.0)
     schedule: str = setting("cosine", "Learning rate schedule after warm-up.", choices=SCHEDULES)
     power: float = setting(1.0, "Exponent of schedule=polynomial.", above=0.0)

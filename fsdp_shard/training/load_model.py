@@ -18,7 +18,7 @@ from fsdp_shard.training.loss.fused_kernels import use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.model_identity import model_name, other_model
 from fsdp_shard.training.model_origin import NewHead, empty_model, layer_drop_notes
-from fsdp_shard.training.peft import lora
+from fsdp_shard.training.peft import initial_values, lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.qlora import QuantizedBase, quantize_base
 from fsdp_shard.utils import format_count, format_size, peak_resident_bytes
@@ -127,7 +127,9 @@ class UnfilledModel:
             resumed = self.resumed
             run_on_all(context, lambda: lora.restore(adapter, shards, resumed))
         elif adapter is not None:
-            lora.fill_new(shards, names if quantized is None else {**names, **quantized.names}, seed)
+            given = names if quantized is None else {**names, **quantized.names}
+            initial_values.fill_new(shards, given, seed, adapter.config)
+            run_on_all(context, lambda: initial_values.fill_magnitudes(adapter.magnitudes, shards, names, self.index))
         figures = _figures(shards, self.largest_block_bytes, context)
         return LoadedModel(**vars(self.described), model=sharded, figures=figures)
 
@@ -242,6 +244,12 @@ def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:
                 f"adapter=lora does not go together with shard.{name}={getattr(shard, name)} yet; leave one of them "
                 f"out."
             )
+    if isinstance(adapter, LoraConfig) and adapter.dora and shard.flattens_units and shard.min_params is not None:
+        raise ConfigError(
+            f"adapter.dora=true does not go together with shard.min_params={shard.min_params} under "
+            f"shard={shard.wrapper}: DoRA uses the weights of a layer outside of the units that they would be in. "
+            f"Leave shard.min_params out, or use shard=fsdp2."
+        )
 
 
 def chunk_loss(

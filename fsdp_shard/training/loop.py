@@ -26,6 +26,7 @@ from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import finite, source_figures
 from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference
+from fsdp_shard.training.optim.embedding_noise import noisy_embeddings
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
@@ -159,10 +160,15 @@ def train(run: TrainingRun) -> Iterator[StepReport]:
         )
     run.model.module.train()
     run.dataset.load_state_dict(run.state.place)
-    with BatchLoader(run.dataset, run.config, run.context, run.model.module, run.objective) as loader:
+    with (
+        BatchLoader(run.dataset, run.config, run.context, run.model.module, run.objective) as loader,
+        noisy_embeddings(run.model.module, run.config.neftune_alpha) as noise,
+    ):
         while not run.is_over:
             with run.profile(run.state.step + 1):
                 report = _train_step(run, loader)
+            if noise is not None:
+                noise.check_used()
             if report.step < run.config.num_steps:
                 run.interrupted_by = report.stop_signal
             yield report
@@ -239,12 +245,14 @@ def _blamed(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]
 
 
 def _set_learning_rate(run: TrainingRun) -> float:
-    """Set the learning rate of each group. The peak is the one that it was built with, as in torch's schedulers."""
-    rate = 0.0
+    """Set the learning rate of each group, and return that of the first.
+
+    The peak is the one that the group was built with, as in torch's schedulers.
+    """
     for group in run.optimizer.param_groups:
-        rate = learning_rate(run.config, group.setdefault("initial_lr", group["lr"]), run.state.step)
-        group["lr"] = rate
-    return rate
+        peak = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = learning_rate(run.config, peak, run.state.step)
+    return float(run.optimizer.param_groups[0]["lr"])
 
 
 def _accumulate(run: TrainingRun, loaded: LoadedStep, divisors: torch.Tensor, sums: StepSums) -> list[torch.Tensor]:

@@ -32,6 +32,7 @@ from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import collect_model_files, data_task, model_source
 from fsdp_shard.training.objectives.reference import open_reference
+from fsdp_shard.training.optim.build import check_rates
 from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal
@@ -186,6 +187,7 @@ def open_run(
         >>> run.functions.loss = my_loss  # doctest: +SKIP
     """
     context = start.context
+    check_rates(optimizer, has_rates=loaded.adapter is not None and loaded.adapter.lora_plus is not None)
     state = run_on_main(context, lambda: resume.open_trainer(start.step, config.seed, dataset.identity))
     if start.step is not None:
         resume.restore_optimizer(optimizer, loaded, start.step, context)

@@ -11,7 +11,7 @@ from fsdp_shard import open_checkpoint
 from tests.support.commands import Done, fsdp_shard
 from tests.support.tiny import save_model
 
-OPTIMIZER = "        optimizer = fs.build_optimizer(config.optim, loaded.model, context)\n"
+OPTIMIZER = "        optimizer = fs.build_optimizer(config.optim, loaded.model, context, loaded.adapter)\n"
 SHARD = "            sharded = config.shard.shard(unfilled.module, context)\n"
 OWN = '''
 class Counting(torch.optim.SGD):

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 STEPS = 3
 ADAPTERS = {
     "lora": {"modules_to_save": ["model.norm", "v_proj"], "dropout": 0.1},
+    "dora": {"modules_to_save": ["model.norm"], "dropout": 0.1, "dora": True},
     "nf4": {"modules_to_save": ["model.norm"], "quantize": "nf4"},
 }
 CASES = [(wrapper, kind) for wrapper in ("fsdp2", "fsdp1", "ddp") for kind in ADAPTERS]
@@ -64,7 +65,7 @@ def run_cases(context: DistributedContext, directory: Path) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for case in CASES:
         # The layers of a new adapter add exactly zero, so that is what a quantized base without one computes.
-        adapter = None if case[1] == "lora" else LoraConfig(quantize="nf4")
+        adapter = None if case[1] != "nf4" else LoraConfig(quantize="nf4")
         base = logits_of(load(context, directory, case[0], adapter), context)
         straight, detour = (train(context, directory, case, detour=detour) for detour in (False, True))
         found[case] = {"base": base, "straight": straight["losses"], **detour}

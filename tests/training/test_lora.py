@@ -21,7 +21,7 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
 from fsdp_shard.models import load_tokenizer
-from fsdp_shard.training.peft.lora import fill_new
+from fsdp_shard.training.peft.initial_values import fill_new
 from tests.support.digests import digest_tensor, tensor_digests
 from tests.support.runs import Ended, run_recipe
 from tests.support.tiny import save_model, token_batch
@@ -295,7 +295,8 @@ def test_adapters_that_cannot_be_merged_say_why(runs: dict[str, Ended], tiny_mod
     moved = changed("moved", base_model_name_or_path=str(tmp_path / "gone"))
     for directory, words in (
         (moved, r"is an adapter of .*gone, which cannot be read.*base=PATH"),
-        (changed("dora", use_dora=True), "LoRA with use_dora cannot be merged here"),
+        (changed("qalora", use_qalora=True), "LoRA with use_qalora cannot be merged here"),
+        (changed("dora", use_dora=True), "has no lora_magnitude_vector of .*q_proj"),
         (changed("other", peft_type="IA3"), "an adapter of type IA3 cannot be merged here"),
         (changed("nameless", base_model_name_or_path=None), "has no base_model_name_or_path"),
         (changed("itself", base_model_name_or_path=str(step)), "which is an adapter itself"),

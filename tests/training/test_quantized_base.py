@@ -22,7 +22,7 @@ from fsdp_shard.models import QUANTIZATION_CODES, ModelConfig, QuantizedWeight
 from fsdp_shard.sharding import WRAPPERS, clean_fqn
 from fsdp_shard.training.load_model import load_sharded
 from fsdp_shard.training.peft.config import LoraConfig
-from fsdp_shard.training.peft.lora import fill_new
+from fsdp_shard.training.peft.initial_values import fill_new
 from tests.support.digests import tensor_digests
 from tests.support.plain_codes import quantized
 from tests.support.ranks import on_ranks, update

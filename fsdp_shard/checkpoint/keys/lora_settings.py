@@ -14,9 +14,8 @@ from typing import Any
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.utils import run_limited
 
-# Settings of kinds of LoRA that are more than a product of two matrices, or that change the base.
+# Settings of kinds of LoRA that are more than a product of two matrices and, in DoRA, its norms, or change the base.
 _OTHER_KINDS = (
-    "use_dora",
     "use_qalora",
     "lora_bias",
     "target_parameters",
@@ -44,7 +43,7 @@ Names = str | list[str] | None
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The settings of a plain LoRA adapter; modules have the names that they have in the model.
+    """The settings of a LoRA or DoRA adapter; modules have the names that they have in the model.
 
     Attributes:
         where: adapter_config.json, for messages.
@@ -55,6 +54,7 @@ class LoraSettings:
         layers_pattern: Names of the lists of layers.
         ranks, alphas: Pattern of a module name -> the module's rank or alpha; None -> that of other modules.
         root_of_rank: Whether alpha is divided by the root of the rank (`use_rslora`).
+        is_dora: Whether adapted modules have magnitudes (`use_dora`).
         starts_at_zero: Whether a module without tensors is what it is in the base.
         fan_in_fan_out: What the file says of it, which peft corrects for the modules that it knows.
     """
@@ -68,6 +68,7 @@ class LoraSettings:
     ranks: Mapping[str | None, int]
     alphas: Mapping[str | None, float]
     root_of_rank: bool
+    is_dora: bool
     starts_at_zero: bool
     fan_in_fan_out: bool
 
@@ -153,6 +154,7 @@ def parse_lora(where: Path, config: Mapping[str, Any]) -> LoraSettings:
         _numbers(where, config, "r", "rank_pattern", _DEFAULT_RANK),
         _numbers(where, config, "lora_alpha", "alpha_pattern", _DEFAULT_ALPHA),
         bool(config.get("use_rslora")),
+        bool(config.get("use_dora")),
         config.get("init_lora_weights", True) in _STARTS_AT_ZERO,
         bool(config.get("fan_in_fan_out")),
     )

@@ -1,6 +1,7 @@
 """Building the optimizer of a sharded model."""
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Protocol, cast
 
 from torch import nn, optim
 
@@ -11,7 +12,16 @@ from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.optim.whole_param_optimizer import FullParamOptimizer
 
 
-def build_optimizer(config: OptimConfig, model: ShardedModel, context: DistributedContext) -> optim.Optimizer:
+class Rates(Protocol):
+    """An adapter, some of whose parameters may have learning rates of their own."""
+
+    def learning_rates(self, lr: float, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, float]:
+        """Peak learning rates by FQN, of parameters that have another than `lr`; `shapes` are unsharded."""
+
+
+def build_optimizer(
+    config: OptimConfig, model: ShardedModel, context: DistributedContext, adapter: Rates | None = None
+) -> optim.Optimizer:
     """Build the optimizer of a model's trainable parameters; a collective.
 
     Weight decay depends on the unsharded shapes.
@@ -20,15 +30,18 @@ def build_optimizer(config: OptimConfig, model: ShardedModel, context: Distribut
         config: Settings of the optimizer.
         model: The sharded model.
         context: The ranks that the model is sharded over.
+        adapter: The adapter that is trained, if any, for learning rates of its own (`adapter.lora_plus_ratio`).
 
     Raises:
         ConfigError: The optimizer needs full parameters, but layers or experts are divided over ranks.
 
     Example:
-        >>> optimizer = fs.build_optimizer(config.optim, loaded.model, start.context)  # doctest: +SKIP
+        >>> optimizer = fs.build_optimizer(config.optim, loaded.model, start.context, loaded.adapter)  # doctest: +SKIP
     """
     shards = {name: shard for name, shard in model.local_shards().items() if isinstance(shard.tensor, nn.Parameter)}
     shapes = {name: shard.shape for name, shard in shards.items()}
+    trained = {name: shape for name, shape in shapes.items() if shards[name].tensor.requires_grad}
+    rates = {} if adapter is None else adapter.learning_rates(config.lr, trained)
     if config.needs_full_params and context.divides_modules:
         ranks = max(context.num_tensor_ranks, context.num_expert_ranks)
         divided = "tensor_parallel" if context.num_tensor_ranks > 1 else "expert_parallel"
@@ -38,7 +51,17 @@ def build_optimizer(config: OptimConfig, model: ShardedModel, context: Distribut
         )
     if config.needs_full_params:
         group = context.mesh[model.shard_mesh_dim].get_group()
-        return FullParamOptimizer(shards, group, lambda params: config.build(params, shapes))
-    optimizer = config.build({name: cast("nn.Parameter", shard.tensor) for name, shard in shards.items()}, shapes)
+        return FullParamOptimizer(shards, group, lambda params: config.build(params, shapes, rates))
+    params = {name: cast("nn.Parameter", shard.tensor) for name, shard in shards.items()}
+    optimizer = config.build(params, shapes, rates)
     split_groups_by_mesh(optimizer)
     return optimizer
+
+
+def check_rates(optimizer: optim.Optimizer, *, has_rates: bool) -> None:
+    """Raise ConfigError if LoRA+ is set (`has_rates`) and the optimizer of a recipe has one learning rate for all."""
+    if has_rates and len({float(group["lr"]) for group in optimizer.param_groups}) == 1:
+        raise ConfigError(
+            f"adapter.lora_plus_ratio is set, but all groups of {type(optimizer).__name__} have one learning rate; "
+            f"in a recipe of your own, give build_optimizer the adapter (loaded.adapter), or leave the setting out."
+        )

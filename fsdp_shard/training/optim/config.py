@@ -37,30 +37,47 @@ class OptimConfig:
         """Raise ConfigError if a package of this optimizer is not installed."""
 
     def build(
-        self, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        shapes: Mapping[str, tuple[int, ...]],
+        rates: Mapping[str, float] | None = None,
     ) -> torch.optim.Optimizer:
         """Build the optimizer of the trainable parameters.
 
         Args:
             parameters: Parameters by FQN, sharded or not; frozen ones are ignored.
             shapes: Unsharded shapes by FQN: a wrapper may keep its shard of a matrix as a flat vector.
+            rates: Peak learning rates by FQN, of parameters that have another than `lr`.
         """
-        return self.create(decay_groups(parameters, shapes, self.weight_decay))
+        return self.create(decay_groups(parameters, shapes, self.weight_decay, rates))
 
     def create(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Create the optimizer of `groups`, each with its own `weight_decay`."""
+        """Create the optimizer of `groups`, each with its own `weight_decay`, and some with an `lr` of their own."""
         raise NotImplementedError
 
 
 def decay_groups(
-    parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]], weight_decay: float
+    parameters: Mapping[str, torch.nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]],
+    weight_decay: float,
+    rates: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Divide the trainable parameters into groups with and without weight decay, for any torch optimizer."""
-    groups: dict[float, list[torch.nn.Parameter]] = {weight_decay: [], 0.0: []}
+    """Divide the trainable parameters into groups with and without weight decay, for any torch optimizer.
+
+    Those with a learning rate in `rates` form groups of their own, after the others.
+    """
+    own = rates or {}
+    groups: dict[tuple[float | None, float], list[torch.nn.Parameter]] = {
+        (rate, decay): [] for rate in (None, *dict.fromkeys(own.values())) for decay in (weight_decay, 0.0)
+    }
     for name, parameter in parameters.items():
         if parameter.requires_grad:
-            groups[weight_decay if is_decayed(name, shapes[name]) else 0.0].append(parameter)
-    return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]
+            groups[own.get(name), weight_decay if is_decayed(name, shapes[name]) else 0.0].append(parameter)
+    return [
+        {"params": members, "weight_decay": decay} | ({} if rate is None else {"lr": rate})
+        for (rate, decay), members in groups.items()
+        if members
+    ]
 
 
 def is_decayed(name: str, shape: tuple[int, ...]) -> bool:

@@ -41,18 +41,21 @@ class MuonConfig(AdamConfig):
     )
 
     def build(
-        self, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        shapes: Mapping[str, tuple[int, ...]],
+        rates: Mapping[str, float] | None = None,
     ) -> torch.optim.Optimizer:
         from torch.optim import Muon, Optimizer
 
         hidden = {name: param for name, param in parameters.items() if self._is_hidden(name, shapes[name])}
         others = {name: param for name, param in parameters.items() if name not in hidden}
         optimizers: list[Optimizer] = []
-        if groups := decay_groups(hidden, shapes, self.weight_decay):
+        if groups := decay_groups(hidden, shapes, self.weight_decay, rates):
             options: dict[str, Any] = {"momentum": self.momentum, "nesterov": self.nesterov}
             options |= {"ns_steps": self.num_iterations, "adjust_lr_fn": self.adjust_lr}
             optimizers.append(Muon(groups, lr=self.lr, **options))
-        if groups := decay_groups(others, shapes, self.weight_decay):
+        if groups := decay_groups(others, shapes, self.weight_decay, rates):
             optimizers.append(AdamWConfig(lr=self.lr, betas=self.betas, eps=self.eps).create(groups))
 
         class Combined(Optimizer):

@@ -33,8 +33,29 @@ class LoraConfig(AdapterConfig):
         [], "Modules to adapt, such as [q_proj, v_proj]; empty: all linear layers except the output head."
     )
     exclude_modules: list[str] = setting([], "Modules not to adapt.")
+    layers_to_transform: list[int] = setting(
+        [], "Numbers of the layers to adapt, such as [0, 1], counted from 0; empty: all layers."
+    )
     modules_to_save: list[str] = setting([], "Modules to train fully and save with the adapter, such as [lm_head].")
     rank_stabilized: bool = setting(False, "Scale by alpha / sqrt(rank) instead (rsLoRA, peft's use_rslora).")
+    dora: bool = setting(
+        False, "Train the norms of the outputs' weights apart from their direction (DoRA, peft's use_dora)."
+    )
+    init: str = setting(
+        "default",
+        "Initial values (peft's init_lora_weights), which leave the model as it is. default: A uniform, B zero; "
+        "gaussian: A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in orthogonal spans.",
+        choices=("default", "gaussian", "orthogonal"),
+    )
+    lora_plus_ratio: float | None = setting(
+        None,
+        "LoRA+: B matrices and vectors are trained at optim.lr times this, such as 16, all else at optim.lr; null: the "
+        "same for all.",
+        minimum=1.0,
+    )
+    lora_plus_embedding_lr: float | None = setting(
+        None, "LoRA+: learning rate of adapted embeddings; null: 1e-6, as in peft.", above=0.0
+    )
     quantize: str = setting(
         "none",
         "Quantization of the frozen linear layers of the blocks. none: model.dtype; int8: 8.5 bits per weight; nf4: "
@@ -43,9 +64,23 @@ class LoraConfig(AdapterConfig):
     )
 
     def check(self, prefix: str) -> None:
-        """Raise ConfigError for a dropout of everything."""
+        """Raise ConfigError for values that are out of range, or that contradict each other."""
         if self.dropout >= 1.0:
             raise ConfigError(f"{prefix}dropout={self.dropout} is out of range: it must be less than 1.0.")
+        if self.init == "orthogonal" and self.rank % 2:
+            raise ConfigError(
+                f"{prefix}init=orthogonal needs an even {prefix}rank, which A and B share; it is {self.rank}."
+            )
+        if self.lora_plus_embedding_lr is not None and self.lora_plus_ratio is None:
+            raise ConfigError(
+                f"{prefix}lora_plus_embedding_lr={self.lora_plus_embedding_lr} has no effect without "
+                f"{prefix}lora_plus_ratio; set that too, or leave it out."
+            )
+        if self.dora and self.quantize != "none":
+            raise ConfigError(
+                f"{prefix}dora=true does not go together with {prefix}quantize={self.quantize}: its forward pass needs "
+                f"the norms of the frozen weights, which are not decoded there. Leave one of them out."
+            )
 
     def check_installed(self) -> None:
         require_package("peft", "lora", "adapter=lora", "set adapter=none")

@@ -6,9 +6,10 @@ names it.
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,14 +23,26 @@ from fsdp_shard.distributed import LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.models import ModelConfig, tied_names
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
-from fsdp_shard.training.seeding import derived_seed
+from fsdp_shard.training.peft.initial_values import Magnitude
 from fsdp_shard.utils import first_line
 
 _PREFIX = "base_model.model."
+_LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")  # how peft finds the number of a layer in the name of a module
 _PEFT_TASKS = {CAUSAL: "CAUSAL_LM", SEQ2SEQ: "SEQ_2_SEQ_LM"}  # peft has none for masked language models
+_EMBEDDING_LR = 1e-6  # peft's default with LoRA+
 _NAME = "default"  # peft's default name of an adapter
 # Entries of adapter_config.json that define the adapter; the others only describe where it comes from.
-_DEFINING = ("r", "lora_alpha", "target_modules", "exclude_modules", "modules_to_save", "use_rslora", "fan_in_fan_out")
+_DEFINING = (
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "layers_to_transform",
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,8 @@ class Adapter:
         config: Content of adapter_config.json.
         base: The base model.
         frozen: Quantization of the frozen weights, for people.
+        magnitudes: Parameter with the magnitudes of DoRA -> what they are the norms of.
+        lora_plus: (ratio, learning rate of embeddings) of LoRA+, if it is used.
     """
 
     FILE: ClassVar[str] = checkpoint.ADAPTER_WEIGHTS
@@ -49,12 +64,31 @@ class Adapter:
     config: Mapping[str, Any]
     base: checkpoint.BaseModel | None = None
     frozen: str | None = None
+    magnitudes: Mapping[str, Magnitude] = field(default_factory=dict)
+    lora_plus: tuple[float, float] | None = None
 
     def describe(self, shards: Mapping[str, LocalShard]) -> str:
         """Describe how much is trained."""
         num_params = sum(math.prod(shards[name].shape) for name in self.names)
         frozen = "all else is frozen" if self.frozen is None else f"all else is frozen, {self.frozen}"
-        return f"LoRA: training {num_params / 1e6:,.2f} M parameters in {len(self.names)} tensors, {frozen}"
+        kind = "DoRA" if self.magnitudes else "LoRA"
+        return f"{kind}: training {num_params / 1e6:,.2f} M parameters in {len(self.names)} tensors, {frozen}"
+
+    def learning_rates(self, lr: float, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
+        """The peak learning rates of LoRA+ (Hayou et al., 2024), grouped as in peft's `create_loraplus_optimizer`.
+
+        Args:
+            lr: The learning rate of the A matrices, and of matrices in modules_to_save.
+            shapes: Unsharded shapes of the trained parameters.
+
+        Returns:
+            FQN -> learning rate of the B matrices and the vectors, and of adapted embeddings; empty without LoRA+.
+        """
+        if self.lora_plus is None:
+            return {}
+        ratio, of_embeddings = self.lora_plus
+        rates = {name: lr * ratio for name, shape in shapes.items() if ".lora_B." in name or len(shape) == 1}
+        return rates | {name: of_embeddings for name in shapes if ".lora_embedding_" in name}
 
     def stored(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
         """Return the trained ones of `shards`, by their names in peft's file."""
@@ -95,10 +129,12 @@ def inject_lora(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it, so it may be any number
         lora_dropout=config.dropout,
-        target_modules=list(config.target_modules) or "all-linear",
+        target_modules=list(config.target_modules) or _all_linear(model, config),
+        layers_to_transform=sorted(config.layers_to_transform) or None,
         exclude_modules=list(config.exclude_modules) or None,
         modules_to_save=list(config.modules_to_save) or None,
         use_rslora=config.rank_stabilized,
+        use_dora=config.dora,
         task_type=_PEFT_TASKS.get(task),
         base_model_name_or_path=base,
     )
@@ -111,6 +147,7 @@ def inject_lora(
     except ValueError as error:
         raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {first_line(error)}") from error
     _check_found(model, config, modules)
+    _check_init(model, config)
     now = model.state_dict(keep_vars=True)
     filled = {name: stored[id(tensor)] for name, tensor in now.items() if id(tensor) in stored}
     for name in now:
@@ -118,9 +155,11 @@ def inject_lora(
         if original != name and original in filled:
             filled[name] = filled[original]
     trained = {name: _peft_name(name) for name, param in model.named_parameters() if param.requires_grad}
+    if config.init != "default":  # set before, peft would draw the values, here of tensors on meta
+        settings.init_lora_weights = config.init  # type: ignore[assignment]  # one of peft's words
     if task == CLASSIFICATION:  # set before, peft would train the head in any case
         settings.task_type = "SEQ_CLS"
-    return Adapter(trained, _as_json(settings)), filled
+    return Adapter(trained, _as_json(settings), magnitudes=_magnitudes(model), lora_plus=_lora_plus(config)), filled
 
 
 def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
@@ -132,31 +171,6 @@ def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
         )
     is_local = not checkpoint.is_remote(config.path) and checkpoint.local_path(config.path).exists()
     return str(source.weights.resolve()) if is_local else config.path
-
-
-def fill_new(shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: int) -> None:
-    """Initialize a new adapter: A with Kaiming's distribution, B with zeros.
-
-    Each matrix is drawn unsharded from (seed, its name), so the values do not depend on the number of ranks.
-
-    Args:
-        shards: This rank's shards of all parameters and buffers.
-        names: Those that are filled from stored tensors.
-        seed: Seed of the run.
-    """
-    for name, shard in shards.items():
-        if name in names:
-            continue
-        if "lora_B" in name or "lora_embedding_A" in name:
-            shard.data.zero_()
-            continue
-        generator = torch.Generator().manual_seed(derived_seed("lora", seed, name))
-        values = torch.empty(shard.shape)
-        if "lora_embedding_B" in name:
-            values.normal_(generator=generator)
-        else:
-            torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-        shard.data.copy_(values.view(-1)[shard.start : shard.start + len(shard.data)])
 
 
 def restore(adapter: Adapter, shards: Mapping[str, LocalShard], step_directory: Path) -> None:
@@ -225,6 +239,54 @@ def _check_targets(model: PreTrainedModel, config: LoraConfig, modules: Sequence
             )
 
 
+def _all_linear(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
+    """The target modules if none are set; peft takes layers_to_transform with names only.
+
+    Raises:
+        ConfigError: There are none, or more than linear layers.
+    """
+    if not config.layers_to_transform:
+        return "all-linear"
+    found: dict[str, None] = {}
+    for name, module in model.named_modules():
+        if _layer_of(f"{name}.") not in config.layers_to_transform:
+            continue
+        if any(param.ndim > 2 for param in module.parameters(recurse=False)):
+            raise ConfigError(
+                f"adapter.layers_to_transform needs adapter.target_modules for {type(model).__name__}, whose {name} is "
+                f"no plain linear layer; name the modules to adapt, such as [q_proj, v_proj]."
+            )
+        if isinstance(module, torch.nn.Linear | Conv1D):
+            found[name.rpartition(".")[2]] = None
+    if not found:
+        raise _no_layer(model, config.layers_to_transform[0])
+    return list(found)
+
+
+def _layer_of(module: str) -> int | None:
+    found = _LAYER.match(module)
+    return None if found is None else int(found["number"])
+
+
+def _no_layer(model: PreTrainedModel, number: int) -> ConfigError:
+    numbers = [layer for name, _ in model.named_modules() if (layer := _layer_of(f"{name}.")) is not None]
+    known = f"its layers are 0 to {max(numbers)}" if numbers else "the names of its modules have no numbers of layers"
+    return ConfigError(
+        f"adapter.layers_to_transform has {number}, but {type(model).__name__} has no module to adapt there; {known}."
+    )
+
+
+def _check_init(model: PreTrainedModel, config: LoraConfig) -> None:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    wrapped = next((name for name, module in model.named_modules() if isinstance(module, ParamWrapper)), None)
+    if config.init == "orthogonal" and wrapped is not None:
+        raise ConfigError(
+            f"adapter.init=orthogonal is for layers with one matrix, but {wrapped} of {type(model).__name__} has one "
+            f"for each expert; use adapter.init=default, or set adapter.target_modules to other modules."
+        )
+
+
 def _check_found(model: PreTrainedModel, config: LoraConfig, modules: Sequence[str]) -> None:
     """Check each setting: peft accepts target modules if any exists, and ignores other modules that do not.
 
@@ -243,15 +305,41 @@ def _check_found(model: PreTrainedModel, config: LoraConfig, modules: Sequence[s
         for part in wanted:
             if not any(_matches(name, part) for name in found):
                 raise ConfigError(f"adapter.{setting} has {part}, but {type(model).__name__} has no such module.")
+    if config.lora_plus_embedding_lr is not None and not embeddings:
+        raise ConfigError(
+            f"adapter.lora_plus_embedding_lr={config.lora_plus_embedding_lr} has no effect, as no embedding of "
+            f"{type(model).__name__} is adapted; add one to adapter.target_modules, or leave it out."
+        )
+    layers = {_layer_of(name) for name in adapted + embeddings}
+    for number in config.layers_to_transform:
+        if number not in layers:
+            raise _no_layer(model, number)
 
 
 def _matches(module: str, wanted: str) -> bool:
     return module == wanted or module.endswith(f".{wanted}")
 
 
+def _lora_plus(config: LoraConfig) -> tuple[float, float] | None:
+    if config.lora_plus_ratio is None:
+        return None
+    return config.lora_plus_ratio, config.lora_plus_embedding_lr or _EMBEDDING_LR
+
+
+def _magnitudes(model: PreTrainedModel) -> dict[str, Magnitude]:
+    """What the magnitudes of DoRA are the norms of, by the FQN of the parameter that holds them."""
+    found = {}
+    for name, module in model.named_modules():
+        owner, is_one, _ = name.partition(f".lora_magnitude_vector.{_NAME}")
+        if is_one:
+            found[f"{name}.weight"] = Magnitude(f"{owner}.base_layer.weight", bool(module.fan_in_fan_out))
+    return found
+
+
 def _peft_name(name: str) -> str:
     """The name in peft's file: without the name of the adapter, and copies of modules under the module's name."""
     plain = name.replace(f".modules_to_save.{_NAME}.", ".")
+    plain = plain.replace(f".lora_magnitude_vector.{_NAME}.weight", ".lora_magnitude_vector")
     return _PREFIX + ".".join(part for part in plain.split(".") if part != _NAME)
 
 

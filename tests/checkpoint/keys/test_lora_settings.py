@@ -125,6 +125,12 @@ SAME: dict[str, Case] = {
     "a head that is not named": ("head", {"modules_to_save": None}, None),
     "a head that is adapted too": ("head", {"target_modules": ["q_proj", "lm_head"]}, None),
     "a head, and one layer": ("head", {"layers_to_transform": [0]}, None),
+    "DoRA of layers and an embedding": ("dora", {}, None),
+    "DoRA of layers and an embedding, rslora": ("dora", {"use_rslora": True}, None),
+    "DoRA in one layer": ("dora", {"layers_to_transform": [1]}, None),
+    "DoRA without tensors of a module": ("dora", {}, without("layers.0.self_attn.q_proj")),
+    "DoRA in the way of a state dict": ("dora", {}, renamed("magnitude_vector", "magnitude_vector.default.weight")),
+    "DoRA of bfloat16": ("dora", {}, factors(torch.Tensor.bfloat16, "lora_")),
 }
 
 # peft raises an exception.
@@ -158,6 +164,7 @@ REFUSED: dict[str, Case] = {
     "a norm of another model": ("plain", {}, plus(**{f"{_NORM}weight": torch.ones(35)})),
     "A for B": ("plain", {}, other_names),
     "factors of 3 dimensions": ("plain", {}, factors(lambda t: t[None], "lora_")),
+    "magnitudes of other layers": ("dora", {}, factors(lambda t: t[:-1], "magnitude")),
 }
 
 # peft goes on with what is not the adapter that was trained.
@@ -169,7 +176,9 @@ REFUSED_HERE: dict[str, Case] = {
     "a factor NaN": ("plain", {}, factors(lambda t: t * math.nan)),
     "factors too large": ("plain", {}, factors(lambda t: t * 1e30, "lora_")),
     "no target_modules": ("plain", {"target_modules": None}, None),
-    "DoRA": ("plain", {"use_dora": True}, None),
+    "DoRA without magnitudes": ("plain", {"use_dora": True}, None),
+    "DoRA without magnitudes of a module": ("dora", {}, without("layers.0.self_attn.q_proj", "magnitude")),
+    "DoRA with a magnitude NaN": ("dora", {}, factors(lambda t: t * math.nan, "magnitude")),
     "DoRA that is not named": ("plain", {}, plus(**{f"{_Q}lora_magnitude_vector": torch.ones(36)})),
     "a bias of a factor": ("plain", {}, plus(**{f"{_Q}lora_B.bias": torch.ones(36)})),
     "random where tensors lack": ("plain", {"init_lora_weights": False}, without("layers.0.self_attn.q_proj")),
@@ -205,6 +214,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plain": {"target_modules": ["q_proj", "down_proj"]},
         "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
         "head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        "dora": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_dora": True},
     }
     for name, settings in kinds.items():
         save(AutoModelForCausalLM.from_pretrained(root / "base"), settings, root / name)
@@ -317,13 +327,15 @@ def test_what_is_left_out_is_said(root: Path, tmp_path: Path) -> None:
     assert [problem.message for problem in verify(adapter).problems] == [absent, left_out]
 
 
+@pytest.mark.parametrize("dora", [True, False])
 @pytest.mark.parametrize("says", [True, False])
-def test_transposed_layers_are_known_by_their_class(says: bool, tmp_path: Path) -> None:
+def test_transposed_layers_are_known_by_their_class(says: bool, dora: bool, tmp_path: Path) -> None:
     """GPT-2's square weights are stored transposed, whatever the adapter says; peft asks the module."""
     base = AutoModelForCausalLM.from_config(GPT2Config(n_embd=12, n_layer=1, n_head=2, n_positions=16))
     base.save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    save(model, {"target_modules": ["c_attn", "attn.c_proj"], "fan_in_fan_out": True}, tmp_path / "adapter")
+    settings = {"target_modules": ["c_attn", "attn.c_proj"], "fan_in_fan_out": True, "use_dora": dora}
+    save(model, settings, tmp_path / "adapter")
     edit(tmp_path / "adapter", {"fan_in_fan_out": says}, None)
     theirs = by_peft(tmp_path / "adapter", tmp_path / "base")
     theirs.pop("lm_head.weight")

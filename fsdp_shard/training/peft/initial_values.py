@@ -1,0 +1,114 @@
+"""The values that a new adapter begins with: random factors, and for DoRA the norms of the weights it is added to."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_shard.checkpoint import TensorIndex
+from fsdp_shard.distributed import LocalShard
+from fsdp_shard.training.seeding import derived_seed
+
+_CHUNK_BYTES = 16 << 20  # of the base, read at a time
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """What the magnitudes of an adapted module are the norms of.
+
+    Attributes:
+        weight: Parameter of the base weight.
+        is_transposed: Whether the norms are of its columns: embeddings, and layers that store it transposed.
+    """
+
+    weight: str
+    is_transposed: bool
+
+
+def fill_new(
+    shards: Mapping[str, LocalShard], names: Mapping[str, str], seed: int, settings: Mapping[str, Any] | None = None
+) -> None:
+    """Initialize the factors of a new adapter, as peft does: their product is zero.
+
+    Each matrix is drawn unsharded from (seed, its name), so the values do not depend on the number of ranks.
+
+    Args:
+        shards: This rank's shards of all parameters and buffers.
+        names: Those that are filled from stored tensors.
+        seed: Seed of the run.
+        settings: Content of adapter_config.json: `init_lora_weights`, which is true without it, and `r`.
+    """
+    kind = True if settings is None else settings["init_lora_weights"]
+    for name, shard in shards.items():
+        if name in names or "lora_magnitude_vector" in name:
+            continue
+        if kind == "orthogonal" and "lora_embedding_" not in name:
+            values = _orthogonal(name, shard.shape, seed)
+        elif "lora_B" in name or "lora_embedding_A" in name:
+            values = torch.zeros(1).expand(shard.shape)
+        else:
+            values = torch.empty(shard.shape)
+            generator = torch.Generator().manual_seed(derived_seed("lora", seed, name))
+            if "lora_embedding_B" in name:
+                values.normal_(generator=generator)
+            elif kind == "gaussian":
+                assert settings is not None
+                values.normal_(std=1 / settings["r"], generator=generator)
+            else:
+                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        shard.data.copy_(values.reshape(-1)[shard.start : shard.start + len(shard.data)])
+
+
+def _orthogonal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A or B of peft's initialization with orthogonal rows (https://datta0.github.io/posts/rethink-lora-init).
+
+    Both lie in spans that are orthogonal to each other, so that B @ A is zero although neither is.
+    """
+    module, _, rest = name.partition(".lora_")
+    is_a = rest.startswith("A")
+    rank, features = shape if is_a else shape[::-1]
+    shared = torch.Generator().manual_seed(derived_seed("lora", seed, module))
+    basis, _ = torch.linalg.qr(torch.randn(rank, rank, generator=shared))
+    own = torch.Generator().manual_seed(derived_seed("lora", seed, name))
+    if is_a:
+        return torch.randn(features, rank // 2, generator=own).mm(basis[0::2]).T / 10.0
+    return torch.randn(rank // 2, features, generator=own).T.mm(basis[1::2]) / 10.0
+
+
+def fill_magnitudes(
+    magnitudes: Mapping[str, Magnitude],
+    shards: Mapping[str, LocalShard],
+    names: Mapping[str, str],
+    index: TensorIndex,
+) -> None:
+    """Initialize the magnitudes of DoRA with the norms of the base weights, for each of their outputs.
+
+    A rank reads only the rows, or columns, that belong to its own magnitudes.
+
+    Args:
+        magnitudes: By the parameter that holds them.
+        shards: This rank's shards of all parameters.
+        names: Parameter -> stored tensor that fills it.
+        index: The stored tensors.
+    """
+    for name, magnitude in magnitudes.items():
+        shard, dtype = shards[name], shards[magnitude.weight].data.dtype
+        stored, outputs = names[magnitude.weight], range(shard.start, shard.start + len(shard.data))
+        if not outputs:
+            continue
+        num_rows, num_columns = index.entry(stored).shape
+        columns = slice(outputs.start, outputs.stop) if magnitude.is_transposed else slice(0, num_columns)
+        rows = range(num_rows) if magnitude.is_transposed else outputs
+        squares = torch.zeros(len(outputs), dtype=torch.float64)
+        per_chunk = max(1, _CHUNK_BYTES // (4 * num_columns))
+        for chunk in (rows[first : first + per_chunk] for first in range(0, len(rows), per_chunk)):
+            # In the dtype that the model holds, as the forward pass computes its norms of that.
+            part = index.read(stored, [slice(chunk.start, chunk.stop), columns]).to(dtype).double().square()
+            if magnitude.is_transposed:
+                squares += part.sum(dim=0)
+            else:
+                squares[chunk.start - outputs.start : chunk.stop - outputs.start] = part.sum(dim=1)
+        shard.data.copy_(squares.sqrt())
