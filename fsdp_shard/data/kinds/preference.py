@@ -125,7 +125,7 @@ class PreferenceKind(Kind, PreferenceColumns):
         if not answers:
             return []
         check_template(tokenizer, f"{self.chosen_by} with conversations", "give prompts and answers as text")
-        rendered = [_render(answer, tokenizer) for answer in answers]
+        rendered = list(_render(answers, tokenizer))
         texts = [text for text, _ in rendered]
         encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [
@@ -147,27 +147,35 @@ def _conversations(read: Sequence[Compared]) -> list[Conversation]:
     return [answer.whole for one in read for answer in one.answers if isinstance(answer.whole, Conversation)]
 
 
-def _render(answer: Answer, tokenizer: Tokenizer) -> tuple[str, int]:
-    """Return a conversation as text, and where the answer begins in it: where the assistant would begin to write.
+def _render(answers: list[Answer], tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
+    """Return conversations as text, and where each answer begins in it: where the assistant would begin to write.
 
     What a template adds there alone, such as an empty thought, belongs to the answer.
     """
-    prompt, whole = answer.prompt, answer.whole
+    prompt, known, begun = None, "", ""
+    for answer in answers:
+        assert isinstance(answer.whole, Conversation)
+        text = chat_spans.Renderer(tokenizer, answer.whole, ()).render_prompt(begins_turn=False)
+        if answer.prompt != prompt:  # the same for all answers of a row
+            prompt = answer.prompt
+            known, begun = _render_prompt(prompt, tokenizer)
+        if not text.startswith(known):
+            raise DataError(
+                f"{answer.whole.where}: the chat template of {tokenizer_files(tokenizer)} writes the prompt in another "
+                f"way if an answer follows, so it does not show where the answer begins. Set data.chat_template to "
+                f"another one."
+            )
+        yield text, len(begun if text.startswith(begun) else chat_spans.common_prefix(begun, text))
+
+
+def _render_prompt(prompt: str | Conversation, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return a prompt as text without white space at its end, and up to where the assistant begins to write."""
     assert isinstance(prompt, Conversation)
-    assert isinstance(whole, Conversation)
-    text = chat_spans.Renderer(tokenizer, whole, ()).render_prompt(begins_turn=False)
     if not prompt.messages:
-        return text, 0
+        return "", ""
     renderer = chat_spans.Renderer(tokenizer, prompt, ())
     known = renderer.render_prompt(begins_turn=False)
-    if not text.startswith(known.rstrip()):
-        raise DataError(
-            f"{prompt.where}: the chat template of {tokenizer_files(tokenizer)} writes the prompt in another way if an "
-            f"answer follows, so it does not show where the answer begins. Set data.chat_template to another one."
-        )
-    if prompt.messages[-1]["role"] != "assistant":
-        known = renderer.render_prompt()
-    return text, len(chat_spans.common_prefix(known, text))
+    return known.rstrip(), known if prompt.messages[-1]["role"] == "assistant" else renderer.render_prompt()
 
 
 @dataclass
