@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import nn
 from fsdp_shard.data import MASKED, Batch, Dataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
+from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training.config import TrainConfig
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -29,17 +31,27 @@ class DeviceBatch:
         labels: Labels as in `Batch`, int64.
         counted: Positions in the flat labels of those that count, int64 [num_predictions]. Counted on the CPU: a GPU
             would have to be waited for.
+        sequence: What this rank must know of the whole sequences, where it has parts of them.
     """
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
     counted: torch.Tensor
+    sequence: WholeSequence | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all of them."""
         yield from self.inputs.values()
         yield self.labels
         yield self.counted
+        yield from () if self.sequence is None else self.sequence.tensors()
+
+
+@dataclass(frozen=True)
+class PartBatch(Batch):
+    """A batch of parts of sequences; `sequence` is what must be known of the whole."""
+
+    sequence: WholeSequence
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ class BatchLoader:
     def __init__(self, dataset: Dataset, config: TrainConfig, context: DistributedContext, model: nn.Module) -> None:
         self._dataset, self._config, self._context = dataset, config, context
         self._model_config: Any = getattr(model, "config", None)
+        self._context_ranks = context_ranks(model, context)
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
         self._loading: Future[LoadedStep] | None = None
@@ -113,12 +126,27 @@ class BatchLoader:
         if self._model_config is not None:
             for batch in batches:
                 check_vocabulary(batch.inputs["input_ids"], self._model_config)
+        batches = [own_part(batch, self._context_ranks) for batch in batches]
         counts = [float(sum(batch.num_predictions for batch in batches))]
         counts += source_predictions(self._dataset, parts, batches)
         copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
         with copying:
             on_device = [to_device(batch, context.device) for batch in batches]
             return LoadedStep(samples, parts, on_device, copy_to(context.device, torch.tensor(counts).double()))
+
+
+def context_ranks(model: nn.Module, context: DistributedContext) -> ContextRanks | None:
+    """The ranks that divide the sequences of `model` with this one; None if it has whole sequences."""
+    method = divided_by(model)
+    return None if method is None else ContextRanks.of(context, method)
+
+
+def own_part(batch: Batch, ranks: ContextRanks | None) -> Batch:
+    """Return this rank's part of each sequence of a batch, or the batch if `ranks` is None."""
+    if ranks is None:
+        return batch
+    part = ranks.own_part(batch.inputs, batch.labels, MASKED)
+    return PartBatch(part.inputs, part.labels, part.sequence)
 
 
 def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: int) -> Ints:
@@ -167,7 +195,8 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     """Copy a batch to `device`, in its current stream."""
     inputs = {name: copy_to(device, torch.from_numpy(array)) for name, array in batch.inputs.items()}
     counted = torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
-    return DeviceBatch(inputs, copy_to(device, torch.from_numpy(batch.labels)), copy_to(device, counted))
+    sequence = batch.sequence.map(partial(copy_to, device)) if isinstance(batch, PartBatch) else None
+    return DeviceBatch(inputs, copy_to(device, torch.from_numpy(batch.labels)), copy_to(device, counted), sequence)
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

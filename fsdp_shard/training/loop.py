@@ -22,7 +22,7 @@ from fsdp_shard.data import Dataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
 from fsdp_shard.models import running
-from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.sharding import ShardedModel, attending
 from fsdp_shard.training.batch_loader import BatchLoader, DeviceBatch, LoadedStep, copy_to
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import source_figures
@@ -180,11 +180,11 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     began = time.perf_counter()
     config, context, state = run.config, run.context, run.state
     rate = _set_learning_rate(run)
-    seed_all(derived_seed(state.seed, state.step, context.data_rank))
+    seed_all(derived_seed(state.seed, state.step, context.random_rank))
     loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
     context.all_reduce_(loaded.counts)
     run.optimizer.zero_grad()
-    # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks.
+    # Tensor-parallel ranks count the same samples (those that divide sequences count their own parts), so (counts / tensor ranks) / data ranks is counts / all ranks.
     divisor = (loaded.counts[0].clamp(min=context.num_tensor_ranks) / context.world_size).float()
     sums = StepSums(run.functions, context)
     losses = _accumulate(run, loaded.batches, divisor, sums)
@@ -277,7 +277,7 @@ def forward_loss(
     with chunked as is_loss, warnings.catch_warnings():
         # FSDP2 warns of models whose output is a view (GPT-2's) that must not be changed in place. It is not.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
-        with running(model.module):
+        with running(model.module), attending(batch.sequence):
             output = model.module(**batch.inputs, use_cache=False)
     own = None if sums is None else sums.loss(output, {**batch.inputs, "labels": batch.labels})
     if own is not None:

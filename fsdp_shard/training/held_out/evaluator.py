@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_shard.data import NO_WINDOW, Concatenation, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
-from fsdp_shard.sharding import ShardedModel
-from fsdp_shard.training.batch_loader import Ints, micro_batches, to_device
+from fsdp_shard.sharding import ShardedModel, attending_alone
+from fsdp_shard.training.batch_loader import Ints, context_ranks, micro_batches, own_part, to_device
 from fsdp_shard.training.loop import TrainingRun, forward_loss
 from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
 from fsdp_shard.training.optim.lr_schedule import is_due
@@ -99,7 +99,7 @@ class HeldOutEvaluator:
                 state.evaluated(report.loss, run.config.min_delta)
             self._log.evaluation(state.step, report, state)
         if run.functions.samples is not None:
-            with evaluating(run.model):
+            with evaluating(run.model), attending_alone(run.model.module):
                 samples = run.functions.samples(run.model)
             self._log.samples(state.step, samples)
         state.owes_evaluation = False
@@ -180,9 +180,10 @@ def _held_out_sum(
 ) -> _HeldOutSum:
     """The sums over all ranks; a collective. The model is in eval mode."""
     began, total, num_tokens = time.perf_counter(), 0.0, 0
+    divided = context_ranks(model.module, context)
     sums = StepSums(OwnFunctions(loss=None if functions is None else functions.loss), context)
     for indices in evaluation_batches(len(dataset), micro_batch_size, context.data_rank, context.num_data_ranks):
-        batch = dataset.batch(indices)
+        batch = own_part(dataset.batch(indices), divided)
         total += float(forward_loss(model, to_device(batch, context.device), 1.0, sums))
         num_tokens += batch.num_predictions
     # Tensor-parallel ranks evaluate the same samples.
