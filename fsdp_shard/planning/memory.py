@@ -2,8 +2,9 @@
 
 Counted are, per rank: its shard of the parameters, gradients and optimizer state; what is unsharded for a while (units
 gathered in the compute dtype, gradients before they are reduced, and one dequantized weight); and the activations of
-one micro-batch, of the rank's part of each sequence with context parallelism. They are added up as if all were in use at once, so the peak is an upper bound. Not counted: the CUDA
-context, the allocator's fragmentation and the buffers of the communication library.
+one micro-batch, or of the rank's part of its sequences. They are added up as if all were in use at once, so the peak
+is an upper bound. Not counted: the CUDA context, the allocator's fragmentation and the buffers of the communication
+library.
 """
 
 from collections.abc import Mapping, Sequence

@@ -5,7 +5,8 @@ file or the environment. Every rank makes the same calls in the same order: what
 loss, a signal that it received) is summed over the ranks before anyone acts on it.
 
 The loss is the mean over the predictions of the *global* batch: each rank divides the sum of its own by (predictions of
-all ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks.
+all ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks. A rank that has a part
+of each sequence (`shard.context_parallel`) has the predictions of its own tokens.
 """
 
 import math
@@ -184,7 +185,8 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
     context.all_reduce_(loaded.counts)
     run.optimizer.zero_grad()
-    # Tensor-parallel ranks count the same samples (those that divide sequences count their own parts), so (counts / tensor ranks) / data ranks is counts / all ranks.
+    # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks. Those
+    # that divide sequences count their own parts.
     divisor = (loaded.counts[0].clamp(min=context.num_tensor_ranks) / context.world_size).float()
     sums = StepSums(run.functions, context)
     losses = _accumulate(run, loaded.batches, divisor, sums)

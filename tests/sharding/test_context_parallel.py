@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.sharding import ContextRanks, attending, attending_alone
+from fsdp_shard.sharding import ContextRanks, attending
 from fsdp_shard.sharding.context_parallel.attention import divide_attention
-from fsdp_shard.sharding.context_parallel.sequence_parts import WholeSequence, zigzag_chunks
+from fsdp_shard.sharding.context_parallel.sequence_parts import zigzag_chunks
 from tests.support.ranks import on_ranks
 
 BATCH, LENGTH, VOCABULARY, MASKED = 2, 22, 131, -100  # 22 is padded to 24 for 8 chunks
@@ -65,10 +65,8 @@ def batch_of(*, packed: bool) -> tuple[dict[str, Any], Any]:
     inputs, labels = {"input_ids": tokens[:, :-1]}, tokens[:, 1:].copy()
     labels[0, :7] = MASKED
     if packed:
-        starts = ((0, 4, 15), (0, 13, 14))
-        ends = ((4, 15, LENGTH), (13, 14, LENGTH))
-        rows = [np.concatenate([np.arange(b - a) for a, b in zip(*row, strict=True)]) for row in zip(starts, ends)]
-        inputs["position_ids"] = np.stack(rows)
+        lengths = ((4, 11, LENGTH - 15), (13, 1, LENGTH - 14))
+        inputs["position_ids"] = np.stack([np.concatenate([np.arange(n) for n in row]) for row in lengths])
     return inputs, labels
 
 

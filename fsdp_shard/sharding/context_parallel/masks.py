@@ -1,7 +1,7 @@
 """Which tokens a layer lets attend to which, for any rectangle of a sequence that is divided over ranks.
 
-transformers' mask functions take indices of a batch, a head, a query and a key, as tensors that broadcast. A model makes
-them for the tokens that it sees; here they are called with the places of the tokens in the whole sequence.
+transformers' mask functions take indices of a batch, a head, a query and a key, as tensors that broadcast. A model
+makes them for the tokens that it sees; here they are called with the places of the tokens in the whole sequence.
 """
 
 from collections.abc import Callable
