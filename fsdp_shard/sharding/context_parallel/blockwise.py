@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Bytes of float32 scores that are in memory at a time.
-_TILE_BYTES = 32 << 20
+_LEAST_TILE_BYTES = 1 << 20  # of scores that are computed at a time: for fewer, operators take longer to start
 _NOTHING = -1e30  # the largest score before the first key: finite, so that no infinities are subtracted
 
 
@@ -121,9 +120,9 @@ class Gradients:
 
 
 def _tiles(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
-    """Parts of the queries whose scores take `_TILE_BYTES` at most."""
-    batch, groups, heads, length = query.shape[:4]
-    size = max(1, _TILE_BYTES // (4 * batch * groups * heads * key.shape[2]))
+    """Parts of the queries whose float32 scores take as many bytes as float32 queries, or a megabyte."""
+    length = query.shape[3]
+    size = max(1, max(_LEAST_TILE_BYTES, 4 * query.numel()) // (4 * query[..., :1, 0].numel() * key.shape[2]))
     for first in range(0, length, size):
         yield slice(first, min(first + size, length))
 
