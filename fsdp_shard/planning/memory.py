@@ -162,6 +162,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     sharding.check_mesh(run.shard, run.num_ranks)
     model = _build(config, run, run.model.dtype)
     sharding.check_shardable(model, run.shard)
+    sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
     blocks = [
         replace(block, num_params=_num_weights(model, block))
         for block in models.no_split_blocks(model, run.shard.blocks)
