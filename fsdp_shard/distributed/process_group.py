@@ -148,12 +148,16 @@ class DistributedContext(Communicator):
         mesh: All ranks as [replicate, shard], or as [replicate, shard, tensor] with tensor parallelism.
         expert_mesh: With expert parallelism, the same ranks as [replicate, shard, expert, tensor] for the experts; the
             last dimension has size 1.
+        num_context_ranks: Number of adjacent ranks that divide each sequence, and so see the same samples.
+        context_group: With more than one of them, the process group of those around this rank.
     """
 
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
     expert_mesh: DeviceMesh | None = None
+    num_context_ranks: int = 1
+    context_group: Any = None
 
     @property
     def mesh_shape(self) -> dict[str, int]:
@@ -183,12 +187,17 @@ class DistributedContext(Communicator):
     @property
     def data_rank(self) -> int:
         """Which part of a batch this rank sees, of `num_data_ranks`."""
-        return self.rank // self.num_tensor_ranks
+        return self.rank // (self.num_tensor_ranks * self.num_context_ranks)
 
     @property
     def num_data_ranks(self) -> int:
         """Number of parts that a batch is divided into."""
-        return self.world_size // self.num_tensor_ranks
+        return self.world_size // (self.num_tensor_ranks * self.num_context_ranks)
+
+    @property
+    def random_rank(self) -> int:
+        """The rank among those that draw random numbers of their own: all but those that divide layers."""
+        return self.rank // self.num_tensor_ranks
 
 
 @contextmanager
@@ -200,6 +209,7 @@ def init_distributed(
     *,
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> Iterator[DistributedContext]:
     """Initialize the process group of the ranks that the environment describes, and destroy it at the end.
 
@@ -216,6 +226,7 @@ def init_distributed(
         rendezvous: Init method of the process group, such as `env://` or `file:///path`.
         tensor_parallel: Number of adjacent ranks that divide each layer.
         expert_parallel: Number of adjacent ranks that divide the experts of a mixture; not with `tensor_parallel`.
+        context_parallel: Number of adjacent ranks that divide each sequence; with neither of the two.
 
     Yields:
         The ranks, the device of this rank and its mesh.
@@ -227,9 +238,10 @@ def init_distributed(
     rank, world_size, local_rank = (int(os.environ.get(name, default)) for name, default in _SINGLE_RANK.items())
     if is_joined := dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    assert 1 in (tensor_parallel, expert_parallel), "these two are not combined"
-    divided = replicas * tensor_parallel * expert_parallel
-    assert world_size % divided == 0, (world_size, replicas, tensor_parallel, expert_parallel)
+    parallel = (tensor_parallel, expert_parallel, context_parallel)
+    assert parallel.count(1) >= 2, "these are not combined"
+    divided = replicas * math.prod(parallel)
+    assert world_size % divided == 0, (world_size, replicas, *parallel)
     torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
     if is_joined:
         _check_backend(torch_device)
@@ -247,6 +259,8 @@ def init_distributed(
             device=torch_device,
             mesh=_make_mesh(torch_device.type, shape, timeout),
             expert_mesh=_make_mesh(torch_device.type, expert_shape, timeout) if expert_parallel > 1 else None,
+            num_context_ranks=context_parallel,
+            context_group=_neighbors(context_parallel, world_size, timeout) if context_parallel > 1 else None,
         )
         is_done = True
     finally:
@@ -288,6 +302,12 @@ def _make_mesh(device_type: str, shape: dict[str, int], timeout: timedelta) -> D
         is_all = len(lines) == 1
         groups.append(dist.group.WORLD if is_all else dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0])
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(shape))
+
+
+def _neighbors(size: int, world_size: int, timeout: timedelta) -> Any:
+    """The group of this rank among groups of `size` adjacent ranks; a collective."""
+    lines = [list(range(first, first + size)) for first in range(0, world_size, size)]
+    return dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0]
 
 
 _SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

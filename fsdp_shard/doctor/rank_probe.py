@@ -105,6 +105,7 @@ def _probe(findings: str, config: FinetuneConfig) -> None:
         settings.timeout_seconds,
         tensor_parallel=shard.tensor_parallel,
         expert_parallel=shard.expert_parallel,
+        context_parallel=shard.context_parallel,
     ) as context:
         context.with_new_group(settings.timeout_seconds).barrier()  # saves have a group of their own
         seconds = time.perf_counter() - begin

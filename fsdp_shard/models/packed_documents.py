@@ -1,7 +1,10 @@
-"""Whether the positions of a model keep packed documents apart, by running a tiny one of the same architecture."""
+"""Whether the positions of a model keep packed documents apart, by running a tiny one of the same architecture.
+
+Other properties of an architecture that no config states are tried in the same way (`try_tiny_model`).
+"""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,12 +66,28 @@ def check_packing(config: PretrainedConfig, attention: str = "sdpa") -> None:
 
 def _leak(config: PretrainedConfig, attention: str | None) -> str:
     """Return why packed windows are wrong in models of `config`; empty if they are right."""
+    return try_tiny_model(config, attention, _keeps_apart, "its attention does not depend on positions")
+
+
+def try_tiny_model(
+    config: PretrainedConfig, attention: str | None, test: Callable[[PreTrainedModel], bool], failure: str
+) -> str:
+    """Test a small model with the architecture of `config`, on the CPU, with random weights.
+
+    Args:
+        config: The config of the model.
+        attention: Attention implementation, as named by transformers; None is its choice.
+        test: Whether a model, in eval mode with a vocabulary of 97 tokens, has the property.
+        failure: What to return if it has not.
+
+    Returns:
+        `failure`, or why no tiny model of the architecture runs; empty if the test is passed.
+    """
     reason = ""
     for num_heads in (1, 4, None):  # some architectures need several heads, or a fixed ratio of widths
         try:
             with torch.random.fork_rng(devices=[]), one_thread():
-                is_apart = _keeps_apart(_tiny_model(config, attention, num_heads))
-            return "" if is_apart else "its attention does not depend on positions"
+                return "" if test(_tiny_model(config, attention, num_heads)) else failure
         except Exception as error:  # any type, from code that does not expect such sizes
             text = " ".join(f"{type(error).__name__}: {error}".split())
             reason = reason or f"a tiny model of this architecture, which would test it, does not run ({text})"

@@ -2,8 +2,9 @@
 
 Counted are, per rank: its shard of the parameters, gradients and optimizer state; what is unsharded for a while (units
 gathered in the compute dtype, gradients before they are reduced, and one dequantized weight); and the activations of
-one micro-batch. They are added up as if all were in use at once, so the peak is an upper bound. Not counted: the CUDA
-context, the allocator's fragmentation and the buffers of the communication library.
+one micro-batch, or of the rank's part of its sequences. They are added up as if all were in use at once, so the peak
+is an upper bound. Not counted: the CUDA context, the allocator's fragmentation and the buffers of the communication
+library.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,17 @@ class PlannedRun:
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches of each rank in a step."""
-        return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.num_ranks))
+        return -(-self.train.global_batch_size // (self.train.micro_batch_size * self.num_data_ranks))
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks, or of groups that divide sequences, that each see samples of their own."""
+        return sharding.num_data_ranks(self.shard, self.num_ranks)
+
+    @property
+    def part_length(self) -> int:
+        """Number of tokens that a rank has of each sequence."""
+        return -(-self.sequence_length // self.shard.context_parallel)
 
 
 @dataclass(frozen=True)
@@ -151,6 +162,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     sharding.check_mesh(run.shard, run.num_ranks)
     model = _build(config, run, run.model.dtype)
     sharding.check_shardable(model, run.shard)
+    sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
     blocks = [
         replace(block, num_params=_num_weights(model, block))
         for block in models.no_split_blocks(model, run.shard.blocks)
@@ -253,9 +265,9 @@ def _activations_bytes(config: PretrainedConfig, run: PlannedRun) -> tuple[int |
     Or None and why they cannot be measured: control flow that depends on values, or a model without text input.
     """
     model = _build(config, run, run.shard.param_dtype)
-    of_head = take_out_head(model, run.model.chunked_loss, run.train.micro_batch_size * run.sequence_length)
+    of_head = take_out_head(model, run.model.chunked_loss, run.train.micro_batch_size * run.part_length)
     try:
-        activations = measure_activations(model, run.shard, run.train.micro_batch_size, run.sequence_length)
+        activations = measure_activations(model, run.shard, run.train.micro_batch_size, run.part_length)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         return None, first_line(error)
     return activations.saved_bytes + (2 * activations.logits_bytes if of_head is None else of_head), None

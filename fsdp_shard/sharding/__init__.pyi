@@ -11,6 +11,13 @@ from .config import (
     Unit as Unit,
     itemsize as itemsize,
 )
+from .context_parallel.attention import (
+    attending as attending,
+    attending_alone as attending_alone,
+    divided_by as divided_by,
+)
+from .context_parallel.checks import check_context_parallel as check_context_parallel
+from .context_parallel.sequence_parts import ContextRanks as ContextRanks, WholeSequence as WholeSequence
 from .gradients import (
     clip_grad_norm_ as clip_grad_norm_,
     no_sync as no_sync,

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import changed_settings, in_yaml, setting
+from fsdp_shard.utils import changed_settings, in_yaml, refuse_changed, setting
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,15 @@ class ShardConfig:
         1,
         "Number of neighboring ranks that split the experts of a mixture-of-experts model by its expert-parallel plan.",
         minimum=1,
+    )
+    context_parallel: int = setting(
+        1, "Number of neighboring ranks that divide each sequence; they see the same samples.", minimum=1
+    )
+    context_method: str = setting(
+        "auto",
+        "How they attend to each other's tokens. ulysses: exchange tokens for heads; ring: send keys and values round; "
+        "auto: ulysses if context_parallel divides the heads, else ring.",
+        choices=("auto", "ulysses", "ring"),
     )
     reshard_after_forward: bool | int = setting(
         True,
@@ -133,6 +142,12 @@ class ShardConfig:
         for name, others in (("tensor_parallel", ()), ("expert_parallel", ("tensor_parallel", "activation_offload"))):
             if getattr(self, name) > 1:
                 _check_divided(self, prefix, name, others)
+        if self.context_parallel == 1:
+            why = f"has no effect without {prefix}context_parallel=N, the number of ranks that divide a sequence."
+            refuse_changed(self, ["context_method"], prefix, why)
+        else:
+            names = ("tensor_parallel", "expert_parallel", "compile")
+            _refuse_together(prefix, changed_settings(self, names), f"context_parallel={self.context_parallel}")
 
     def check_supported(self, model: nn.Module) -> None:
         """Raise ConfigError when this wrapper cannot shard `model`, which may be on meta."""
@@ -167,10 +182,13 @@ def _check_divided(shard: ShardConfig, prefix: str, divided: str, others: Sequen
     wrong = changed_settings(shard, ("compile", "explain", "cpu_offload", *others))
     if type(shard.reshard_after_forward) is int:  # torch does not support it for parameters that are divided already
         wrong["reshard_after_forward"] = shard.reshard_after_forward
+    _refuse_together(prefix, wrong, f"{divided}={getattr(shard, divided)}")
+
+
+def _refuse_together(prefix: str, wrong: Mapping[str, Any], given: str) -> None:
     for name, value in wrong.items():
         raise ConfigError(
-            f"{prefix}{name}={in_yaml(value)} does not go together with {prefix}{divided}={getattr(shard, divided)} "
-            f"yet; leave one of them out."
+            f"{prefix}{name}={in_yaml(value)} does not go together with {prefix}{given} yet; leave one of them out."
         )
 
 

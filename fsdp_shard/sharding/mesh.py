@@ -11,13 +11,13 @@ def num_shards(shard: ShardConfig, num_ranks: int) -> int:
 
 
 def num_data_ranks(shard: ShardConfig, num_ranks: int) -> int:
-    """Number of ranks, or of tensor-parallel groups, that each see samples of their own."""
-    return num_ranks // shard.tensor_parallel
+    """Number of ranks, or of groups that divide layers or sequences, that each see samples of their own."""
+    return num_ranks // (shard.tensor_parallel * shard.context_parallel)
 
 
 def check_mesh(shard: ShardConfig, num_ranks: int) -> None:
     """Raise ConfigError when `num_ranks` ranks cannot be arranged in the mesh of these settings."""
-    for divided in ("tensor_parallel", "expert_parallel"):
+    for divided in ("tensor_parallel", "expert_parallel", "context_parallel"):
         if (ranks := getattr(shard, divided)) > 1 and num_ranks % (shard.replicas * ranks):
             raise ConfigError(
                 f"shard.replicas={shard.replicas} times shard.{divided}={ranks} does not divide the "

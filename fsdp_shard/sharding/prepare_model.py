@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ConfigError
@@ -18,6 +19,7 @@ from fsdp_shard.sharding.activation_checkpointing import (
     recomputed_fqns,
 )
 from fsdp_shard.sharding.config import ShardConfig, Unit
+from fsdp_shard.sharding.context_parallel.attention import chosen_method, divide_attention
 from fsdp_shard.sharding.wrap_policy import plan_units
 from fsdp_shard.utils import give_back_free_memory, nearest, non_persistent_buffers, persistent_buffers
 
@@ -32,6 +34,7 @@ def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedCont
     """
     check_shardable(model, shard)
     units = plan_units(model, shard)
+    _divide_sequences(model, shard, context)
     for param in model.parameters():
         if not param.numel():  # MobileBERT has one unless it embeds in fewer dimensions
             param.requires_grad_(False)  # torch cannot reduce the gradient of nothing
@@ -47,6 +50,17 @@ def prepare_model(model: nn.Module, shard: ShardConfig, context: DistributedCont
         if buffer.is_meta:
             setattr(owner, name, torch.empty_like(buffer, device=context.device))
     return units
+
+
+def _divide_sequences(model: nn.Module, shard: ShardConfig, context: DistributedContext) -> None:
+    if shard.context_parallel != context.num_context_ranks:
+        raise ConfigError(
+            f"context_parallel={shard.context_parallel}, but the process group was initialized with "
+            f"context_parallel={context.num_context_ranks}; pass the same to both."
+        )
+    if shard.context_parallel > 1:
+        assert isinstance(model, PreTrainedModel), "context_parallel is for finetune, whose models are transformers'"
+        divide_attention(model, chosen_method(shard, model.config))
 
 
 def complete_buffers(model: nn.Module, context: DistributedContext) -> None:

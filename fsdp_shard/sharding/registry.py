@@ -88,7 +88,8 @@ _MEANINGLESS = (
 )
 
 
-_OF_FINETUNE = ("explain", "sync_every_micro_batch")  # what is printed, and when gradients are reduced
+# What is printed, when gradients are reduced, and what a batch has of each sequence.
+_OF_FINETUNE = ("explain", "sync_every_micro_batch", "context_parallel", "context_method")
 
 
 @dataclass

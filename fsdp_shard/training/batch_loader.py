@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import nn
 from fsdp_shard.data import MASKED, NO_WINDOW, Batch, Dataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
+from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
 
@@ -31,12 +33,14 @@ class DeviceBatch:
         counted: Positions in the flat labels of those that count, int64 [num_predictions]. Counted on the CPU: a GPU
             would have to be waited for.
         extras: Other values of each sample as in `Batch`, float32.
+        sequence: What this rank must know of the whole sequences, where it has parts of them.
     """
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
     counted: torch.Tensor
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    sequence: WholeSequence | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all of them."""
@@ -44,6 +48,14 @@ class DeviceBatch:
         yield self.labels
         yield self.counted
         yield from self.extras.values()
+        yield from () if self.sequence is None else self.sequence.tensors()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartBatch(Batch):
+    """A batch of parts of sequences; `sequence` is what must be known of the whole."""
+
+    sequence: WholeSequence
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,7 @@ class BatchLoader:
         self._dataset, self._config, self._context = dataset, config, context
         self._objective = objective or ObjectiveConfig()
         self._model_config: Any = getattr(model, "config", None)
+        self._context_ranks = context_ranks(model, context)
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "batch-loader")
         self._loading: Future[LoadedStep] | None = None
@@ -127,6 +140,7 @@ class BatchLoader:
         if self._model_config is not None:
             for batch in batches:
                 check_vocabulary(batch.inputs["input_ids"], self._model_config)
+        batches = [own_part(batch, self._context_ranks) for batch in batches]
         counts = [sum(of_batches) for of_batches in zip(*map(self._objective.counts, batches), strict=True)]
         counts.append(float(sum(batch.num_predictions for batch in batches)))
         counts += source_predictions(self._dataset, parts, batches)
@@ -134,6 +148,20 @@ class BatchLoader:
         with copying:
             on_device = [to_device(batch, context.device) for batch in batches]
             return LoadedStep(samples, parts, on_device, copy_to(context.device, torch.tensor(counts).double()))
+
+
+def context_ranks(model: nn.Module, context: DistributedContext) -> ContextRanks | None:
+    """The ranks that divide the sequences of `model` with this one; None if it has whole sequences."""
+    method = divided_by(model)
+    return None if method is None else ContextRanks.of(context, method)
+
+
+def own_part(batch: Batch, ranks: ContextRanks | None) -> Batch:
+    """Return this rank's part of each sequence of a batch, or the batch if `ranks` is None."""
+    if ranks is None:
+        return batch
+    part = ranks.own_part(batch.inputs, batch.labels, MASKED)
+    return PartBatch(part.inputs, part.labels, sequence=part.sequence)
 
 
 def micro_batches(samples: Ints, micro_batch_size: int, rank: int, num_ranks: int) -> Ints:
@@ -195,7 +223,9 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     inputs = {name: copy_to(device, torch.from_numpy(array)) for name, array in batch.inputs.items()}
     counted = torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
     extras = {name: copy_to(device, torch.from_numpy(array)) for name, array in batch.extras.items()}
-    return DeviceBatch(inputs, copy_to(device, torch.from_numpy(batch.labels)), copy_to(device, counted), extras)
+    sequence = batch.sequence.map(partial(copy_to, device)) if isinstance(batch, PartBatch) else None
+    labels = copy_to(device, torch.from_numpy(batch.labels))
+    return DeviceBatch(inputs, labels, copy_to(device, counted), extras, sequence)
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

@@ -97,6 +97,7 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     context = models.context_of(model_config, config.model.trust_remote_code)
     settle_run_length(config.data, resumed, context)
     describe_lengths(config.data, context)
+    sharding.check_context_parallel(model_config, model, config.model, shard, config.data.window_length)
     if config.train.sample_prompts:
         if task != data.CAUSAL:
             raise ConfigError(f"train.sample_prompts is for model.task={data.CAUSAL}, not {task}; leave it out.")

@@ -278,7 +278,8 @@ def describe_model(
     """Describe the model, how it is sharded, and what loading it cost, one line each."""
     figures = loaded.figures
     mesh = format_count(context.world_size, f"{context.device.type} rank")
-    for what, num_ranks in (("layers", context.num_tensor_ranks), ("experts", context.num_expert_ranks)):
+    divided = {"layers": context.num_tensor_ranks, "experts": context.num_expert_ranks}
+    for what, num_ranks in (divided | {"sequences": context.num_context_ranks}).items():
         if num_ranks > 1:
             mesh += f" ({what} divided over {num_ranks})"
     if context.num_replicas > 1:

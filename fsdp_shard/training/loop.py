@@ -5,7 +5,8 @@ file or the environment. Every rank makes the same calls in the same order: what
 loss, a signal that it received) is summed over the ranks before anyone acts on it.
 
 The loss is the mean over the predictions of the *global* batch: each rank divides the sum of its own by (predictions of
-all ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks.
+all ranks and micro-batches / number of ranks), as the wrappers average gradients over the ranks. A rank that has a part
+of each sequence (`shard.context_parallel`) has the predictions of its own tokens.
 """
 
 import math
@@ -189,12 +190,13 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     began = time.perf_counter()
     config, context, state = run.config, run.context, run.state
     rate = _set_learning_rate(run)
-    seed_all(derived_seed(state.seed, state.step, context.data_rank))
+    seed_all(derived_seed(state.seed, state.step, context.random_rank))
     loaded = loader.next(state.num_samples, is_last=state.step + 1 >= config.num_steps)
     context.all_reduce_(loaded.counts)
     run.optimizer.zero_grad()
     terms, counts = loaded.counts.tensor_split([run.objective.num_terms])
-    # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks.
+    # Tensor-parallel ranks count the same samples, so (counts / tensor ranks) / data ranks is counts / all ranks. Those
+    # that divide sequences count their own parts.
     divisors = (terms.clamp(min=context.num_tensor_ranks) / context.world_size).float()
     sums = StepSums(run.functions, context)
     losses = _accumulate(run, loaded, divisors, sums)

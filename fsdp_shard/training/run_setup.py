@@ -92,6 +92,7 @@ def start_run(config: FinetuneSettings) -> Iterator[RunStart]:
             launch.timeout_seconds,
             tensor_parallel=shard.tensor_parallel,
             expert_parallel=shard.expert_parallel,
+            context_parallel=shard.context_parallel,
         ) as context,
         run_lock(config.run_dir, context),
         StopSignal() as stop,

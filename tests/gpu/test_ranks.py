@@ -35,6 +35,8 @@ _MODES: dict[str, dict[str, int]] = {
     "HSDP": {"replicas": 2},
     "TP": {"tensor_parallel": 2},
     "EP": {"expert_parallel": 2},
+    "CP": {"context_parallel": 2},
+    "CP in a ring": {"context_parallel": 2},
 }
 
 
@@ -60,7 +62,8 @@ def test_losses_on_two_ranks_are_those_of_one(mode: str, bench: Bench) -> None:
     config: Any = _MIXTURE if mode == "EP" else config_of("100M", layers=2)
     job = Job(config, bench.size(256, 32), shard=_FLOAT32, windows=8)
     expected = apart(_alone, job, bench.device.type)
-    found = apart(_on_two, replace(job, shard=_FLOAT32 | _MODES[mode]), bench.device.type, _MODES[mode])
+    method = {"context_method": "ring"} if "ring" in mode else {}
+    found = apart(_on_two, replace(job, shard=_FLOAT32 | _MODES[mode] | method), bench.device.type, _MODES[mode])
     assert found[0] == found[1]
     worst = max(abs(one - other) / abs(other) for one, other in zip(found[0], expected, strict=True))
     bench.record(f"{mode} on 2 ranks: losses beside one rank", worst, "relative", at_most=1e-4, exact=True)

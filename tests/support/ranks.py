@@ -59,6 +59,7 @@ def _on_ranks(
     replicas: int = 1,
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
+    context_parallel: int = 1,
     timeout_seconds: float = 120.0,
     device: str = "cpu",
 ) -> list[Any]:
@@ -70,7 +71,7 @@ def _on_ranks(
                 rank,
                 world_size,
                 f"file://{directory}/rendezvous",
-                (replicas, tensor_parallel, expert_parallel, device),
+                (replicas, tensor_parallel, expert_parallel, context_parallel, device),
                 sender,
                 function,
                 args,
@@ -108,12 +109,12 @@ def _rank_main(
     rank: int,
     world_size: int,
     rendezvous: str,
-    mesh: tuple[int, int, int, str],
+    mesh: tuple[int, int, int, int, str],
     out: Connection,
     function: Callable[..., Any],
     args: Any,
 ) -> None:
-    replicas, layers, experts, device = mesh
+    replicas, layers, experts, sequences, device = mesh
     gc.freeze()  # what the parent left is never collected here: a process group of its would wait for threads of its
     faulthandler.dump_traceback_later(50, file=sys.__stderr__)  # what keeps it from meeting the others
     torch.set_num_threads(1)
@@ -127,6 +128,7 @@ def _rank_main(
             rendezvous=rendezvous,
             tensor_parallel=layers,
             expert_parallel=experts,
+            context_parallel=sequences,
         ) as context:
             faulthandler.cancel_dump_traceback_later()
             has_met = True

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_shard.data import Batch, Concatenation, MapDataset
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import LossError
-from fsdp_shard.sharding import ShardedModel
-from fsdp_shard.training.batch_loader import evaluation_batches, to_device
+from fsdp_shard.sharding import ShardedModel, attending_alone
+from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, own_part, to_device
 from fsdp_shard.training.figures import finite
 from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums, metric_means
@@ -106,7 +106,7 @@ class HeldOutEvaluator:
                 state.evaluated(report.loss, run.config.min_delta)
             self._log.evaluation(state.step, report, state)
         if run.functions.samples is not None:
-            with evaluating(run.model):
+            with evaluating(run.model), attending_alone(run.model.module):
                 samples = run.functions.samples(run.model)
             self._log.samples(state.step, samples)
         state.owes_evaluation = False
@@ -223,12 +223,12 @@ class _Evaluation:
         return _HeldOutSum(of_loss, of_counts, num_tokens, time.perf_counter() - began, metrics)
 
     def _batches(self, dataset: MapDataset) -> Iterator[Batch]:
-        """The batches of this rank."""
-        context = self.context
+        """The batches of this rank, of its parts of sequences where they are divided."""
+        context, divided = self.context, context_ranks(self.model.module, self.context)
         for indices in evaluation_batches(
             len(dataset), self.micro_batch_size, context.data_rank, context.num_data_ranks
         ):
-            yield dataset.batch(indices)
+            yield own_part(dataset.batch(indices), divided)
 
     def report(self, sums: _HeldOutSum, name: str = "") -> EvalReport:
         """Return the means; raise LossError if the loss is not finite."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_shard.models import running
-from fsdp_shard.sharding import ShardedModel
+from fsdp_shard.sharding import ShardedModel, attending
 from fsdp_shard.training.batch_loader import DeviceBatch
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.linear_cross_entropy import giving_log_probs, giving_loss
@@ -34,7 +34,7 @@ def forward_loss(
     chunked: AbstractContextManager[bool] = nullcontext(False)  # functions of one's own need logits
     if sums is None or not sums.needs_output:
         chunked = giving_loss(model.module, batch.labels, divisor, batch.counted)
-    with chunked as is_loss, _forward(model.module):
+    with chunked as is_loss, attending(batch.sequence), _forward(model.module):
         output = model.module(**batch.inputs, use_cache=False)
     own = None if sums is None else sums.loss(output, {**batch.inputs, "labels": batch.labels})
     if own is not None:

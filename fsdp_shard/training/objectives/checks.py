@@ -18,6 +18,11 @@ def check_objective(config: FinetuneSettings) -> None:
             f"objective={objective.name} trains model.task={' or '.join(objective.tasks)}, not {task}; change one of "
             f"them."
         )
+    if config.shard.context_parallel > 1 and not objective.is_cross_entropy:
+        raise ConfigError(
+            f"objective={objective.name} does not go together with shard.context_parallel="
+            f"{config.shard.context_parallel} yet: its loss is of whole answers. Leave one of them out."
+        )
     if not isinstance(objective, ReferenceConfig):
         return
     given, has_adapter = objective.reference, not config.adapter.trains_all

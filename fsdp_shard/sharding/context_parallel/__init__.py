@@ -1,0 +1,1 @@
+"""Each sequence of a batch divided over neighboring ranks: which tokens a rank has, and attention across ranks."""

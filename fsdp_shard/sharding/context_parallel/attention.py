@@ -1,0 +1,191 @@
+"""The attention of a model whose sequences are divided over ranks, as an implementation of transformers' interface.
+
+A model makes its masks once per forward pass, and passes them to its layers. Here a mask is an object that knows the
+whole sequence (`SequenceMask`), so that a layer needs nothing else, also when it is computed again in the backward
+pass. What a model leaves to flash attention or sdpa by arguments, such as a window, is in its mask too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from fsdp_shard.errors import ModelError
+from fsdp_shard.models import attention_implementations
+from fsdp_shard.sharding.config import ShardConfig
+from fsdp_shard.sharding.context_parallel.blockwise import Scoring
+from fsdp_shard.sharding.context_parallel.masks import SequenceMask
+from fsdp_shard.sharding.context_parallel.ring import ring_attention
+from fsdp_shard.sharding.context_parallel.sequence_parts import RING, ULYSSES, WholeSequence
+from fsdp_shard.sharding.context_parallel.ulysses import num_sent_heads, repeat_heads, to_heads, to_sequence
+from fsdp_shard.sharding.module_shards import transformers_model
+
+_sequence: ContextVar[WholeSequence | None] = ContextVar("sequence", default=None)
+_before: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # what models attended with before
+
+
+def chosen_method(shard: ShardConfig, config: PretrainedConfig) -> str:
+    """The method of `shard`; `auto` is Ulysses where ranks can have as many heads each, and else ring attention."""
+    if shard.context_method != "auto":
+        return shard.context_method
+    heads = num_query_heads(config)
+    return ULYSSES if heads is not None and heads % shard.context_parallel == 0 else RING
+
+
+def num_query_heads(config: PretrainedConfig) -> int | None:
+    """Number of query heads of a model, if its config has it."""
+    found = getattr(config.get_text_config(), "num_attention_heads", None)
+    return found if isinstance(found, int) else None
+
+
+def divide_attention(model: PreTrainedModel, method: str) -> None:
+    """Have `model` attend over the ranks that divide its sequences, by `ulysses` or `ring`."""
+    AttentionInterface.register(ULYSSES, _attend_by_heads)
+    AttentionInterface.register(RING, _attend_in_ring)
+    for name in (ULYSSES, RING):
+        AttentionMaskInterface.register(name, _make_mask)
+    (before,) = attention_implementations(model)[:1] or ["sdpa"]
+    model.set_attn_implementation(method)
+    if attention_implementations(model) != [method]:
+        raise ModelError(
+            f"{type(model).__name__} does not use the attention interface of transformers, so shard.context_parallel "
+            f"cannot divide its sequences"
+        )
+    _before[model] = before
+
+
+def divided_by(model: nn.Module) -> str | None:
+    """The method by which `model`, or what it wraps, attends over ranks; None if it does not."""
+    used = attention_implementations(model)
+    return next((method for method in (ULYSSES, RING) if method in used), None)
+
+
+@contextmanager
+def attending(sequence: WholeSequence | None) -> Iterator[None]:
+    """Within the block, forward passes are of parts of `sequence`; with None, of whole sequences."""
+    token = _sequence.set(sequence)
+    try:
+        yield
+    finally:
+        _sequence.reset(token)
+
+
+@contextmanager
+def attending_alone(model: nn.Module) -> Iterator[None]:
+    """Within the block, `model`, or what it wraps, attends as before `divide_attention`, to generate."""
+    method, inside = divided_by(model), transformers_model(model)
+    if method is None or inside is None:
+        yield
+        return
+    inside.set_attn_implementation(_before[inside])
+    try:
+        yield
+    finally:
+        inside.set_attn_implementation(method)
+
+
+def _make_mask(
+    *,
+    mask_function: Any,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    allow_is_bidirectional_skip: bool | None = None,
+    **kwargs: Any,
+) -> SequenceMask:
+    """The mask of a kind of layer, from what transformers gives to `sdpa_mask`.
+
+    Raises:
+        ModelError: The model has a mask of its own, or is not causal.
+    """
+    sequence = _sequence.get()
+    if sequence is None:
+        raise ModelError("A model whose sequences are divided over ranks was called without a part of them.")
+    if use_vmap or allow_is_bidirectional_skip is not None:
+        what = "attends in both directions" if allow_is_bidirectional_skip is not None else "adds to its causal mask"
+        raise ModelError(f"the model {what}, which shard.context_parallel cannot divide")
+    return SequenceMask(sequence, mask_function, local_size)
+
+
+def _attend_in_ring(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend by ring attention, from [batch, heads, part, width] to [batch, part, heads, width]; a collective."""
+    mask = _checked_mask(module, attention_mask, kwargs)
+    if dropout:
+        raise ModelError(f"{type(module).__name__} has dropout in attention ({dropout}), which ring attention has not.")
+    how = _scoring(query, scaling, kwargs)
+    return ring_attention(query, key, value, mask, how, kwargs.get("s_aux")).transpose(1, 2), None
+
+
+def _attend_by_heads(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend by Ulysses, from [batch, heads, part, width] to [batch, part, heads, width]; a collective.
+
+    The whole sequence is attended to by sdpa, and blockwise where the model caps scores or has sinks.
+    """
+    mask = _checked_mask(module, attention_mask, kwargs)
+    ranks, num_heads = mask.sequence.ranks, query.shape[1]
+    if num_heads % ranks.num_ranks:
+        raise ModelError(
+            f"{type(module).__name__} has {num_heads} heads, which {ranks.num_ranks} ranks cannot divide; set "
+            f"shard.context_method=ring."
+        )
+    num_sent = num_sent_heads(key.shape[1], ranks.num_ranks)
+    query = to_heads(query, ranks)
+    key, value = (to_heads(repeat_heads(tensor, num_sent), ranks) for tensor in (key, value))
+    sinks = kwargs.get("s_aux")
+    if sinks is None and kwargs.get("softcap") is None:
+        own = _Heads(query.shape[1] // key.shape[1])
+        output, _ = sdpa_attention_forward(own, query, key, value, mask.whole(), dropout, scaling)  # type: ignore[arg-type]
+        output = output.transpose(1, 2)
+    elif dropout:
+        raise ModelError(f"{type(module).__name__} has dropout in attention ({dropout}) with a cap or sinks.")
+    else:
+        first = ranks.rank * query.shape[1]
+        own_sinks = None if sinks is None else sinks.reshape(-1)[first : first + query.shape[1]]
+        output = ring_attention(query, key, value, mask.on_one_rank(), _scoring(query, scaling, kwargs), own_sinks)
+    return to_sequence(output, ranks).transpose(1, 2), None
+
+
+class _Heads:
+    """The layer as sdpa needs to see it: how many queries share a key among the heads of this rank."""
+
+    is_causal = True
+
+    def __init__(self, num_key_value_groups: int) -> None:
+        self.num_key_value_groups = num_key_value_groups
+
+
+def _checked_mask(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> SequenceMask:
+    """`mask`; ModelError if it is none of ours, or if the layer gives something else that would be ignored."""
+    others = [name for name in ("position_bias", "cache", "output_attentions") if kwargs.get(name) is not None]
+    others = [name for name in others if kwargs[name] is not False]
+    if not isinstance(mask, SequenceMask) or others or kwargs.get("is_causal") is False:
+        given = ", ".join(others) or f"a mask of type {type(mask).__name__}"
+        raise ModelError(f"{type(module).__name__} gives its attention {given}, which cannot be divided over ranks.")
+    return mask
+
+
+def _scoring(query: torch.Tensor, scaling: float | None, kwargs: dict[str, Any]) -> Scoring:
+    return Scoring(query.shape[-1] ** -0.5 if scaling is None else float(scaling), kwargs.get("softcap"))
