@@ -280,6 +280,7 @@ class PlanConfig(RunConfig, PlanSettings):
     run_dir: str = default_run_dir("plan")
     model: ModelConfig = field(default_factory=ModelConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

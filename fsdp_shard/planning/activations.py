@@ -165,13 +165,16 @@ def _causal_without_mask(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation("sdpa")
 
 
-def take_out_head(model: PreTrainedModel, chunked_loss: bool | str, num_rows: int) -> int | None:
+def take_out_head(
+    model: PreTrainedModel, chunked_loss: bool | str, num_rows: int, *, any_vocabulary: bool = False
+) -> int | None:
     """Have `model` return its hidden state instead of logits, where training would use a chunked loss.
 
     Args:
         model: The model, on meta.
         chunked_loss: The setting `model.chunked_loss`.
         num_rows: Number of tokens in a micro-batch.
+        any_vocabulary: Whether `auto` includes small vocabularies.
 
     Returns:
         Bytes of the loss head, or None where training would use logits.
@@ -180,7 +183,7 @@ def take_out_head(model: PreTrainedModel, chunked_loss: bool | str, num_rows: in
         ModelError: `chunked_loss` is true and the model cannot be used with it.
     """
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if not use_loss_head(model, chunked_loss):
+    if not use_loss_head(model, chunked_loss, any_vocabulary=any_vocabulary):
         return None
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear), "use_loss_head has checked it"

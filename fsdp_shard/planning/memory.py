@@ -18,7 +18,15 @@ from fsdp_shard import models, sharding
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.activations import measure_activations, take_out_head
 from fsdp_shard.planning.optimizer import optimizer_bytes
-from fsdp_shard.training import AdapterConfig, LoraConfig, OptimConfig, TrainConfig, inject_lora, quantize_base
+from fsdp_shard.training import (
+    AdapterConfig,
+    LoraConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    TrainConfig,
+    inject_lora,
+    quantize_base,
+)
 from fsdp_shard.utils import balanced_partition, first_line
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
@@ -36,6 +44,7 @@ class PlannedRun:
     num_ranks: int
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     saves_asynchronously: bool = True
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
     @property
     def num_shards(self) -> int:
@@ -51,6 +60,18 @@ class PlannedRun:
     def num_data_ranks(self) -> int:
         """Number of ranks, or of groups that divide sequences, that each see samples of their own."""
         return sharding.num_data_ranks(self.shard, self.num_ranks)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of sequences in a micro-batch that are kept for the backward pass: both answers of each pair."""
+        return self.train.micro_batch_size * (2 if self.objective.samples == "pairs" else 1)
+
+    @property
+    def has_sharded_reference(self) -> bool:
+        """Whether a frozen copy of the model is sharded beside it."""
+        kind = getattr(self.objective, "chosen_reference", None)
+        has_adapter = not self.adapter.trains_all
+        return kind is not None and kind(has_adapter=has_adapter, is_streamed=False) == "sharded"
 
     @property
     def part_length(self) -> int:
@@ -71,6 +92,7 @@ class RankMemory:
         activations_bytes: Activations of one micro-batch; None when they could not be measured.
         host_bytes: Bytes of the state that are in host memory, with CPU offload.
         staging_bytes: Bytes of the copy in host memory that asynchronous saves write from, not in the peak.
+        reference_bytes: Its shard of the reference model of a preference objective, and the root that stays gathered.
     """
 
     rank: int
@@ -81,6 +103,7 @@ class RankMemory:
     activations_bytes: int | None
     host_bytes: int
     staging_bytes: int = 0
+    reference_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -92,7 +115,8 @@ class RankMemory:
         """Upper bound on the bytes in use on the device; None when the activations could not be measured."""
         if self.activations_bytes is None:
             return None
-        return self.state_bytes - self.host_bytes + self.unsharded_bytes + self.activations_bytes
+        transient_bytes = self.unsharded_bytes + self.activations_bytes
+        return self.state_bytes - self.host_bytes + self.reference_bytes + transient_bytes
 
 
 @dataclass(frozen=True)
@@ -177,7 +201,12 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
         parameters, gradients, optimizer = states[rank % run.num_shards]
         host = parameters + gradients + optimizer if run.shard.cpu_offload else 0
         staging = gradients + optimizer if run.saves_asynchronously else 0  # only what is trained is saved
-        per_rank.append(RankMemory(rank, parameters, gradients, optimizer, unsharded, activations, host, staging))
+        reference = 0
+        if run.has_sharded_reference:
+            of_root = units[-1].gathered_bytes if run.shard.is_sharded else 0
+            reference = of_root + (0 if run.shard.cpu_offload else parameters)
+        sizes = (parameters, gradients, optimizer, unsharded, activations, host, staging, reference)
+        per_rank.append(RankMemory(rank, *sizes))
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
     return MemoryPlan(type(model).__name__, num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree)
@@ -265,9 +294,10 @@ def _activations_bytes(config: PretrainedConfig, run: PlannedRun) -> tuple[int |
     Or None and why they cannot be measured: control flow that depends on values, or a model without text input.
     """
     model = _build(config, run, run.shard.param_dtype)
-    of_head = take_out_head(model, run.model.chunked_loss, run.train.micro_batch_size * run.part_length)
+    any_vocabulary, num_tokens = not run.objective.is_cross_entropy, run.num_rows * run.part_length
+    of_head = take_out_head(model, run.model.chunked_loss, num_tokens, any_vocabulary=any_vocabulary)
     try:
-        activations = measure_activations(model, run.shard, run.train.micro_batch_size, run.part_length)
+        activations = measure_activations(model, run.shard, run.num_rows, run.part_length)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         return None, first_line(error)
     return activations.saved_bytes + (2 * activations.logits_bytes if of_head is None else of_head), None

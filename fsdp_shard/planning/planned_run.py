@@ -15,7 +15,7 @@ from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.models import ModelConfig, check_model_config
 from fsdp_shard.planning.config import DeviceConfig, PlanDataConfig, PlanSavingConfig
 from fsdp_shard.sharding import ShardConfig
-from fsdp_shard.training import AdapterConfig, OptimConfig, TrainConfig
+from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
 if TYPE_CHECKING:
     from fsdp_shard.inference import DispatchConfig
@@ -29,6 +29,7 @@ class PlannedSettings(Protocol):
     model: ModelConfig
     data: PlanDataConfig
     shard: ShardConfig
+    objective: ObjectiveConfig
     adapter: AdapterConfig
     optim: OptimConfig
     train: TrainConfig
@@ -95,18 +96,19 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         >>> plan.figures["peak_bytes"]  # doctest: +SKIP
         8437268480
     """
-    from fsdp_shard.models import check_model_task, context_of, load_config
+    from fsdp_shard.models import check_model_task, context_of
     from fsdp_shard.planning.memory import PlannedRun, plan_memory
     from fsdp_shard.planning.report import figures, plan_report
-    from fsdp_shard.training import settle_run_length
+    from fsdp_shard.training import origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
-    model_config = load_config(model.source.directory, trusted)
+    model_config = origin_config(config.model, model.source)
     check_model_task(model_config, config.model.task)
     context = context_of(model_config, trusted)
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
     saving, memory_bytes = config.checkpoint.asynchronous, config.device.memory_bytes
-    run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)
+    sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
+    run = PlannedRun(*sections, saving, config.objective)
     plan = plan_memory(model_config, run)
     dispatch_text, dispatched = _plan_dispatch(config, model, length)
     text = f"{context.describe(length)}\n{plan_report(plan, memory_bytes)}{dispatch_text}"

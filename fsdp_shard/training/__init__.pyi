@@ -48,6 +48,7 @@ from .model_origin import (
     collect_model_files as collect_model_files,
     data_task as data_task,
     model_source as model_source,
+    origin_config as origin_config,
 )
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig

@@ -19,7 +19,15 @@ from fsdp_shard.planning.activations import head_bytes, measure_activations
 from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.planning.optimizer import optimizer_bytes
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, recompute_blocks
-from fsdp_shard.training import AdamW8bitConfig, AdamWConfig, LoraConfig, TrainConfig, linear_cross_entropy
+from fsdp_shard.training import (
+    OBJECTIVES,
+    AdamW8bitConfig,
+    AdamWConfig,
+    LoraConfig,
+    ObjectiveConfig,
+    TrainConfig,
+    linear_cross_entropy,
+)
 from tests.support.tiny import llama, llama_config
 
 COHERE = CohereConfig(
@@ -298,6 +306,21 @@ def test_the_loss_in_chunks_takes_the_place_of_logits() -> None:
     assert large[0] == large[1] < large[2] / 4
     with pytest.raises(ModelError, match="chunked_loss=true does not work"):
         plan(COHERE, model=ModelConfig(path="x", chunked_loss=True))
+
+
+def test_pairs_are_two_rows_and_a_frozen_copy_is_one_more_shard() -> None:
+    objective: Any = OBJECTIVES["dpo"]
+    pairs, rows = plan(objective=objective(), num_ranks=2), plan(train=TrainConfig(micro_batch_size=2), num_ranks=2)
+    # The loss head takes the place of the logits, which the rows of a small vocabulary have.
+    whole = plan(objective=objective(), num_ranks=2, model=ModelConfig(path="x", chunked_loss=False))
+    assert whole.per_rank[0].activations_bytes == rows.per_rank[0].activations_bytes
+    assert pairs.per_rank[0].activations_bytes != rows.per_rank[0].activations_bytes
+    assert pairs.per_rank[0].reference_bytes == 0
+    sharded = plan(objective=objective(reference="sharded"), num_ranks=2).per_rank[0]
+    assert sharded.reference_bytes >= sharded.parameters_bytes > 0
+    assert sharded.peak_bytes == (pairs.peak_bytes or 0) + sharded.reference_bytes
+    for other in (ObjectiveConfig(), objective(), OBJECTIVES["simpo"]()):
+        assert plan(objective=other, adapter=LoraConfig()).per_rank[0].reference_bytes == 0
 
 
 @pytest.mark.parametrize("option", ["adamw", "muon"])
