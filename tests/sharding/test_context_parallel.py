@@ -12,11 +12,13 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import AutoConfig
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.sharding import ContextRanks, attending
 from fsdp_shard.sharding.context_parallel.attention import divide_attention
-from fsdp_shard.sharding.context_parallel.sequence_parts import zigzag_chunks
+from fsdp_shard.sharding.context_parallel.masks import SequenceMask
+from fsdp_shard.sharding.context_parallel.sequence_parts import WholeSequence, zigzag_chunks
 from tests.support.ranks import on_ranks
 
 BATCH, LENGTH, VOCABULARY, MASKED = 2, 22, 131, -100  # 22 is padded to 24 for 8 chunks
@@ -127,6 +129,25 @@ def test_losses_and_gradients_are_those_of_one_rank(name: str, num_ranks: int) -
         assert of_loss < 1e-5, case
         assert of_gradients < 1e-4, case
         assert largest > 0.01, case
+
+
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("lengths", [(48,), (5, 20, 23), (24, 24)])
+def test_pairs_of_chunks_are_skipped_where_no_token_attends(window: int | None, lengths: tuple[int, ...]) -> None:
+    positions = np.concatenate([np.arange(length) for length in lengths])[None]
+    ranks = ContextRanks(zigzag_chunks(4))
+    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    mask = SequenceMask(WholeSequence.of(ranks, positions), function, window)
+    whole = mask.rectangle(slice(0, 48), slice(0, 48))[0, 0]
+    num_skipped = 0
+    for query in range(8):
+        for key in range(8):
+            block = whole[6 * query : 6 * query + 6, 6 * key : 6 * key + 6]
+            assert mask.is_empty(query, key) == (not bool(block.any())), (query, key)
+            assert not mask.is_full(query, key) or bool(block.all()), (query, key)
+            num_skipped += mask.is_empty(query, key)
+    assert mask.is_causal == (window is None and len(lengths) == 1)
+    assert num_skipped > 28 or mask.is_causal
 
 
 def test_every_rank_of_a_ring_has_as_many_pairs_of_tokens() -> None:

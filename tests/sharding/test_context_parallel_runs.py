@@ -95,13 +95,12 @@ def test_runs_are_those_of_one_rank_and_checkpoints_do_not_know_of_it(
     assert run(tmp_path / "one", settings, half).losses == rest
     ring = ["shard.context_parallel=4", "shard.context_method=ring", "launch.ranks=4"]
     assert run(tmp_path / "four", settings, half, *ring).losses == rest
-    assert run(tmp_path / "fsdp1", settings, half, *two, "shard=fsdp1").losses == rest
     assert run(tmp_path / "ddp", settings, half, *two, "shard=ddp", "shard.context_method=ring").losses == rest
 
 
-def test_a_ring_in_each_of_two_replicas(plain: Ended, settings: list[str], tmp_path: Path) -> None:
+def test_a_ring_in_each_of_two_replicas_under_fsdp1(plain: Ended, settings: list[str], tmp_path: Path) -> None:
     ring = ["shard.context_parallel=2", "shard.context_method=ring", "shard.replicas=2", "launch.ranks=4"]
-    given = [*ring, "shard.activation_checkpointing=true", "model.chunked_loss=true"]
+    given = [*ring, "shard=fsdp1", "shard.activation_checkpointing=true", "model.chunked_loss=true"]
     assert_alike(run(tmp_path / "run", settings, *given), plain)
 
 
