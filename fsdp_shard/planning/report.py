@@ -9,7 +9,7 @@ from fsdp_shard.models import Block
 from fsdp_shard.planning.memory import MemoryPlan, RankMemory
 from fsdp_shard.utils import format_number, format_size, format_table
 
-_COLUMNS = ("parameters", "gradients", "optimizer", "unsharded", "activations", "peak")
+_COLUMNS = ("parameters", "gradients", "optimizer", "average", "unsharded", "activations", "peak")
 
 
 def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
@@ -70,11 +70,12 @@ def _block_rows(blocks: Sequence[Block]) -> list[list[str]]:
 
 def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
     """A row for each run of ranks with equal figures."""
-    rows = [["rank", *_COLUMNS]]
-    for _, run in groupby(ranks, key=lambda rank: [getattr(rank, f"{column}_bytes") for column in _COLUMNS]):
+    columns = [column for column in _COLUMNS if column != "average" or any(rank.average_bytes for rank in ranks)]
+    rows = [["rank", *columns]]
+    for _, run in groupby(ranks, key=lambda rank: [getattr(rank, f"{column}_bytes") for column in columns]):
         found = list(run)
         name = str(found[0].rank) if len(found) == 1 else f"{found[0].rank} to {found[-1].rank}"
-        rows.append([name, *(_size(getattr(found[0], f"{column}_bytes")) for column in _COLUMNS)])
+        rows.append([name, *(_size(getattr(found[0], f"{column}_bytes")) for column in columns)])
     return rows
 
 

@@ -31,6 +31,7 @@ from fsdp_shard.training.loss.linear_cross_entropy import giving_loss
 from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
 from fsdp_shard.training.optim.embedding_noise import noisy_embeddings
 from fsdp_shard.training.optim.lr_schedule import learning_rate
+from fsdp_shard.training.optim.weight_average import WeightAverage
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
@@ -52,6 +53,7 @@ class TrainingRun:
         sync_every_micro_batch: Whether gradients are reduced after every micro-batch, or once per step.
         profile: Returns the context in which the step with this number is made.
         functions: A loss and metrics of one's own.
+        average: Average of the weights, updated after each step that is not skipped.
         interrupted_by: The signal that stopped the run before its last step, or 0.
 
     Example:
@@ -69,6 +71,7 @@ class TrainingRun:
     sync_every_micro_batch: bool = True
     profile: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
     functions: OwnFunctions = field(default_factory=OwnFunctions)
+    average: WeightAverage | None = None
     interrupted_by: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -201,6 +204,8 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     fault = ""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         run.optimizer.step()
+        if run.average is not None:
+            run.average.update()
     else:
         named = _blamed(run, loaded, losses)
         fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite in the {named}"
