@@ -54,7 +54,7 @@ class CheckpointSummary:
         balance: The size of the largest file divided by the mean (1.0 is even).
         base: The base model of an adapter, as adapter_config.json names it.
         tied: Each tied name with the name under which the tensor is stored.
-        extras: Other tensors by kind (`optimizer`, `adapter`, `other`), those of optimizer/ and ema/ in a step included.
+        extras: Other tensors by kind (`optimizer`, `adapter`, `other`, and `ema` of a step), those of its folders too.
         integrity: What `verify` can check: `digests` (there is a manifest) or `structure`.
         manifest_problems: Files of the manifest that are missing or have another size.
         tensors: The tensors that were selected.
