@@ -110,6 +110,7 @@ from .steps.manifest import (
 )
 from .steps.step_integrity import check_content as check_content, check_files as check_files, drop_cache as drop_cache
 from .steps.step_store import (
+    AVERAGE as AVERAGE,
     CHECKPOINTS as CHECKPOINTS,
     CONFIG_FILE as CONFIG_FILE,
     OPTIMIZER as OPTIMIZER,

@@ -169,6 +169,10 @@ def check_disk_space(
     replica = plan.per_rank[: sharding.num_shards(config.shard, len(plan.per_rank))]
     is_adapter = isinstance(config.adapter, training.LoraConfig)
     weights = sum(rank.gradients_bytes if is_adapter else rank.parameters_bytes for rank in replica)
+    if average := sum(rank.average_bytes for rank in replica):  # ema/, with what is frozen of a model
+        weights += average + (
+            0 if is_adapter else sum(rank.parameters_bytes - rank.gradients_bytes for rank in replica)
+        )
     optimizer = sum(rank.optimizer_bytes for rank in replica) * config.checkpoint.optimizer
     count = max_num_checkpoints(train, config.checkpoint)
     with_optimizer = min(count, (config.checkpoint.keep_optimizer_last or count) + 1)

@@ -93,6 +93,7 @@ class RankMemory:
         host_bytes: Bytes of the state that are in host memory, with CPU offload.
         staging_bytes: Bytes of the copy in host memory that asynchronous saves write from, not in the peak.
         reference_bytes: Its shard of the reference model of a preference objective, and the root that stays gathered.
+        average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
     """
 
     rank: int
@@ -104,11 +105,12 @@ class RankMemory:
     host_bytes: int
     staging_bytes: int = 0
     reference_bytes: int = 0
+    average_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of parameters, gradients and optimizer state, wherever they are."""
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        """Bytes of parameters, gradients, optimizer state and averages, wherever they are."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.average_bytes
 
     @property
     def peak_bytes(self) -> int | None:
@@ -198,14 +200,14 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     states = _state_bytes(model, units, run)
     per_rank = []
     for rank in range(run.num_ranks):
-        parameters, gradients, optimizer = states[rank % run.num_shards]
-        host = parameters + gradients + optimizer if run.shard.cpu_offload else 0
-        staging = gradients + optimizer if run.saves_asynchronously else 0  # only what is trained is saved
+        parameters, gradients, optimizer, average = states[rank % run.num_shards]
+        host = parameters + gradients + optimizer + average if run.shard.cpu_offload else 0
+        staging = gradients + optimizer + average if run.saves_asynchronously else 0  # only what is trained is saved
         reference = 0
         if run.has_sharded_reference:
             of_root = units[-1].gathered_bytes if run.shard.is_sharded else 0
             reference = of_root + (0 if run.shard.cpu_offload else parameters)
-        sizes = (parameters, gradients, optimizer, unsharded, activations, host, staging, reference)
+        sizes = (parameters, gradients, optimizer, unsharded, activations, host, staging, reference, average)
         per_rank.append(RankMemory(rank, *sizes))
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
@@ -260,8 +262,10 @@ def _unsharded_bytes(shard: sharding.ShardConfig, units: Sequence[sharding.Unit]
     return gathered + gradients
 
 
-def _state_bytes(model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun) -> list[tuple[int, int, int]]:
-    """(bytes of parameters, of gradients, of optimizer state) of each shard; equal shards are computed once."""
+def _state_bytes(
+    model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun
+) -> list[tuple[int, int, int, int]]:
+    """Bytes of parameters, gradients, optimizer state and averages of each shard; equal shards are computed once."""
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
@@ -275,7 +279,7 @@ def _state_bytes(model: PreTrainedModel, units: Sequence[sharding.Unit], run: Pl
         return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
 
     contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
-    known: dict[tuple[object, ...], tuple[int, int, int]] = {}
+    known: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
     sizes = []
     for local, owned in zip(local_shapes, owned_by_rank, strict=True):
         content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
@@ -283,7 +287,8 @@ def _state_bytes(model: PreTrainedModel, units: Sequence[sharding.Unit], run: Pl
             gradients = {name: shape for name, shape in local.items() if name in trained}
             updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else gradients
             optimizer = optimizer_bytes(run.optim, updated, shapes, dtypes) if updated else 0
-            known[key] = num_bytes(local), num_bytes(gradients), optimizer
+            average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, gradients.values()))  # in float32
+            known[key] = num_bytes(local), num_bytes(gradients), optimizer, average
         sizes.append(known[key])
     return sizes
 

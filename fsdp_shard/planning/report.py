@@ -9,7 +9,8 @@ from fsdp_shard.models import Block
 from fsdp_shard.planning.memory import MemoryPlan, RankMemory
 from fsdp_shard.utils import format_number, format_size, format_table
 
-_COLUMNS = ("parameters", "gradients", "optimizer", "reference", "unsharded", "activations", "peak")
+_COLUMNS = ("parameters", "gradients", "optimizer", "average", "reference", "unsharded", "activations", "peak")
+_OPTIONAL = ("average", "reference")  # shown where a run has them
 
 
 def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
@@ -70,7 +71,8 @@ def _block_rows(blocks: Sequence[Block]) -> list[list[str]]:
 
 def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
     """A row for each run of ranks with equal figures."""
-    columns = [column for column in _COLUMNS if column != "reference" or ranks[0].reference_bytes]
+    present = {name for name in _OPTIONAL if any(getattr(rank, f"{name}_bytes") for rank in ranks)}
+    columns = [column for column in _COLUMNS if column not in _OPTIONAL or column in present]
     rows = [["rank", *columns]]
     for _, run in groupby(ranks, key=lambda rank: [getattr(rank, f"{column}_bytes") for column in columns]):
         found = list(run)

@@ -57,6 +57,12 @@ class TrainConfig:
     neftune_alpha: float | None = setting(
         None, "Scale of NEFTune's noise on the embeddings in training, such as 5; null: no noise.", above=0.0
     )
+    ema_decay: float | None = setting(
+        None,
+        "Keep an exponential moving average of the trained weights with this decay, such as 0.999, and save it with "
+        "each step, in ema/; null: none.",
+        above=0.0,
+    )
     max_grad_norm: float | None = setting(1.0, "Maximum norm for gradient clipping; null does not clip.", above=0.0)
     schedule: str = setting("cosine", "Learning rate schedule after warm-up.", choices=SCHEDULES)
     power: float = setting(1.0, "Exponent of schedule=polynomial.", above=0.0)
@@ -98,6 +104,8 @@ class TrainConfig:
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings that contradict each other or have no effect."""
         check_batch(self, 1, prefix)
+        if self.ema_decay is not None and self.ema_decay >= 1.0:
+            raise ConfigError(f"{prefix}ema_decay={self.ema_decay} would never change the average: give less than 1.0.")
         if self.epochs is None:
             self._check_steps(prefix)
         elif self.steps is not None:

@@ -20,6 +20,7 @@ from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import check_classifier, decoder_start, empty_model, model_source, origin_config
 from fsdp_shard.training.objectives.checks import check_objective
+from fsdp_shard.training.optim.weight_average import check_average
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.qlora import quantize_base
@@ -61,6 +62,7 @@ def check_finetune(config: FinetuneSettings) -> None:
         )
     if not resume.is_finished(resumed, config.run_dir, config.train):
         resume.check_optimizer(resumed)
+        check_average(config.train.ema_decay, resumed)
     lora.check_continues(config.adapter, resumed)
     check_base_model(config, resumed)
     check_model(config, model_source(config, resumed), resumed)

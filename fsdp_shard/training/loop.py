@@ -29,6 +29,7 @@ from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
 from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference
 from fsdp_shard.training.optim.embedding_noise import noisy_embeddings
 from fsdp_shard.training.optim.lr_schedule import learning_rate
+from fsdp_shard.training.optim.weight_average import WeightAverage
 from fsdp_shard.training.seeding import derived_seed, seed_all
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.training.trainer_state import TrainerState
@@ -52,6 +53,7 @@ class TrainingRun:
         functions: A loss and metrics of one's own.
         objective: What the model is trained for.
         reference: The model that it is compared with, for objectives that need one.
+        average: Average of the weights, updated after each step that is not skipped.
         interrupted_by: The signal that stopped the run before its last step, or 0.
 
     Example:
@@ -71,6 +73,7 @@ class TrainingRun:
     functions: OwnFunctions = field(default_factory=OwnFunctions)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     reference: Reference | None = None
+    average: WeightAverage | None = None
     interrupted_by: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -207,6 +210,8 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     fault = ""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         run.optimizer.step()
+        if run.average is not None:
+            run.average.update()
     else:
         named = _blamed(run, loaded, losses)
         fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite in the {named}"

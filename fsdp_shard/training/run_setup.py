@@ -33,6 +33,7 @@ from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import collect_model_files, data_task, model_source
 from fsdp_shard.training.objectives.reference import open_reference
 from fsdp_shard.training.optim.build import check_rates
+from fsdp_shard.training.optim.weight_average import average_files, open_average
 from fsdp_shard.training.sample_length import describe_lengths
 from fsdp_shard.training.seeding import deterministic_algorithms, tf32_products
 from fsdp_shard.training.stop_signal import StopSignal
@@ -195,6 +196,9 @@ def open_run(
     run = TrainingRun(loaded.model, optimizer, dataset, config.train, context, state, start.stop)
     run.objective = config.objective
     run.reference = open_reference(config, start, loaded)
+    names = {} if loaded.adapter is None else loaded.adapter.names
+    shards = loaded.model.local_shards()
+    run.average = open_average(config.train.ema_decay, shards, names, start.step, context)
     run.sync_every_micro_batch = config.shard.sync_every_micro_batch
     run.functions.loss = find_loss(config.loss)
     run.functions.samples = sample_completions(config, start.open_tokenizer, context)
@@ -272,8 +276,11 @@ def open_saver(config: FinetuneSettings, run: TrainingRun, start: RunStart, load
     """
     source, adapter = start.source, loaded.adapter
     files = run_on_main(run.context, lambda: collect_model_files(source, config.model, config.data, adapter))
+    files |= average_files(files) if run.average is not None else {}
     files |= run_files(config, loaded)
-    return new_saver(config.run_dir, config.checkpoint, run.context, loaded, run.optimizer, files, log)
+    saver = new_saver(config.run_dir, config.checkpoint, run.context, loaded, run.optimizer, files, log)
+    saver.average = run.average
+    return saver
 
 
 def run_files(config: FinetuneSettings, loaded: LoadedModel) -> dict[str, bytes]:

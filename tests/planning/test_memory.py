@@ -18,11 +18,13 @@ from fsdp_shard.planning import optimizer as planned_optimizer
 from fsdp_shard.planning.activations import head_bytes, measure_activations
 from fsdp_shard.planning.memory import MemoryPlan, PlannedRun, plan_memory
 from fsdp_shard.planning.optimizer import optimizer_bytes
+from fsdp_shard.planning.report import plan_report
 from fsdp_shard.sharding import DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, recompute_blocks
 from fsdp_shard.training import (
     OBJECTIVES,
     AdamW8bitConfig,
     AdamWConfig,
+    AdapterConfig,
     LoraConfig,
     ObjectiveConfig,
     TrainConfig,
@@ -95,6 +97,19 @@ def test_the_optimizer_has_what_the_real_one_has(option: str) -> None:
     assert plan(optim=config).per_rank[0].optimizer_bytes == real
     ranks = plan(optim=config, num_ranks=2).per_rank
     assert sum(rank.optimizer_bytes for rank in ranks) == pytest.approx(real, abs=4 * len(params))  # steps are twice
+
+
+def test_an_average_of_what_is_trained_is_kept_in_float32() -> None:
+    model = ModelConfig(path="x", dtype="bfloat16")
+    for adapter, share in ((LoraConfig(), 1), (AdapterConfig(), 2)):  # factors are float32
+        settings: dict[str, Any] = {"model": model, "num_ranks": 2, "adapter": adapter}
+        without, averaged = (plan(train=TrainConfig(ema_decay=decay), **settings) for decay in (None, 0.9))
+        for one, two in zip(without.per_rank, averaged.per_rank, strict=True):
+            assert one.average_bytes == 0
+            assert two.average_bytes == share * two.gradients_bytes
+            assert two.peak_bytes == (one.peak_bytes or 0) + two.average_bytes
+    assert "average" in plan_report(averaged, None)
+    assert "average" not in plan_report(without, None)
 
 
 def test_8_bit_state_counts_in_8_bits() -> None:

@@ -1,4 +1,5 @@
-"""Format `peft`: an adapter as peft saves it, `adapter_config.json` with `adapter_model.safetensors`.
+"""Format `peft`: an adapter as peft saves it, `adapter_config.json` with `adapter_model.safetensors`, or, as a run
+saves the average of one, with rank files.
 
 The index holds the adapter's own tensors under their stored names; `lora_merge` applies them to a base model. Imports
 neither torch nor peft.
@@ -8,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.formats import huggingface
+from fsdp_shard.checkpoint.formats import huggingface, native_sharded
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file, member
 from fsdp_shard.errors import CheckpointError
@@ -21,8 +22,10 @@ _LONGEST_PATH = 4096  # PATH_MAX of Linux
 
 
 def is_adapter(path: Path) -> bool:
-    """A directory with both files."""
-    return path.is_dir() and has_file(path, ADAPTER_CONFIG) and has_file(path, ADAPTER_WEIGHTS)
+    """A directory with adapter_config.json, and with the weights as one file or as rank files."""
+    if not path.is_dir() or not has_file(path, ADAPTER_CONFIG):
+        return False
+    return has_file(path, ADAPTER_WEIGHTS) or native_sharded.recognize(path)
 
 
 recognize = is_adapter  # under the name that the registry calls; the door exports the other one
@@ -31,7 +34,9 @@ recognize = is_adapter  # under the name that the registry calls; the door expor
 def read(path: Path) -> TensorIndex:
     """The index of a directory that `recognize` accepts."""
     read_adapter_config(path)
-    return replace(huggingface.read_files(path, [ADAPTER_WEIGHTS]), format=NAME)
+    if has_file(path, ADAPTER_WEIGHTS):
+        return replace(huggingface.read_files(path, [ADAPTER_WEIGHTS]), format=NAME)
+    return replace(native_sharded.read(path), format=NAME)
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:

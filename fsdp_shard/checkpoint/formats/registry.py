@@ -60,8 +60,8 @@ class Writer(Protocol):
 # In the order in which they are asked to `recognize` a path: frequent and fast ones first. Modules are imported only
 # when they are asked, which halves the time that `inspect` takes to start.
 FORMATS = (
+    "peft",  # before native_sharded: averages of an adapter are rank files
     "native_sharded",
-    "peft",
     "dcp.dcp_safetensors",
     "huggingface",
     "dcp.dcp_reader",

@@ -18,7 +18,7 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.integrity.verify_report import size_problem
 from fsdp_shard.checkpoint.io import TensorSpec, member, torch_name
 from fsdp_shard.checkpoint.location import open_checkpoint
-from fsdp_shard.checkpoint.steps import Manifest
+from fsdp_shard.checkpoint.steps import AVERAGE, Manifest
 from fsdp_shard.checkpoint.tensor_entry import Extra
 from fsdp_shard.errors import CheckpointError, one_line
 from fsdp_shard.utils import format_count, format_size
@@ -54,7 +54,7 @@ class CheckpointSummary:
         balance: The size of the largest file divided by the mean (1.0 is even).
         base: The base model of an adapter, as adapter_config.json names it.
         tied: Each tied name with the name under which the tensor is stored.
-        extras: Other tensors by kind (`optimizer`, `adapter`, `other`), those of optimizer/ in a step included.
+        extras: Other tensors by kind (`optimizer`, `adapter`, `other`, and `ema` of a step), those of its folders too.
         integrity: What `verify` can check: `digests` (there is a manifest) or `structure`.
         manifest_problems: Files of the manifest that are missing or have another size.
         tensors: The tensors that were selected.
@@ -182,12 +182,13 @@ def _near(pattern: str, index: TensorIndex) -> str:
 
 
 def _extras(index: TensorIndex) -> dict[str, Extra]:
-    """The extras of the index, and the optimizer state in the directory of a step of ours."""
-    directory = index.root / OPTIMIZER
-    if not native_sharded.recognize(directory):
-        return dict(index.extras)
-    with native_sharded.read(directory) as states:
-        return sum_extras(index.extras, {OPTIMIZER: Extra(len(states.tensors), states.num_bytes)})
+    """The extras of the index, and the rank files in folders of a step of ours."""
+    found = dict(index.extras)
+    for folder in (OPTIMIZER, AVERAGE):
+        if native_sharded.recognize(index.root / folder):
+            with native_sharded.read(index.root / folder) as states:
+                found = sum_extras(found, {folder: Extra(len(states.tensors), states.num_bytes)})
+    return found
 
 
 def _manifest_problems(root: Path, manifest: Manifest) -> tuple[str, ...]:

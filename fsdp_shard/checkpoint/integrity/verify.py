@@ -24,6 +24,7 @@ from fsdp_shard.checkpoint.io import has_file, itemsize, member
 from fsdp_shard.checkpoint.location import Location, local_path, locate, refuse_unused_base
 from fsdp_shard.checkpoint.model_files import CONFIG
 from fsdp_shard.checkpoint.steps import (
+    AVERAGE,
     MANIFEST,
     OPTIMIZER,
     SHARD_INDEX,
@@ -295,11 +296,11 @@ def _file_problems(root: Path, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _index_problems(root: Path) -> Iterator[Problem]:
-    """What indexes of rank files, of weights and optimizer state, say otherwise than the headers of those files.
+    """What indexes of rank files say otherwise than the headers of those files, in the step and in its folders.
 
     Raises CheckpointError if either cannot be read.
     """
-    for folder in (root, root / OPTIMIZER):
+    for folder in (root, root / OPTIMIZER, root / AVERAGE):
         if not has_file(folder, SHARD_INDEX):
             continue
         where, held = ByteRange(str((folder / SHARD_INDEX).relative_to(root))), f"{folder / SHARD_INDEX}"

@@ -9,14 +9,15 @@ ranks, except on rank 0, which makes the index of the rank files and the manifes
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fsdp_shard.checkpoint.digests import chunk_digest, record_tensor
 from fsdp_shard.checkpoint.io import fault_point
 from fsdp_shard.checkpoint.sharded_state import write_plan, write_shards
 from fsdp_shard.checkpoint.steps import (
+    AVERAGE,
     OPTIMIZER,
     SHARD_INDEX,
     SINGLE_FILE,
@@ -35,7 +36,8 @@ from fsdp_shard.errors import FsdpShardError
 class RunState:
     """All that a step directory holds. `trainer` and `model_files` (config, tokenizer) are needed on rank 0 only.
 
-    `single_file` is the name of the weights' file if the layout has only one. Shards are read through `reading`.
+    `average` are averages of the weights, a second set of rank files in a folder of the step. `single_file` is the name
+    of the weights' file if the layout has only one. Shards are read through `reading`.
     """
 
     weights: Mapping[str, LocalShard]
@@ -44,6 +46,7 @@ class RunState:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     model_files: Mapping[str, bytes] = field(default_factory=dict)
     single_file: str = SINGLE_FILE
+    average: Mapping[str, LocalShard] = field(default_factory=dict)
     reading: write_shards.Reading = write_shards.read_shard
 
 
@@ -63,7 +66,7 @@ def save_step(
         store: The checkpoints of the run; that of rank 0 counts.
         step: The step, which must not be there yet.
         state: This rank's part of the state.
-        layout: `gathered` or `sharded`, of the weights; optimizer state is always sharded.
+        layout: `gathered` or `sharded`, of the weights; optimizer state and averages are always sharded.
         max_shard_bytes: Largest file of gathered weights; None for one file. A rank file is never divided.
 
     Returns:
@@ -78,15 +81,16 @@ def save_step(
     target = write_plan.Target(
         context.rank, context.world_size, step, save, max_shard_bytes, state.aliases, state.single_file
     )
-    has_optimizer = context.all_reduce([float(bool(state.optimizer))], "max")[0] > 0  # a rank may have nothing of it
-    plans = _plan(state, target, layout, has_optimizer=has_optimizer)
+    # A rank may have nothing of them.
+    has_folder = context.all_reduce([float(bool(part)) for part in (state.optimizer, state.average)], "max")
+    plans = _plan(state, target, layout, [flag > 0 for flag in has_folder])
     own_bytes = sum(plan.num_bytes for plan in plans)
-    planned = context.gather_object((own_bytes, plans.weights.report, plans.optimizer.report))
+    planned = context.gather_object((own_bytes, *(plan.report for plan in plans)))
     indexes = run_on_all(context, lambda: _indexes(target, planned))  # none but on rank 0
     plans = plans._replace(weights=plans.weights.with_files(indexes))
     num_bytes = sum(size for size, *_ in planned) + sum(map(len, indexes.values()))
     directory = Path(run_on_main(context, lambda: _begin(store, step, num_bytes)))
-    parts = (state.weights, state.optimizer, state.reading)
+    parts = (state.weights, (state.optimizer, state.average), state.reading)
     try:
         run_on_all(context, lambda: write_shards.create_files(directory, plans))
         written = run_on_all(context, lambda: write_shards.write_ranges(directory, plans, *parts))
@@ -109,14 +113,19 @@ def save_step(
     return store.path(step)
 
 
-def _plan(state: RunState, target: write_plan.Target, layout: str, *, has_optimizer: bool) -> write_shards.RankPlans:
-    weights, optimizer = write_plan.LAYOUTS[layout](state.weights, target), write_plan.WritePlan([], {})
-    if has_optimizer:
-        optimizer = write_plan.plan_optimizer_writes(state.optimizer, target)
+def _plan(
+    state: RunState, target: write_plan.Target, layout: str, has_folder: Sequence[bool]
+) -> write_shards.RankPlans:
+    """`has_folder` is whether any rank has something of the optimizer state, and of the averages."""
+    weights, others = write_plan.LAYOUTS[layout](state.weights, target), []
+    folders = ((OPTIMIZER, state.optimizer, dict[str, str]()), (AVERAGE, state.average, target.aliases))
+    for is_there, (folder, shards, aliases) in zip(has_folder, folders, strict=True):
+        plan = write_plan.plan_folder_writes(folder, shards, replace(target, aliases=aliases)) if is_there else None
+        others.append(plan or write_plan.WritePlan([], {}))
     if target.rank == 0:
         trainer = (json.dumps(dict(state.trainer), indent=2) + "\n").encode()
         weights = weights.with_files({**state.model_files, **({TRAINER: trainer} if state.trainer else {})})
-    return write_shards.RankPlans(weights, optimizer)
+    return write_shards.RankPlans(weights, *others)
 
 
 def _begin(store: Store, step: int, num_bytes: int) -> str:
@@ -132,14 +141,14 @@ def _commit(store: Store, directory: Path, step: int, manifest: Manifest) -> Non
 
 
 def _indexes(
-    target: write_plan.Target, planned: Sequence[tuple[int, RankReport | None, RankReport | None]]
+    target: write_plan.Target, planned: Sequence[tuple[int, RankReport | None, RankReport | None, RankReport | None]]
 ) -> dict[str, bytes]:
-    """The indexes of the rank files that the ranks report, of weights and optimizer state, by file name."""
+    """The indexes of the rank files that the ranks report, of weights, optimizer state and averages, by file name."""
     found = {}
-    for name, reports, aliases in (
-        (SHARD_INDEX, [weights for _, weights, _ in planned], target.aliases),
-        (f"{OPTIMIZER}/{SHARD_INDEX}", [optimizer for *_, optimizer in planned], dict[str, str]()),
+    for number, (folder, aliases) in enumerate(
+        (("", target.aliases), (f"{OPTIMIZER}/", dict[str, str]()), (f"{AVERAGE}/", target.aliases)), start=1
     ):
+        name, reports = f"{folder}{SHARD_INDEX}", [cast("RankReport | None", one[number]) for one in planned]
         known = [report for report in reports if report is not None]
         if known:
             assert len(known) == len(reports), f"only some ranks have a file of those that {name} lists"

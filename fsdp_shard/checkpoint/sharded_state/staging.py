@@ -92,7 +92,7 @@ class Staging:
             The state for the save, in which shards that another rank writes have no `data`, and the copy that it is
             read through.
         """
-        shards = [*state.weights.values(), *state.optimizer.values()]
+        shards = [*state.weights.values(), *state.optimizer.values(), *state.average.values()]
         gpu = next((shard.data.device for shard in shards if shard.data.is_cuda), None)
         memory = self._get_memory(sum(_aligned(shard.data.nbytes) for shard in shards if shard.writes), gpu)
         used = 0
@@ -111,13 +111,13 @@ class Staging:
             jobs.append((host, shard.data))
             return shard if shard.data.device.type == "cpu" else replace(shard, data=host)
 
-        weights = {
-            name: staged(shard, is_buffer=not isinstance(shard.tensor, nn.Parameter))
-            for name, shard in state.weights.items()
-        }
+        weights, average = (
+            {name: staged(shard, is_buffer=not isinstance(shard.tensor, nn.Parameter)) for name, shard in part.items()}
+            for part in (state.weights, state.average)
+        )
         optimizer = {name: staged(shard, is_buffer=False) for name, shard in state.optimizer.items()}
         copy = StagedCopy(jobs)
-        return replace(state, weights=weights, optimizer=optimizer, reading=copy.reading), copy
+        return replace(state, weights=weights, optimizer=optimizer, average=average, reading=copy.reading), copy
 
     def _get_memory(self, num_bytes: int, gpu: torch.device | None) -> torch.Tensor:
         if self._memory is None or len(self._memory) < num_bytes:

@@ -12,7 +12,6 @@ from fsdp_shard.checkpoint import tensor_slices
 from fsdp_shard.checkpoint.io import TensorSpec, from_torch_name
 from fsdp_shard.checkpoint.steps import (
     INDEX_FILE,
-    OPTIMIZER,
     SINGLE_FILE,
     FilePlan,
     RankReport,
@@ -109,11 +108,11 @@ def plan_sharded_writes(shards: Mapping[str, LocalShard], target: Target) -> Wri
     return WritePlan([file], offsets, report=RankReport.of(file, pieces, boxes))
 
 
-def plan_optimizer_writes(shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
-    """One file per rank in the folder of the optimizer state, whatever the layout of the weights."""
-    plan = plan_sharded_writes(shards, replace(target, aliases={}))
-    files = [replace(file, name=f"{OPTIMIZER}/{file.name}") for file in plan.creates]
-    offsets = {name: (f"{OPTIMIZER}/{file}", offset) for name, (file, offset) in plan.offsets.items()}
+def plan_folder_writes(folder: str, shards: Mapping[str, LocalShard], target: Target) -> WritePlan:
+    """One file per rank in a folder of the step, whatever the layout of the weights."""
+    plan = plan_sharded_writes(shards, target)
+    files = [replace(file, name=f"{folder}/{file.name}") for file in plan.creates]
+    offsets = {name: (f"{folder}/{file}", offset) for name, (file, offset) in plan.offsets.items()}
     return WritePlan(files, offsets, report=plan.report)
 
 

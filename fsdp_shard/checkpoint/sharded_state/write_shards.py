@@ -34,10 +34,11 @@ Reading = Callable[[LocalShard, slice], AbstractContextManager[memoryview]]
 
 
 class RankPlans(NamedTuple):
-    """What one rank writes: weights, with all small files of the step, and optimizer state."""
+    """What one rank writes: weights, with all small files of the step, optimizer state, and averages of weights."""
 
     weights: WritePlan
     optimizer: WritePlan
+    average: WritePlan
 
 
 class Written(NamedTuple):
@@ -55,8 +56,8 @@ class Written(NamedTuple):
 
 
 def create_files(directory: Path, plans: RankPlans) -> None:
-    """Create this rank's files of weights and optimizer state at full size."""
-    for file in [*plans.weights.creates, *plans.optimizer.creates]:
+    """Create this rank's files at full size."""
+    for file in (file for plan in plans for file in plan.creates):
         _make_folder(directory / file.name)
         create_file(directory, file)
     fault_point("created")
@@ -77,7 +78,7 @@ def create_file(root: Path, plan: FilePlan) -> None:
 
 def _make_folder(path: Path) -> None:
     if not path.parent.exists():
-        path.parent.mkdir(exist_ok=True)  # another rank may have created it just now
+        path.parent.mkdir(parents=True, exist_ok=True)  # another rank may have created it just now
 
 
 def read_shard(shard: LocalShard, part: slice) -> AbstractContextManager[memoryview]:
@@ -90,7 +91,7 @@ def write_ranges(
     directory: Path,
     plans: RankPlans,
     weights: Mapping[str, LocalShard],
-    optimizer: Mapping[str, LocalShard],
+    others: tuple[Mapping[str, LocalShard], Mapping[str, LocalShard]],
     reading: Reading,
 ) -> Written:
     """Write and fsync everything that this rank writes; each byte is read once, through `reading`.
@@ -99,7 +100,7 @@ def write_ranges(
         directory: The step directory, in which `create_files` has run on all ranks.
         plans: What to write.
         weights: This rank's weights.
-        optimizer: This rank's optimizer state.
+        others: This rank's optimizer state, and averages of weights.
         reading: Gives the bytes of a shard.
     """
     hashed: Digests = {name: {} for name in plans.weights.offsets}
@@ -109,11 +110,8 @@ def write_ranges(
         for name in plans.weights.offsets:
             writer.write(plans.weights, name, weights[name], _chunk_hasher(name, weights[name], hashed[name], parts))
         fault_point("weights-written")
-        hasher = xxhash.xxh3_128(b"".join(file.header for file in plans.optimizer.creates))  # at most one: this rank's
-        for name in plans.optimizer.offsets:  # in file order, since the digest is of the file as a whole
-            writer.write(plans.optimizer, name, optimizer[name], lambda start, content: hasher.update(content))
-        for file in plans.optimizer.creates:
-            records[file.name] = FileRecord(file.num_bytes, digest=hasher.hexdigest())
+        for plan, shards in zip(plans[1:], others, strict=True):
+            records |= _write_file(writer, plan, shards)
         for name, content in plans.weights.small_files.items():
             _make_folder(directory / name)
             write_file(directory / name, content)
@@ -123,6 +121,14 @@ def write_ranges(
             writer.sync({file.name for file in plan.creates} | {file for file, _ in plan.offsets.values()})
     fault_point("synced")
     return Written(hashed, parts, records)
+
+
+def _write_file(writer: "_Writer", plan: WritePlan, shards: Mapping[str, LocalShard]) -> Records:
+    """Write this rank's file of a plan of rank files, if it has one; returns its record."""
+    hasher = xxhash.xxh3_128(b"".join(file.header for file in plan.creates))  # at most one: this rank's
+    for name in plan.offsets:  # in file order, since the digest is of the file as a whole
+        writer.write(plan, name, shards[name], lambda start, content: hasher.update(content))
+    return {file.name: FileRecord(file.num_bytes, digest=hasher.hexdigest()) for file in plan.creates}
 
 
 def hash_shared_chunks(directory: Path, plan: WritePlan, shards: Mapping[str, LocalShard], written: Written) -> None:

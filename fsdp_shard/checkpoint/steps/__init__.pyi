@@ -42,6 +42,7 @@ from .step_integrity import (
 )
 from .step_reference import choose_step as choose_step, split_reference as split_reference
 from .step_store import (
+    AVERAGE as AVERAGE,
     BEST as BEST,
     CHECKPOINTS as CHECKPOINTS,
     CONFIG_FILE as CONFIG_FILE,

@@ -20,7 +20,8 @@ from fsdp_shard.utils import fsync_path, read_bounded, write_atomically
 CHECKPOINTS = "checkpoints"  # under a run directory
 LATEST, BEST = "latest", "best"
 CONFIG_FILE = "config.yaml"  # under a run directory: the settings that made its newest step
-OPTIMIZER, TRAINER, RUN_CONFIG = "optimizer", "trainer.json", "run_config.yaml"  # under a step directory
+# Under a step directory.
+OPTIMIZER, AVERAGE, TRAINER, RUN_CONFIG = "optimizer", "ema", "trainer.json", "run_config.yaml"
 _NO_OPTIMIZER = f".{OPTIMIZER}.deleted"
 _POINTER_BYTES = 64  # longer than the name of any step
 

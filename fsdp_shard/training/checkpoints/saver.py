@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from fsdp_shard.training.checkpoints.step_committer import StepCommitter
 from fsdp_shard.training.checkpoints.step_saver import SaveLog, StepSaver
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.optim.lr_schedule import is_due
+from fsdp_shard.training.optim.weight_average import WeightAverage
 from fsdp_shard.training.trainer_state import TrainerState
 
 
@@ -27,6 +29,9 @@ class Saver(StepSaver):
         model_files: Config, tokenizer and settings of the run, by file name; needed on rank 0 only.
         committer: What commits a step.
         log: What reports saves.
+
+    Attributes:
+        average: The average of the weights that is saved with each step, if any.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class Saver(StepSaver):
     ) -> None:
         super().__init__(context, config, committer, log)
         self._loaded, self._optimizer, self._model_files = loaded, optimizer, model_files
+        self.average: WeightAverage | None = None
         self.settle_before([optimizer])
 
     def is_due(self, state: TrainerState, num_steps: int) -> bool:
@@ -61,9 +67,13 @@ class Saver(StepSaver):
         """This rank's part of what a step directory holds."""
         shards, document = self._loaded.model.local_shards(), json.loads(trainer.to_json())
         states = self._optimizer_states(shards) if self._config.optimizer else {}
+        averages = {} if self.average is None else self.average.weights()
         if (adapter := self._loaded.adapter) is not None:
-            return checkpoint.RunState(adapter.stored(shards), {}, states, document, self._model_files, adapter.FILE)
-        return checkpoint.RunState(shards, self._loaded.aliases, states, document, self._model_files)
+            averages = adapter.stored(averages) if averages else {}
+            weights = adapter.stored(shards)
+            return checkpoint.RunState(weights, {}, states, document, self._model_files, adapter.FILE, averages)
+        state = checkpoint.RunState(shards, self._loaded.aliases, states, document, self._model_files)
+        return replace(state, average=averages)
 
     def _optimizer_states(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
         if values := checkpoint.optimizer_values(self._optimizer, shards):

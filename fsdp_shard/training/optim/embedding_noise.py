@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations import neftune_post_forward_hook
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.sharding import transformers_model
