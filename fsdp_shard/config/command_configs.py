@@ -193,7 +193,7 @@ class ConvertConfig(RunConfig, ConvertSettings):
 
 @dataclass
 class EvaluateConfig(RunConfig, EvaluateSettings):
-    """Evaluate a checkpoint: perplexity, tasks of lm-evaluation-harness, classes, generated answers, or speed.
+    """Evaluate a checkpoint: perplexity, tasks of lm-evaluation-harness, classes, rewards, generated answers, or speed.
 
     Several ranks each load the model, and divide the batches.
 
@@ -205,7 +205,7 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
     command: ClassVar[str] = "evaluate"
     headline: ClassVar[tuple[str, ...]] = (
         *("perplexity", "loss", "first_token_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"),
-        *("accuracy", "f1_macro", "exact_match", "f1", "rougeL", "wer", "seconds"),
+        *("accuracy", "mean_margin", "f1_macro", "exact_match", "f1", "rougeL", "wer", "seconds"),
     )
     ranks_are: ClassVar[Ranks] = "started"
     unused: ClassVar[tuple[str, ...]] = ()
@@ -219,7 +219,7 @@ class EvaluateConfig(RunConfig, EvaluateSettings):
         if self.perplexity.by != "documents" and self.task in ("perplexity", "lm_eval"):
             why = (
                 f"has no effect: it draws documents for intervals, with {prefix}perplexity.by=documents, the rows of "
-                f"{prefix}task=classification and generation, and the prompts of {prefix}task=speed. Remove it."
+                f"{prefix}task=classification, reward and generation, and the prompts of {prefix}task=speed. Remove it."
             )
             refuse_changed(self, ["seed"], prefix, why)
 

@@ -1,3 +1,8 @@
+from .compared_answers import (
+    ComparedPair as ComparedPair,
+    ComparedPairs as ComparedPairs,
+    open_compared_pairs as open_compared_pairs,
+)
 from .config import DataConfig as DataConfig, all_sources as all_sources, cache_directory as cache_directory
 from .documents import (
     DocumentRow as DocumentRow,

@@ -101,8 +101,8 @@ def _check_samples(task: str, data: DataConfig, samples: str) -> None:
         given = f"{source.where}.kind={source.kind}"
         if samples == ROWS and source.kind == PREFERENCE:
             raise ConfigError(
-                f"{given} has answers to compare, which only preference objectives of finetune do. Choose one, such as "
-                f"objective=dpo, or another {source.where}.kind."
+                f"{given} has answers to compare, which only preference objectives of finetune do, and "
+                f"evaluate task=reward. Choose one, such as objective=dpo, or another {source.where}.kind."
             )
         if samples != ROWS and source.kind != PREFERENCE:
             raise ConfigError(

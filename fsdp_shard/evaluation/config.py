@@ -6,26 +6,35 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from fsdp_shard.checkpoint import Location, SourceSettings, locate
-from fsdp_shard.data import CAUSAL, CLASSIFICATION as SEQUENCE_CLASSIFICATION, DataConfig, check_source, check_task
+from fsdp_shard.data import (
+    CAUSAL,
+    CLASSIFICATION as SEQUENCE_CLASSIFICATION,
+    PAIRS,
+    ROWS,
+    DataConfig,
+    check_source,
+    check_task,
+)
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation.scored_rows.config import ScoringConfig
 from fsdp_shard.inference import DispatchConfig
 from fsdp_shard.utils import REQUIRED, Parsed, changed_settings, refuse_changed, require_package, setting
 
 PERPLEXITY, LM_EVAL, SPEED = "perplexity", "lm_eval", "speed"
-CLASSIFICATION, GENERATION = "classification", "generation"
-TASKS = (PERPLEXITY, LM_EVAL, CLASSIFICATION, GENERATION, SPEED)
+CLASSIFICATION, REWARD, GENERATION = "classification", "reward", "generation"
+TASKS = (PERPLEXITY, LM_EVAL, CLASSIFICATION, REWARD, GENERATION, SPEED)
+SCORED_ROWS = (CLASSIFICATION, REWARD, GENERATION)
 WINDOWS, DOCUMENTS = "windows", "documents"
 
 # The tasks that have a setting or a section; with any other task it is an error.
 _TASKS_OF: dict[str, tuple[str, ...]] = {
-    "data": (PERPLEXITY, CLASSIFICATION, GENERATION),
+    "data": (PERPLEXITY, *SCORED_ROWS),
     "perplexity": (PERPLEXITY,),
     "against": (PERPLEXITY,),
     "stride": (PERPLEXITY,),
     "lm_eval": (LM_EVAL,),
-    "scoring": (CLASSIFICATION, GENERATION),
-    "batch_size": (PERPLEXITY, LM_EVAL, CLASSIFICATION, GENERATION),
+    "scoring": SCORED_ROWS,
+    "batch_size": (PERPLEXITY, LM_EVAL, *SCORED_ROWS),
     "speed": (SPEED,),
 }
 _MAX_SIZE = 1 << 20  # of a batch and of a context
@@ -155,6 +164,7 @@ class EvaluateSettings(SourceSettings):
         PERPLEXITY,
         "perplexity: how well the model predicts each token of data.path. lm_eval: how well it answers the questions "
         "of lm_eval.tasks (needs the extra `eval`). classification: how often a classifier finds the label of a text. "
+        "reward: how often a reward model gives the better answer of a pair the higher reward. "
         "generation: how well answers to prompts agree with those of the data, by scoring.metrics. speed: how fast the "
         "model generates, by batch size and length of the prompt, and the memory that this takes.",
         choices=TASKS,
@@ -176,7 +186,7 @@ class EvaluateSettings(SourceSettings):
     lm_eval: LmEvalConfig = field(default_factory=LmEvalConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
-    batch_size: int = setting(8, "Windows, questions, texts or prompts per batch.", minimum=1)
+    batch_size: int = setting(8, "Windows, questions, texts, pairs or prompts per batch.", minimum=1)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
 
     @cached_property
@@ -207,7 +217,7 @@ class EvaluateSettings(SourceSettings):
                 f"{prefix}task={LM_EVAL} needs the names of tasks: add {prefix}lm_eval.tasks=[hellaswag] or others "
                 f"(`lm_eval ls tasks` lists them)."
             )
-        elif self.task in (CLASSIFICATION, GENERATION):
+        elif self.task in SCORED_ROWS:
             self._check_rows(prefix)
 
     def _refuse_others(self, prefix: str) -> None:
@@ -252,7 +262,12 @@ class EvaluateSettings(SourceSettings):
         data, why = self.data, f"has no effect with {prefix}task={self.task}; leave it out."
         held_out = f"holds out rows in training; give the rows of {prefix}task={self.task} by {prefix}data.eval_path."
         refuse_changed(data, ["eval_fraction"], f"{prefix}data.", held_out)
-        if self.task == CLASSIFICATION:
+        if self.task == REWARD and data.kind != "preference":
+            raise ConfigError(
+                f"{prefix}task={REWARD} compares pairs of answers, and {prefix}data.kind={data.kind} has none; set "
+                f"{prefix}data.kind=preference, and give rows with a chosen and a rejected answer."
+            )
+        if self.task in (CLASSIFICATION, REWARD):
             refuse_changed(self.scoring, ["metrics", "max_new_tokens"], f"{prefix}scoring.", why)
             return
         ScoringConfig.asked.of(self.scoring, f"{prefix}scoring.")
@@ -281,12 +296,20 @@ def check_inputs(settings: EvaluateSettings) -> None:
         check_text(settings.data)
     elif settings.task == CLASSIFICATION:
         check_text(settings.data, SEQUENCE_CLASSIFICATION)
+    elif settings.task == REWARD:
+        check_text(settings.data, SEQUENCE_CLASSIFICATION, PAIRS)
     elif settings.task == LM_EVAL:
         require_package("lm_eval", "eval", "task=lm_eval", "set task=perplexity")
 
 
-def check_text(data: DataConfig, task: str = CAUSAL) -> None:
-    """Raise DataError or ConfigError if the data to evaluate a model of this `model.task` on cannot be read."""
+def check_text(data: DataConfig, task: str = CAUSAL, samples: str = ROWS) -> None:
+    """Raise DataError or ConfigError if the data to evaluate a model on cannot be read.
+
+    Args:
+        data: The settings of the data.
+        task: The `model.task` of the model.
+        samples: The shape of samples, as in `Task`.
+    """
     if data.mixture:
         raise ConfigError(
             "data.mixture is for training on several texts; evaluate each of them separately, with data.path."
@@ -297,5 +320,5 @@ def check_text(data: DataConfig, task: str = CAUSAL) -> None:
         )
     if data.streaming:
         raise ConfigError("data.streaming=true is for training: an evaluation reads all of data.path. Remove it.")
-    check_task(task, data)
-    check_source(data, held_out=data.eval_path is not None, task=task)
+    check_task(task, data, samples)
+    check_source(data, held_out=data.eval_path is not None, task=task, samples=samples)

@@ -7,11 +7,12 @@ from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import Location
 from fsdp_shard.distributed import DistributedContext
-from fsdp_shard.evaluation.config import CLASSIFICATION, GENERATION, EvaluateSettings, check_inputs
+from fsdp_shard.evaluation.config import SCORED_ROWS, EvaluateSettings, check_inputs
 from fsdp_shard.evaluation.perplexity_task.perplexity import settle_windows
 from fsdp_shard.evaluation.registry import EVALUATIONS
 from fsdp_shard.evaluation.scored_rows.classification import check_classification
 from fsdp_shard.evaluation.scored_rows.generated_answers import check_answering
+from fsdp_shard.evaluation.scored_rows.reward_model import check_rewards
 from fsdp_shard.evaluation.speed_task.speed import check_sizes
 from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
@@ -42,6 +43,7 @@ def check_evaluation(settings: EvaluateSettings) -> None:
         check_checkpoint(source)
     settle_windows(settings)
     check_classification(settings)
+    check_rewards(settings)
     check_answering(settings)
     check_sizes(settings)
 
@@ -75,7 +77,7 @@ def run_evaluation(
     trust = settings.dispatch.trust_remote_code
     for source in settings.sources:
         config = load_config(source.directory, trust)
-        if settings.task not in (CLASSIFICATION, GENERATION):  # which have other models
+        if settings.task not in SCORED_ROWS:  # which have other models
             check_causal(config)
         if settings.data.packing:
             check_packing(config)

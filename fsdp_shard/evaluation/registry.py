@@ -11,6 +11,7 @@ from fsdp_shard.evaluation.config import (
     GENERATION,
     LM_EVAL,
     PERPLEXITY,
+    REWARD,
     SPEED,
     EvaluateSettings,
     Figures,
@@ -20,6 +21,7 @@ from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.perplexity_task.perplexity import open_perplexity
 from fsdp_shard.evaluation.scored_rows.classification import open_classification
 from fsdp_shard.evaluation.scored_rows.generated_answers import open_generation
+from fsdp_shard.evaluation.scored_rows.reward_model import open_rewards
 from fsdp_shard.evaluation.speed_task.speed import open_speed
 
 
@@ -47,6 +49,7 @@ EVALUATIONS: dict[str, _Open] = {
     PERPLEXITY: open_perplexity,
     LM_EVAL: open_tasks,
     CLASSIFICATION: open_classification,
+    REWARD: open_rewards,
     GENERATION: open_generation,
     SPEED: open_speed,
 }

@@ -168,7 +168,7 @@ def test_one_answer_with_a_label(label: Any, expected: str) -> None:
         ({"scores": [None, 1, 2]}, ["chosen z", "rejected y", "unscored"]),
         ({"ranks": "[3, 2, 1]"}, ["chosen z", "rejected x", "rejected y"]),
         ({"completions": ["x", "", None, "y"]}, ["chosen x", "rejected y", "empty answer", "empty answer"]),
-        ({"completions": ["x", "x", "y"]}, ["chosen x", "rejected y", "equal"]),
+        ({"completions": ["x", "x", "y"]}, ["chosen x", "equal", "rejected y"]),
         ({"completions": ["x"]}, ["single"]),
         ({"completions": []}, ["single"]),
         ({"completions": None}, ["single"]),

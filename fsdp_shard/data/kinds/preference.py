@@ -2,7 +2,8 @@
 
 The examples of a row are those of its answers: the chosen one, then each rejected one, which makes a pair with the
 chosen one before it; or one answer alone, desirable or not. What is left out is an example without tokens whose label
-says why. `samples.preferences` makes samples of them.
+says why: in the place of the rejected answer of a pair that is left out, otherwise at the end. `samples.preferences`
+makes samples of them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PREFERENCE = "preference"
 class PreferenceKind(Kind, PreferenceColumns):
     """`scored` is whether a classifier, a reward model, reads prompt and answer as one text."""
 
-    chosen_by, version = "data.kind=preference", "preference"
+    chosen_by, version = "data.kind=preference", "preference-2"
 
     scored: bool
 
@@ -93,12 +94,15 @@ class PreferenceKind(Kind, PreferenceColumns):
         ]
         if len(found) == 1:
             reasons = ["" if True in found[0].predicted else EMPTY_ANSWER]
-            kept = [one for one, reason in zip(found, reasons, strict=True) if not reason]
         else:
-            reasons = [_why_not(found[0], one) for one in found[1:]]
-            kept = [one for one, reason in zip(found[1:], reasons, strict=True) if not reason]
-            kept = [found[0], *kept] if kept else []
-        return kept + [Example([], [], reason, row.margin) for reason in (*row.left_out, *filter(None, reasons))]
+            others = [_why_not(found[0], one) for one in found[1:]]
+            reasons = ["", *others]
+            if all(others):  # of no pair, the chosen answer is none
+                found, reasons = found[1:], others
+        kept = [
+            Example([], [], reason, row.margin) if reason else one for one, reason in zip(found, reasons, strict=True)
+        ]
+        return kept + [Example([], [], reason, row.margin) for reason in row.left_out]
 
     def _plain(self, answers: list[Answer], tokenizer: Tokenizer) -> list[Example]:
         """Tokenize prompts and answers that are text, each alone, as the prompt is at inference."""

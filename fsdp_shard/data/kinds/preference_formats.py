@@ -103,8 +103,8 @@ def refuse_labeled(where: str, number: int) -> None:
     if number:
         raise DataError(
             f"{where}: {format_count(number, 'answer')} of the data {'has' if number == 1 else 'have'} a label, and "
-            f"the objective of this run compares pairs of a chosen and a rejected answer. Give such pairs, or choose "
-            f"an objective for labeled answers, such as objective=kto."
+            f"pairs of a chosen and a rejected answer are compared here. Give such pairs, or choose an objective "
+            f"for labeled answers, such as objective=kto."
         )
 
 

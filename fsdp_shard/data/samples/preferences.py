@@ -161,7 +161,7 @@ def cut_answers(examples: Examples, classes: Sequence[str | int], task: Task, lo
     num_truncated, num_unusable = int(np.count_nonzero(longer[kept].any(axis=1))), len(found) - len(kept)
     counts.append((num_unusable, noun, f" whose prompt fills the first {longest} tokens"))
     if task.samples != PAIRS:
-        kept = _with_others(kept[:, 0], np.cumsum(~rejected))
+        kept = _with_others(kept[:, 0], np.cumsum(chosen | desirable | undesirable))
     notes = tuple(f"{format_count(count, noun)}{words} left out" for count, noun, words in counts if count)
     return Cut(kept, num_truncated, sum(count for count, _, _ in counts), notes)
 

@@ -1,5 +1,7 @@
 """The losses of finished batches in a file of the run directory, so that an evaluation that was killed goes on.
 
+Rewards of texts are kept in the same way.
+
 The first line is the fingerprint of all that the losses depend on; each further line has a batch. A line is on the disk
 before the next batch begins. What a kill leaves of a line is dropped, and its batch is computed again.
 """
@@ -23,7 +25,10 @@ _LONGEST_LINE = 64 << 20  # bytes
 
 
 class BatchLosses(NamedTuple):
-    """The numbers of the windows of a batch, the sum of the losses of each in nats, how long and in which order."""
+    """The numbers of the windows of a batch, the sum of the losses of each in nats, how long and in which order.
+
+    Of a reward model, the windows are texts, and the losses their rewards.
+    """
 
     windows: list[int]
     losses: list[float]
@@ -38,6 +43,7 @@ class LossLog:
         path: The file, which may exist. Its directory is made.
         inputs: All that the losses depend on, as JSON.
         batches: The windows of each batch, in the order in which they are computed.
+        names: What the file calls windows and losses.
 
     Attributes:
         finished: The batches that the file has already.
@@ -47,10 +53,16 @@ class LossLog:
         ConfigError: Another process writes the file.
     """
 
-    def __init__(self, path: Path, inputs: Mapping[str, Any], batches: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        inputs: Mapping[str, Any],
+        batches: Sequence[Sequence[int]],
+        names: tuple[str, str] = ("windows", "losses"),
+    ) -> None:
         self.finished: list[BatchLosses] = []
         self.changed: list[str] = []
-        self._path = path
+        self._path, self._names = path, names
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         self._file: BinaryIO = os.fdopen(handle, "r+b")
@@ -63,7 +75,8 @@ class LossLog:
 
     def append(self, batch: BatchLosses) -> None:
         """Add a batch, and wait until it is on the disk."""
-        self._write(batch._asdict())
+        values = zip(self._names, (batch.windows, batch.losses), strict=True)
+        self._write({**dict(values), "seconds": batch.seconds, "schedule": batch.schedule})
 
     def close(self) -> None:
         """Close the file, and give the lock back."""
@@ -83,7 +96,7 @@ class LossLog:
         if found is not None and found.get("fingerprint") == header["fingerprint"]:
             end = self._file.tell()
             for windows in batches:
-                if (batch := _batch_of(self._read_line(), windows)) is None:
+                if (batch := _batch_of(self._read_line(), windows, self._names)) is None:
                     break
                 self.finished.append(batch)
                 end = self._file.tell()
@@ -112,11 +125,11 @@ class LossLog:
             os.fsync(self._file.fileno())
 
 
-def _batch_of(line: dict[str, Any] | None, windows: Sequence[int]) -> BatchLosses | None:
+def _batch_of(line: dict[str, Any] | None, windows: Sequence[int], names: tuple[str, str]) -> BatchLosses | None:
     """Return the batch in a line; None unless it is complete, and has these windows."""
-    if line is None or line.get("windows") != list(windows):
+    if line is None or line.get(names[0]) != list(windows):
         return None
-    losses, seconds = line.get("losses"), line.get("seconds")
+    losses, seconds = line.get(names[1]), line.get("seconds")
     numbers = [*losses, seconds] if isinstance(losses, list) else []
     if len(numbers) != len(windows) + 1 or not all(isinstance(one, float) and math.isfinite(one) for one in numbers):
         return None

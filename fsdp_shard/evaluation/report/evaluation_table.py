@@ -21,7 +21,7 @@ _OF_SIZES = (
     *("per text", "peak memory"),
 )
 _SIZES = "Medians; tokens per second of all texts of a batch, and of each. Compare figures of the same machine only."
-# Figures that only some tasks have: classification and generation; and those of tasks other than perplexity.
+# Figures that only some tasks have: classification, reward and generation; and those of tasks other than perplexity.
 _SCORED = {"accuracy", "num_prompts"}
 _OTHERS = _SCORED | {"results", "speed"}
 
@@ -104,7 +104,7 @@ def _tasks(score: _Score) -> Iterator[list[Cell]]:
 
 
 def _scored_rows(score: _Score) -> Iterator[list[Cell]]:
-    """A row for each measure of `task=classification` or `task=generation`; the data stands for the task."""
+    """A row for each measure of `task=classification`, `reward` or `generation`; the data stands for the task."""
     settings = _map(_map(score.figures.get("provenance")).get("settings"))
     intervals = _map(score.figures.get("confidence_interval"))
     if not _SCORED & set(score.figures):

@@ -1,1 +1,1 @@
-"""Classes and generated answers, scored row by row against those of the data."""
+"""Classes, rewards and generated answers, scored row by row against those of the data."""

@@ -1,4 +1,4 @@
-"""Settings of `task=classification` and `task=generation`; imports no torch."""
+"""Settings of the tasks that score rows: classification, reward and generation; imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ _PACKAGES = {EXACT_MATCH: None, F1: None, ROUGE: "rouge_score", WER: "jiwer"}  #
 # The figures in result.json of which one row of a report is made each, in its order.
 MEASURES = (
     *("accuracy", "f1_macro", "f1_weighted", "cross_entropy"),
+    *("mean_margin", "mean_reward_chosen", "mean_reward_rejected", "preference_loss"),
     *(EXACT_MATCH, F1, "rouge1", "rouge2", "rougeL", WER),
 )
 
@@ -38,7 +39,7 @@ def parse_metrics(value: Any, setting: str) -> list[str] | None:
 
 @dataclass
 class ScoringConfig:
-    """Settings of `task=classification` and `task=generation`: how answers are made and scored."""
+    """Settings of `task=classification`, `task=reward` and `task=generation`: how answers are made and scored."""
 
     # Any, as a single name on the command line is not a list.
     metrics: Any = setting(

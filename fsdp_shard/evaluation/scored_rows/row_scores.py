@@ -48,13 +48,13 @@ def interval_text(ends: tuple[float, float] | None) -> str:
     return "none for a single row" if ends is None else f"{ends[0]:.4f} to {ends[1]:.4f}"
 
 
-def left_out_lines(left_out: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a line for each reason for which rows are left out, with the first of them: (where, reason) each."""
+def left_out_lines(left_out: Sequence[tuple[str, str]], what: str = "row") -> list[str]:
+    """Return a line for each reason for which something is left out, with the first of them: (where, reason) each."""
     lines = []
     for reason, count in Counter(reason for _, reason in left_out).items():
         wheres = [where for where, its in left_out if its == reason][:_NUM_NAMED]
         named = ", ".join(wheres) + (", ..." if count > _NUM_NAMED else "")
-        lines.append(f"left out: {format_count(count, 'row')} {reason} ({named})")
+        lines.append(f"left out: {f'{format_count(count, what)} {reason}'.rstrip()} ({named})")
     return lines
 
 

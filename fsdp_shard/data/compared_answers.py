@@ -1,0 +1,151 @@
+"""Pairs of answers, as a reward model is trained on them, and where each comes from: for evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdp_shard.data.config import DataConfig, cache_directory, kind_of
+from fsdp_shard.data.documents import NAMES, name_of
+from fsdp_shard.data.kinds.chat_template import with_chat_template
+from fsdp_shard.data.kinds.conversation import Conversation
+from fsdp_shard.data.kinds.kind import CLASSIFICATION, PAIRS, Tokenizer
+from fsdp_shard.data.kinds.preference import PreferenceKind
+from fsdp_shard.data.kinds.preference_formats import CHOSEN, LEFT_OUT, REJECTED, Answer
+from fsdp_shard.data.samples.batch import Floats, Ints
+from fsdp_shard.data.samples.factory import SampleFactory
+from fsdp_shard.data.samples.preferences import MARGIN, RewardRows
+from fsdp_shard.data.sources.source import Source, open_source
+from fsdp_shard.data.task import Task
+from fsdp_shard.data.tokenized.token_cache import tokenize
+from fsdp_shard.data.tokenized.token_file import TokenFile
+from fsdp_shard.distributed import Communicator, run_on_main
+from fsdp_shard.errors import DataError
+
+
+class ComparedPair(NamedTuple):
+    """A pair of the data, or something else in it that is left out.
+
+    Attributes:
+        where: File and line or number of its row.
+        name: What the data calls the row, in a column id or name; None without one.
+        texts: Its `prompt`, `chosen` and `rejected`, each a text or a list of messages; empty if it is no pair.
+        sample: The number of its sample; None if it is left out.
+        what: What is left out: a pair, an answer or a row; empty if nothing is.
+        left_out: Why it is left out; may be empty.
+    """
+
+    where: str
+    name: str | int | None
+    texts: dict[str, Any]
+    sample: int | None
+    what: str
+    left_out: str
+
+
+@dataclass(frozen=True)
+class ComparedPairs:
+    """The rows of some data as samples of a reward model.
+
+    Attributes:
+        samples: The pairs.
+        digest: Of their tokens and margins.
+        source: The rows.
+        kind: How they are read.
+        counts: The number of examples of each row [num_rows].
+        reasons: For each example what it is, CHOSEN or REJECTED, or why something is left out.
+        sample_of: For each example that is the rejected answer of a sample its number; -1 for others [num_examples].
+    """
+
+    samples: RewardRows
+    digest: str
+    source: Source
+    kind: PreferenceKind
+    counts: Ints
+    reasons: list[str]
+    sample_of: Ints
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of both texts of each sample before they are truncated [num_samples, 2], the chosen one first."""
+        return np.asarray(self.samples.examples.lengths[self.samples.kept])
+
+    @property
+    def margins(self) -> Floats | None:
+        """The margin of each sample that the data states [num_samples]; None if it states none."""
+        return self.samples.extras.get(MARGIN)
+
+    def pairs(self) -> Iterator[ComparedPair]:
+        """Read the rows again, in their order; raises DataError if there are others than when they were tokenized."""
+        number, first, columns = 0, 0, self.kind.columns
+        for number, row in enumerate(self.source.rows((*columns, *NAMES)), start=1):
+            if number > len(self.counts):
+                break
+            answers, left_out, _ = self.kind.read(row)
+            end = first + int(self.counts[number - 1])
+            first += self.reasons[first:end].count(CHOSEN)
+            rejected = answers[1:]
+            if first + len(rejected) + len(left_out) != end:
+                raise self._changed()
+            texts = [_texts(answers[0], one) for one in rejected] + [{}] * len(left_out)
+            for example, found in zip(range(first, end), texts, strict=True):
+                what, reason = self._left_out(example)
+                sample = None if what else int(self.sample_of[example])
+                yield ComparedPair(row.where, name_of(row, columns), found, sample, what, reason)
+            first = end
+        if number != len(self.counts):
+            raise self._changed()
+
+    def _left_out(self, example: int) -> tuple[str, str]:
+        """Return what an example stands for, and why it is left out; empty texts for one in a sample."""
+        if self.reasons[example] != REJECTED:
+            what, words = LEFT_OUT[self.reasons[example]]
+            return what, words.strip()
+        if self.sample_of[example] < 0:
+            return "pair", f"whose prompt fills the first {self.samples.sequence_length} tokens"
+        return "", ""
+
+    def _changed(self) -> DataError:
+        return DataError(f"{self.source.name} was changed while it was read; start again.")
+
+
+def open_compared_pairs(config: DataConfig, tokenizer: Tokenizer, task: Task, ranks: Communicator) -> ComparedPairs:
+    """Tokenize `data.eval_path`, or data.path without it, on rank 0 unless it is in the cache. A collective.
+
+    Args:
+        config: The settings of the data, which is of data.kind=preference.
+        tokenizer: The model's tokenizer.
+        task: The classification, with the padding token of the model.
+        ranks: The ranks, which all get the same samples.
+
+    Raises:
+        DataError: The data cannot be read, has answers with a label, or has no pair.
+    """
+    source, kind = open_source(config, config.eval_path is not None), kind_of(config, CLASSIFICATION)
+    assert isinstance(kind, PreferenceKind)
+    tokenizer = with_chat_template(tokenizer, config)
+    file: TokenFile = run_on_main(
+        ranks, lambda: tokenize(source, kind, tokenizer, cache_directory(config), config.workers)
+    )
+    samples, _ = SampleFactory(config, replace(task, samples=PAIRS), None, 0).open(file)
+    assert isinstance(samples, RewardRows)
+    reasons = [str(file.classes[label]) for label in samples.examples.labels]
+    sample_of = np.full(len(reasons), -1, np.int64)
+    sample_of[samples.kept[:, 1]] = np.arange(len(samples))
+    return ComparedPairs(samples, file.digest, source, kind, file.examples_per_row(), reasons, sample_of)
+
+
+def _texts(chosen: Answer, rejected: Answer) -> dict[str, Any]:
+    prompt = chosen.prompt
+    shown = prompt.messages if isinstance(prompt, Conversation) else prompt
+    return {"prompt": shown, "chosen": _own(chosen), "rejected": _own(rejected)}
+
+
+def _own(answer: Answer) -> Any:
+    """The answer without its prompt."""
+    if isinstance(answer.prompt, Conversation) and isinstance(answer.whole, Conversation):
+        return answer.whole.messages[len(answer.prompt.messages) :]
+    return answer.whole

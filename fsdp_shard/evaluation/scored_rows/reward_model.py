@@ -1,0 +1,282 @@
+"""`task=reward`: how often a reward model gives the better answer of a pair the higher reward, on pairs of the data.
+
+The pairs are those that training with objective=reward would read. The rewards of finished batches are kept in the run
+directory, from which an evaluation that was killed goes on to the same figures.
+"""
+
+import gc
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fsdp_shard.data import CLASSIFICATION as SEQUENCE_CLASSIFICATION, ComparedPairs, Ints, open_compared_pairs
+from fsdp_shard.distributed import Communicator, DistributedContext, OnlyRank, run_on_all
+from fsdp_shard.errors import LossError, ModelError
+from fsdp_shard.evaluation.config import REWARD, EvaluateSettings, Figures
+from fsdp_shard.evaluation.earlier_results import remove_earlier
+from fsdp_shard.evaluation.model_digests import digests
+from fsdp_shard.evaluation.model_loader import LoadModel
+from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
+from fsdp_shard.evaluation.perplexity_task.window_losses import batches_of_all
+from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.evaluation.scored_rows.reward_figures import RewardFigures
+from fsdp_shard.evaluation.scored_rows.row_scores import (
+    Intervals,
+    data_row,
+    described,
+    interval_text,
+    left_out_lines,
+    write_predictions,
+)
+from fsdp_shard.models import (
+    ModelConfig,
+    check_model_task,
+    check_vocabulary,
+    config_file,
+    context_of,
+    load_config,
+    running,
+    settle_length,
+)
+from fsdp_shard.training import check_classifier, data_task
+from fsdp_shard.utils import format_count, report_progress, say
+
+_REWARDS_FILE = "rewards.jsonl"
+
+
+@dataclass(frozen=True)
+class RewardEvaluation:
+    """The rewards that the model in `settings.checkpoint` gives to both answers of `pairs`.
+
+    `length` says how long texts and the context are; `ranks` divide the batches.
+    """
+
+    settings: EvaluateSettings
+    run_dir: Path
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    pairs: ComparedPairs
+    length: str
+    ranks: Communicator
+
+    def describe(self) -> str:
+        """The length of texts and the context, the number of pairs, and what is left out."""
+        found, lines = [pair for pair in self.pairs.pairs() if pair.sample is None], [self.length]
+        for what in dict.fromkeys(pair.what for pair in found):
+            lines += left_out_lines([(pair.where, pair.left_out) for pair in found if pair.what == what], what)
+        count = format_count(len(self.pairs.samples), "pair")
+        if num_truncated := int(self._is_truncated.sum()):
+            count += f", {num_truncated:,} cut to {format_count(self.pairs.samples.sequence_length, 'token')}"
+        return "\n".join([*lines, count])
+
+    def measure(self, load: LoadModel) -> Figures:
+        """Run all pairs, longest first, as far as the run directory does not have their rewards yet.
+
+        Args:
+            load: Loads the model; not called if all rewards are there.
+
+        Returns:
+            The figures, on rank 0.
+
+        Raises:
+            LossError: A reward is not finite.
+            ModelError: The model does not have all tokens, or cannot be run.
+            ConfigError: Another process works in the run directory.
+        """
+        batches = self._batches()
+        opened = run_on_all(self.ranks, lambda: self._open(batches) if self.ranks.is_main else None)
+        with nullcontext() if opened is None else opened:
+            done = [] if opened is None else opened.finished
+            left = batches[self.ranks.broadcast_object(len(done)) :]
+            if left:
+                model = run_on_all(self.ranks, lambda: load(self.settings.source))
+                mine = left[self.ranks.rank :: self.ranks.world_size]
+                with (
+                    closing(self._rewards(model, mine)) as computed,
+                    closing(batches_of_all(computed, len(left), self.ranks)) as of_all,
+                ):
+                    if opened is None:
+                        deque(of_all, maxlen=0)  # which rank 0 has
+                    else:
+                        done += self._log(of_all, opened)
+                del model, computed
+                gc.collect()  # blocks on disk hold their memory by cycles
+        return Figures("", {}) if opened is None else self._figures(done)
+
+    @property
+    def _is_truncated(self) -> Ints:
+        return np.asarray((self.pairs.lengths > self.pairs.samples.sequence_length).any(axis=1))
+
+    def _batches(self) -> list[list[int]]:
+        """Divide the texts, of which pair i has 2i and 2i + 1, so that those of a batch have similar lengths."""
+        order, size = np.argsort(-self.pairs.lengths.max(axis=1), kind="stable"), self.settings.batch_size
+        texts = np.stack([2 * order, 2 * order + 1], axis=1)
+        return [texts[first : first + size].ravel().tolist() for first in range(0, len(order), size)]
+
+    def _open(self, batches: Sequence[Sequence[int]]) -> LossLog:
+        """Open the file with the rewards of finished batches, and remove earlier results if it has none of these."""
+        known = self._provenance
+        settings = {name: value for name, value in known["settings"].items() if name != "num_resamples"}
+        inputs = {"weights": digests(known["weights"]), "data": known["data"]["digest"], "versions": known["versions"]}
+        log = LossLog(self.run_dir / _REWARDS_FILE, inputs | {"settings": settings}, batches, ("texts", "rewards"))
+        if log.finished:
+            done = f"{len(log.finished):,} of {len(batches):,} batches"
+            say(f"{self.settings.source.path}: going on after {done}, whose rewards are in {self.run_dir}")
+            return log
+        remove_earlier(self.run_dir)
+        if log.changed:
+            say(
+                f"{self.settings.source.path}: starting again, as {self.run_dir} has the rewards of another evaluation "
+                f"({', '.join(log.changed)} differ)"
+            )
+        return log
+
+    def _rewards(self, model: PreTrainedModel, batches: Sequence[list[int]]) -> Generator[BatchLosses]:
+        """Run the batches of this rank."""
+        for texts in batches:
+            start = time.perf_counter()
+            rewards = self._run(model, np.asarray(texts[::2]) // 2)
+            yield BatchLosses(texts, rewards, time.perf_counter() - start)
+
+    def _run(self, model: PreTrainedModel, numbers: Ints) -> list[float]:
+        """Return the rewards of both answers of some pairs [2 * num_pairs]."""
+        batch = self.pairs.samples.batch(numbers)
+        check_vocabulary(batch.input_ids, model.config)
+        inputs = {name: torch.from_numpy(value) for name, value in batch.inputs.items()}
+        with torch.inference_mode(), running(model):
+            logits = model(**inputs).logits.to("cpu", torch.float64)  # [2 * num_pairs, 1]
+        is_finite = logits.isfinite().view(-1, 2).all(-1)
+        if not bool(is_finite.all()):
+            wrong = {int(number) for number in numbers[~is_finite.numpy()]}
+            wheres = [pair.where for pair in self.pairs.pairs() if pair.sample in wrong]
+            raise LossError(
+                f"The rewards of {format_count(len(wheres), 'pair')} are not finite, the first at {wheres[0]}: weights "
+                f"or activations are not finite. Verify the checkpoint, or load it with dispatch.dtype=float32."
+            )
+        rewards: list[float] = logits[:, 0].tolist()
+        return rewards
+
+    def _log(self, batches: Generator[BatchLosses], log: LossLog) -> list[BatchLosses]:
+        """Write each batch into the file as soon as it is there; return all."""
+        logged = []
+        with report_progress(len(self.pairs.samples), "evaluate", "pairs") as count:
+            count(sum(len(batch.windows) for batch in log.finished) // 2)
+            for batch in batches:
+                logged.append(batch)
+                log.append(batch)
+                count(len(batch.windows) // 2)
+        return logged
+
+    def _figures(self, batches: Sequence[BatchLosses]) -> Figures:
+        """Write the rows, and return the figures with their intervals."""
+        rewards = np.zeros(2 * len(self.pairs.samples))
+        for batch in batches:
+            rewards[batch.windows] = batch.losses
+        stated = self.pairs.margins
+        figures = RewardFigures(rewards.reshape(-1, 2), None if stated is None else stated.astype(np.float64))
+        rows, left_out = self._rows(figures)
+        written = write_predictions(self.run_dir, rows)
+        intervals = Intervals(self.settings.scoring.num_resamples, self.seed)
+        of = {"accuracy": figures.correct, "mean_margin": figures.margins, "preference_loss": figures.losses}
+        ends = {name: intervals.of(values) for name, values in of.items()}
+        row: dict[str, Any] = dict(figures.row)
+        ties = f", {format_count(row['num_ties'], 'tie')} counted as wrong" if row["num_ties"] else ""
+        lines = [
+            f"accuracy {row['accuracy']:.4f} (95 % interval: {interval_text(ends['accuracy'])}) of "
+            f"{format_count(row['num_pairs'], 'pair')}{ties}",
+            f"mean margin {row['mean_margin']:.4f} (95 % interval: {interval_text(ends['mean_margin'])}): mean reward "
+            f"{row['mean_reward_chosen']:.4f} of chosen answers, {row['mean_reward_rejected']:.4f} of rejected ones",
+            f"loss {row['preference_loss']:.4f} (95 % interval: {interval_text(ends['preference_loss'])})",
+            written,
+        ]
+        row |= {"num_truncated": int(self._is_truncated.sum()), "left_out": left_out} | intervals.row(ends)
+        row |= {"seconds": math.fsum(batch.seconds for batch in batches), "provenance": self._provenance}
+        return Figures("\n".join(lines), row)
+
+    def _rows(self, figures: RewardFigures) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """Return the rows of predictions.jsonl, and how much is left out by reason."""
+        rewards, margins, losses = figures.rewards.tolist(), figures.margins.tolist(), figures.losses.tolist()
+        is_truncated, rows, left_out = self._is_truncated, list[dict[str, Any]](), Counter[str]()
+        for index, pair in enumerate(self.pairs.pairs()):
+            row = described(index, pair.where, pair.name) | pair.texts
+            if (number := pair.sample) is None:
+                row["left_out"] = f"{pair.what} {pair.left_out}".rstrip()
+                left_out[row["left_out"]] += 1
+            else:
+                chosen, rejected = rewards[number]
+                row |= {"reward_chosen": chosen, "reward_rejected": rejected, "margin": margins[number]}
+                row |= {"loss": losses[number], "truncated": bool(is_truncated[number])}
+            rows.append(row)
+        return rows, dict(left_out)
+
+    @cached_property
+    def _provenance(self) -> dict[str, Any]:
+        """What the figures depend on, for result.json; reads all weights."""
+        settings: EvaluateSettings = self.settings
+        settled = {
+            "sequence_length": settings.data.window_length,
+            "num_resamples": settings.scoring.num_resamples,
+        }
+        found = provenance(settings, self.tokenizer, settled)
+        return found | {"data": data_row(settings, self.pairs.digest), "seed": self.seed}
+
+
+def open_rewards(
+    settings: EvaluateSettings,
+    run_dir: str,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    context: DistributedContext | None = None,
+) -> RewardEvaluation:
+    """Tokenize the pairs.
+
+    Args:
+        settings: The model and the data.
+        run_dir: Directory for predictions.jsonl and the rewards of finished batches.
+        seed: Seed of the resamples.
+        tokenizer: The model's tokenizer.
+        context: The ranks that divide the batches; None for a single process.
+
+    Raises:
+        DataError: The data cannot be read, or has no pair.
+    """
+    trust, source = settings.dispatch.trust_remote_code, settings.source
+    task = data_task(ModelConfig(source.path, task=SEQUENCE_CLASSIFICATION, trust_remote_code=trust), source)
+    length = context_of(load_config(source.directory, trust), trust).describe(settings.data.window_length)
+    ranks = context or OnlyRank(rank=0, world_size=1)
+    pairs = open_compared_pairs(settings.data, tokenizer, task, ranks)
+    return RewardEvaluation(settings, Path(run_dir), seed, tokenizer, pairs, length, ranks)
+
+
+def check_rewards(settings: EvaluateSettings) -> None:
+    """Check that the model is a reward model, and settle `data.sequence_length`; nothing for another task.
+
+    Raises:
+        ModelError: The model is no sequence classifier with one output.
+        ConfigError: `data.sequence_length` exceeds the model's context.
+    """
+    if settings.task != REWARD:
+        return
+    trust = settings.dispatch.trust_remote_code
+    config = load_config(settings.source.directory, trust)
+    needs = f"task={REWARD} needs a reward model, which is a sequence classifier with one output"
+    give = "give a checkpoint that was trained with objective=reward"
+    try:
+        check_model_task(config, SEQUENCE_CLASSIFICATION)
+    except ModelError as error:
+        name = next(iter(config.architectures or ()), config.model_type)
+        raise ModelError(f"{needs}, and {config_file(config)} is of a {name}; {give}.") from error
+    if (num_labels := len(config.id2label or {})) != 1:
+        raise ModelError(f"{needs}, and {config_file(config)} has num_labels={num_labels}; {give}.")
+    check_classifier(config, is_reward_model=True)
+    settle_length(settings.data, context_of(config, trust))
