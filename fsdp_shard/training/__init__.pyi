@@ -52,7 +52,7 @@ from .model_origin import (
 )
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig
-from .objectives.reference import add_reference as add_reference
+from .objectives.reference_model import add_reference as add_reference
 from .objectives.registry import OBJECTIVES as OBJECTIVES
 from .optim.adamw8bit import AdamW8bitConfig as AdamW8bitConfig
 from .optim.build import build_optimizer as build_optimizer

@@ -1,7 +1,7 @@
 """Loads the samples of the next step in a thread while this step runs, up to the memory of the device."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +18,6 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training.config import TrainConfig
-from fsdp_shard.training.objectives.objective import ObjectiveConfig
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -84,7 +83,7 @@ class BatchLoader:
         config: Sizes of the batches.
         context: The ranks that train.
         model: The model, whose vocabulary must have all tokens.
-        objective: What is trained, which counts the terms of its loss.
+        counts: Counts in a batch what each term of the loss is a mean over; predictions if None.
 
     Attributes:
         seconds_waited: How long the last step waited for its samples, on this rank.
@@ -96,10 +95,10 @@ class BatchLoader:
         config: TrainConfig,
         context: DistributedContext,
         model: nn.Module,
-        objective: ObjectiveConfig | None = None,
+        counts: Callable[[Batch], list[float]] | None = None,
     ) -> None:
         self._dataset, self._config, self._context = dataset, config, context
-        self._objective = objective or ObjectiveConfig()
+        self._counts = counts or (lambda batch: [float(batch.num_predictions)])
         self._model_config: Any = getattr(model, "config", None)
         self._context_ranks = context_ranks(model, context)
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
@@ -141,7 +140,7 @@ class BatchLoader:
             for batch in batches:
                 check_vocabulary(batch.inputs["input_ids"], self._model_config)
         batches = [own_part(batch, self._context_ranks) for batch in batches]
-        counts = [sum(of_batches) for of_batches in zip(*map(self._objective.counts, batches), strict=True)]
+        counts = [sum(of_batches) for of_batches in zip(*map(self._counts, batches), strict=True)]
         counts.append(float(sum(batch.num_predictions for batch in batches)))
         counts += source_predictions(self._dataset, parts, batches)
         copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)

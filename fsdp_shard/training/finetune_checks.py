@@ -19,7 +19,7 @@ from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
 from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import check_classifier, decoder_start, empty_model, model_source, origin_config
-from fsdp_shard.training.objectives.checks import check_objective
+from fsdp_shard.training.objectives.objective_checks import check_objective
 from fsdp_shard.training.optim.weight_average import check_average
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import LoraConfig

@@ -31,7 +31,7 @@ from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import collect_model_files, data_task, model_source
-from fsdp_shard.training.objectives.reference import open_reference
+from fsdp_shard.training.objectives.reference_model import open_reference
 from fsdp_shard.training.optim.build import check_rates
 from fsdp_shard.training.optim.weight_average import average_files, open_average
 from fsdp_shard.training.sample_length import describe_lengths

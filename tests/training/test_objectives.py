@@ -12,8 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fsdp_shard.data import LABELED, MASKED, PAIRS, DataConfig, Shuffled, SourceDataset, Task, with_extras
-from fsdp_shard.data.pipeline import open_samples, tokenize_all
+from fsdp_shard.data import (
+    LABELED,
+    MASKED,
+    PAIRS,
+    DataConfig,
+    Shuffled,
+    SourceDataset,
+    Task,
+    open_samples,
+    tokenize_all,
+    with_extras,
+)
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.config import TrainConfig
@@ -22,7 +32,7 @@ from fsdp_shard.training.loop import TrainingRun, train
 from fsdp_shard.training.loss import log_probs
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
-from fsdp_shard.training.objectives.reference import EXTRA, ModelReference, PrecomputedReference
+from fsdp_shard.training.objectives.reference_model import EXTRA, ModelReference, PrecomputedReference
 from fsdp_shard.training.objectives.registry import OBJECTIVES
 from fsdp_shard.training.trainer_state import TrainerState
 from tests.support.ranks import on_ranks

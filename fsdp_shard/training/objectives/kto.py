@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from fsdp_shard.training.objectives.answer_pairs import add_metrics, answer_lengths, num_pairs
 from fsdp_shard.training.objectives.objective import Pass, Reference, ReferenceConfig
-from fsdp_shard.training.objectives.pairs import add_metrics, answer_lengths, num_pairs
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs, num_pairs
 from fsdp_shard.training.objectives.objective import Pass
-from fsdp_shard.training.objectives.pairs import PairObjective, Pairs, num_pairs
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:

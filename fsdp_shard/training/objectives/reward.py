@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from fsdp_shard.training.objectives.answer_pairs import add_metrics, num_pairs
 from fsdp_shard.training.objectives.objective import Pass, PreferenceConfig
-from fsdp_shard.training.objectives.pairs import add_metrics, num_pairs
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs
 from fsdp_shard.training.objectives.dpo import check_smoothing
-from fsdp_shard.training.objectives.pairs import PairObjective, Pairs
 from fsdp_shard.utils import setting
 
 if TYPE_CHECKING:

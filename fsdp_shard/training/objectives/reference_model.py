@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save
@@ -28,14 +28,24 @@ from fsdp_shard.training.load_model import LoadedModel, unfilled_model
 from fsdp_shard.training.loss.forward_loss import forward_log_probs
 from fsdp_shard.training.objectives.objective import Reference, ReferenceConfig
 from fsdp_shard.training.peft.disable_adapters import adapters_disabled
+from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.utils import format_count, report_progress, write_file
-
-if TYPE_CHECKING:
-    from fsdp_shard.training.run_setup import RunStart
 
 EXTRA = "reference_log_probs"
 _VERSION = "reference-1"  # of what the cached values are
 _TIMEOUT_SECONDS = 30 * 24 * 3600.0  # the other ranks wait while one reads all weights for their digest
+
+
+class Start(Protocol):
+    """Where a run starts (`RunStart`), as far as its reference needs it."""
+
+    @property
+    def context(self) -> DistributedContext:
+        """The ranks."""
+
+    @property
+    def stop(self) -> StopSignal:
+        """The signals that ask the run to stop."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ def reference_kind(config: FinetuneSettings) -> str | None:
     return objective.chosen_reference(has_adapter=not config.adapter.trains_all, is_streamed=config.data.streaming)
 
 
-def open_reference(config: FinetuneSettings, start: RunStart, loaded: LoadedModel) -> Reference | None:
+def open_reference(config: FinetuneSettings, start: Start, loaded: LoadedModel) -> Reference | None:
     """Return the reference of a run, None for objectives without one; a collective.
 
     Args:
@@ -108,7 +118,7 @@ def _load_reference(config: FinetuneSettings, context: DistributedContext) -> Mo
         return ModelReference(loaded.model, has_adapter=adapter is not None)
 
 
-def add_reference(config: FinetuneSettings, start: RunStart, data: Samples) -> Samples:
+def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samples:
     """Add the reference's log-probabilities to the samples, if they are computed before training; a collective.
 
     Those of each source are in the data cache, or are computed by the model that training began from and kept there.
@@ -153,7 +163,7 @@ class _CachedReference:
         waiting: The ranks, with time to wait for one that reads all weights.
     """
 
-    def __init__(self, config: FinetuneSettings, start: RunStart) -> None:
+    def __init__(self, config: FinetuneSettings, start: Start) -> None:
         self._config, self._start = config, start
         self._reference: ModelReference | None = None
         self.waiting = start.context.with_new_group(_TIMEOUT_SECONDS)
@@ -205,9 +215,7 @@ def _write(file: Path, values: torch.Tensor) -> None:
         raise DataError(f"The data cache {file.parent} cannot be written ({error}); set data.cache_dir.") from error
 
 
-def _compute(
-    reference: ModelReference, source: SourceDataset, config: FinetuneSettings, start: RunStart
-) -> torch.Tensor:
+def _compute(reference: ModelReference, source: SourceDataset, config: FinetuneSettings, start: Start) -> torch.Tensor:
     """Compute the log-probabilities of both rows of each sample, float32 [num_samples, 2].
 
     A collective.
@@ -236,7 +244,7 @@ def _compute(
     return values
 
 
-def _raise_if_stopped(start: RunStart) -> None:
+def _raise_if_stopped(start: Start) -> None:
     """Raise Interrupted on all ranks if any received a signal; a collective."""
     if number := int(start.context.all_reduce([start.stop.number], "max")[0]):
         raise Interrupted(

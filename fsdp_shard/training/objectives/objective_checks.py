@@ -3,7 +3,7 @@
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.objectives.objective import ReferenceConfig
-from fsdp_shard.training.objectives.reference import reference_kind
+from fsdp_shard.training.objectives.reference_model import reference_kind
 
 
 def check_objective(config: FinetuneSettings) -> None:
