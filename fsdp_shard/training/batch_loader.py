@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeAlias
 
@@ -18,36 +18,9 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.models import check_vocabulary
 from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training.config import TrainConfig
+from fsdp_shard.training.loss.device_batch import DeviceBatch
 
 Ints: TypeAlias = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class DeviceBatch:
-    """A micro-batch on the device of this rank.
-
-    Attributes:
-        inputs: Arguments of the model by name, int64 [micro_batch_size, length].
-        labels: Labels as in `Batch`, int64.
-        counted: Positions in the flat labels of those that count, int64 [num_predictions]. Counted on the CPU: a GPU
-            would have to be waited for.
-        extras: Other values of each sample as in `Batch`, float32.
-        sequence: What this rank must know of the whole sequences, where it has parts of them.
-    """
-
-    inputs: dict[str, torch.Tensor]
-    labels: torch.Tensor
-    counted: torch.Tensor
-    extras: dict[str, torch.Tensor] = field(default_factory=dict)
-    sequence: WholeSequence | None = None
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all of them."""
-        yield from self.inputs.values()
-        yield self.labels
-        yield self.counted
-        yield from self.extras.values()
-        yield from () if self.sequence is None else self.sequence.tensors()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from torch import nn
 
 from fsdp_shard.models import running
 from fsdp_shard.sharding import ShardedModel, attending
-from fsdp_shard.training.batch_loader import DeviceBatch
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
+from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.linear_cross_entropy import giving_log_probs, giving_loss
 from fsdp_shard.training.loss.log_probs import log_probs_of_logits
 from fsdp_shard.training.loss.own_functions import StepSums

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from fsdp_shard.data import Batch
-    from fsdp_shard.training.batch_loader import DeviceBatch
+    from fsdp_shard.training.loss.device_batch import DeviceBatch
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsdp_shard.data import Batch
     from fsdp_shard.distributed import DistributedContext
     from fsdp_shard.sharding import ShardedModel
-    from fsdp_shard.training.batch_loader import DeviceBatch
+    from fsdp_shard.training.loss.device_batch import DeviceBatch
 
 
 @dataclass

@@ -22,9 +22,10 @@ from fsdp_shard.data import NO_WINDOW, Samples, SourceDataset, cache_directory, 
 from fsdp_shard.distributed import DistributedContext, run_on_main
 from fsdp_shard.errors import DataError, Interrupted
 from fsdp_shard.sharding import ShardedModel
-from fsdp_shard.training.batch_loader import DeviceBatch, evaluation_batches, to_device
+from fsdp_shard.training.batch_loader import evaluation_batches, to_device
 from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel, unfilled_model
+from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_log_probs
 from fsdp_shard.training.objectives.objective import Reference, ReferenceConfig
 from fsdp_shard.training.peft.disable_adapters import adapters_disabled
