@@ -266,9 +266,7 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 )
 def test_bad_input(row: dict[str, Any], settings: list[str], said: str, reward_model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    ended = run_recipe(
-        "evaluate", tmp_path / "run", *given(reward_model, tmp_path / "rows.jsonl", tmp_path), *settings
-    )
+    ended = run_recipe("evaluate", tmp_path / "run", *given(reward_model, tmp_path / "rows.jsonl", tmp_path), *settings)
     assert (ended.status, ended.err.count("error: ")) == (2, 1), ended.err
     assert said in ended.err
 
