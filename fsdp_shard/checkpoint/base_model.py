@@ -26,15 +26,21 @@ _ELEMENTS = 1024
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that a run began from: its path, its fingerprint, and how an adapter's run quantized it."""
+    """The model that a run began from: its path, its fingerprint, and how an adapter's run quantized it.
+
+    `replaced` is of an adapter with a new head: names of the stored tensors in whose place the head is, and of others
+    that the model with this head does not have; None without a new head. Such an adapter has a config.json of its own.
+    """
 
     path: str
     fingerprint: str
     quantize: str = "none"
+    replaced: tuple[str, ...] | None = None
 
     def to_json(self) -> bytes:
         """The content of the file."""
-        return (json.dumps(asdict(self), indent=2, sort_keys=True) + "\n").encode()
+        values = {name: value for name, value in asdict(self).items() if name != "replaced" or value is not None}
+        return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
 def fingerprint(index: TensorIndex) -> str:
@@ -98,4 +104,7 @@ def read_base_model(directory: Path) -> BaseModel | None:
     texts: list[Any] = [values.get("path"), values.get("fingerprint"), values.get("quantize", "none")]
     if not all(isinstance(text, str) for text in texts):
         raise CheckpointError(f"{path} is damaged: it must have the path and the fingerprint of a model, as text.")
-    return BaseModel(*texts)
+    replaced = values.get("replaced")
+    if replaced is not None and not (isinstance(replaced, list) and all(isinstance(name, str) for name in replaced)):
+        raise CheckpointError(f"{path} is damaged: replaced is no list of names of tensors.")
+    return BaseModel(*texts, replaced=None if replaced is None else tuple(replaced))

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fsdp_shard.checkpoint.base_model import read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.trainer_layouts import find_checkpoint, latest_step_directory
@@ -77,6 +78,16 @@ class Location:
         return self.format == peft.NAME
 
     @cached_property
+    def has_new_head(self) -> bool:
+        """Whether the weights are an adapter with a new head of a classifier, which has config and tokenizer itself."""
+        recorded = read_base_model(self.weights) if self.is_adapter and self.config_path is None else None
+        return recorded is not None and recorded.replaced is not None
+
+    @property
+    def _has_config_of_base(self) -> bool:
+        return self.is_adapter and not self.has_new_head
+
+    @cached_property
     def base(self) -> Location:
         """The base model of an adapter."""
         path = self.base_path or peft.base_of(self.weights)
@@ -103,7 +114,7 @@ class Location:
     @cached_property
     def model_directory(self) -> Path:
         """The directory that the config is expected in; that of a GGUF file is made from its metadata."""
-        if self.is_adapter:
+        if self._has_config_of_base:
             return self.base.model_directory
         if self.config_path is not None:
             return _locate_named("config", self.config_path).directory
@@ -121,7 +132,7 @@ class Location:
     @property
     def directory(self) -> Path:
         """The directory with the model's config; raises ModelError if there is no usable config."""
-        model = self.base if self.is_adapter else self
+        model = self.base if self._has_config_of_base else self
         if model.format is not None and not has_file(model.model_directory, CONFIG):
             home = model.model_directory
             raise ModelError(

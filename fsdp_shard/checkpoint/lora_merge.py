@@ -2,7 +2,8 @@
 
 So everything that reads through the index reads the merged model, and needs memory only for the ranges it reads.
 Computed in float32 and rounded once to the base's dtype. With DoRA (Liu et al., 2024), the weights of each output are
-scaled to the norm that was trained. Other kinds of adapters are refused.
+scaled to the norm that was trained. A new head of a classifier is in the adapter as a whole. Other kinds of adapters
+are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_shard.checkpoint.base_model import is_base_model, read_base_model
+from fsdp_shard.checkpoint.base_model import BaseModel, is_base_model, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import CASTABLE, kind_of, to_torch, torch_name
@@ -73,8 +74,11 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
         CheckpointError: The adapter is not for this base, or it is more than plain LoRA.
     """
     settings, parts = check_adapter(adapter)
-    _refuse_other_base(adapter.root, base, side)
-    merge = _Merge(adapter, base, side, settings)
+    recorded = read_base_model(adapter.root)
+    if recorded is not None:
+        _refuse_other_base(adapter.root, base, side, recorded)
+        base = _without(base, recorded.replaced or ())
+    merge = _Merge(adapter, base, side, settings, recorded is not None and recorded.replaced is not None)
     whole = {fqn: name for fqn, name in parts.whole.items() if merge.is_read(fqn)}
     targets = {module: names for module, names in parts.factors.items() if merge.is_target(module)}
     notes = merge.check_modules(parts)
@@ -163,10 +167,19 @@ def check_loadable(index: TensorIndex) -> None:
         )
 
 
-def _refuse_other_base(root: Path, base: TensorIndex, side: Path) -> None:
-    """Refuse other weights of the same shapes, where the adapter records those it was trained on."""
-    recorded = read_base_model(root)
-    if recorded is not None and not is_base_model(base, recorded, side):
+def _without(base: TensorIndex, names: Sequence[str]) -> TensorIndex:
+    """The base without tensors that a new head replaces."""
+    dropped = set(names)
+    return replace(
+        base,
+        tensors={name: entry for name, entry in base.tensors.items() if name not in dropped},
+        aliases={name: kept for name, kept in base.aliases.items() if not {name, kept} & dropped},
+    )
+
+
+def _refuse_other_base(root: Path, base: TensorIndex, side: Path, recorded: BaseModel) -> None:
+    """Refuse other weights of the same shapes than those that the adapter records as its own base."""
+    if not is_base_model(base, recorded, side):
         raise CheckpointError(
             f"{root} is an adapter that was trained on {recorded.path}, but the weights in {base.path} are others; "
             f"give that model as base, with the names and dtypes that it had."
@@ -187,12 +200,13 @@ def _some(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Merge:
-    """Makes entries of the merged model."""
+    """Makes entries of the merged model; `has_new_head` is whether the adapter has tensors that its base lacks."""
 
     adapter: TensorIndex
     base: TensorIndex
     side: Path
     settings: LoraSettings
+    has_new_head: bool = False
 
     def is_read(self, fqn: str) -> bool:
         """Whether peft reads a whole tensor: it wraps adapted modules, and keeps the base's below `base_layer`."""
@@ -206,7 +220,13 @@ class _Merge:
 
     def replaced(self, name: str, fqn: str) -> TensorEntry:
         """A tensor that the adapter has as a whole (modules_to_save, biases, embeddings with more rows)."""
-        kept, entry = self._base_entry(fqn.replace(".base_layer.", ".")), self.adapter.tensors[name]
+        entry = self.adapter.tensors[name]
+        if self.has_new_head and not self._stored_names(fqn):
+            of_base = next(iter(self.base.tensors.values()))
+            return _with_codec(
+                TensorEntry(fqn, entry.dtype, entry.shape, of_base.pieces), _Copied(self.adapter, name, entry.num_bytes)
+            )
+        kept = self._base_entry(fqn.replace(".base_layer.", "."))
         if entry.shape != kept.shape:
             raise self._misfit(name, entry.shape, kept)
         if kind_of(entry.dtype) != kind_of(kept.dtype):
@@ -288,13 +308,17 @@ class _Merge:
                 f"{self.adapter.root} changes {fqn}, which {base.path} ties to another tensor; merging would change "
                 f"both."
             )
-        names = [n for n in base.names if fqn.endswith(f".{n}") or n.endswith(f".{fqn}")]
-        names = [fqn] if fqn in base.tensors else names
+        names = self._stored_names(fqn)
         if len(names) != 1:
             raise CheckpointError(
                 f"{self.adapter.root} changes {fqn}, but {base.path} has no such tensor: it is no base of it."
             )
         return base.tensors[names[0]]
+
+    def _stored_names(self, fqn: str) -> list[str]:
+        """The names of the base's tensors that `fqn` may mean."""
+        names = self.base.names
+        return [fqn] if fqn in names else [n for n in names if fqn.endswith(f".{n}") or n.endswith(f".{fqn}")]
 
     def _is_conv1d(self, module: str, rows: int, shape: tuple[int, ...]) -> bool:
         """Whether a weight of the base is stored transposed, as in transformers' Conv1D.

@@ -151,11 +151,6 @@ class FinetuneConfig(RunConfig):
                 f"{prefix}train.epochs={self.train.epochs:g} cannot be combined with {prefix}data.{name}, because "
                 f"{reason}; set {prefix}train.steps instead."
             )
-        if self.model.labels and not self.adapter.trains_all:
-            raise ConfigError(
-                f"{prefix}model.labels={list(self.model.labels)} does not go together with {prefix}adapter=lora yet, "
-                f"whose base has no such head; give a model that has one, or set {prefix}adapter=none."
-            )
         if self.loss is not None and self.objective.name != "sft":
             raise ConfigError(
                 f"{prefix}loss={self.loss} replaces the cross-entropy of objective=sft, and objective="

@@ -18,7 +18,14 @@ from fsdp_shard.training.logging.trackers import check_trackers
 from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
 from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
-from fsdp_shard.training.model_origin import check_classifier, decoder_start, empty_model, model_source, origin_config
+from fsdp_shard.training.model_origin import (
+    NewHead,
+    check_classifier,
+    decoder_start,
+    empty_model,
+    model_source,
+    origin_config,
+)
 from fsdp_shard.training.objectives.objective_checks import check_objective
 from fsdp_shard.training.optim.weight_average import check_average
 from fsdp_shard.training.peft import lora
@@ -110,7 +117,8 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     check_known(model_config, config.model.kernels)
     check_adapter(adapter, shard)
     if isinstance(adapter, LoraConfig):
-        lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task)
+        head = NewHead.of(model).modules if config.model.labels else ()
+        lora.inject_lora(model, adapter, lora.base_path(config.model, source), {}, task, head)
         quantize_base(model, adapter.quantize, shard, {})
         sharding.check_shardable(model, shard)  # quantized weights may be units of their own
         _check_adapted_experts(model, shard)

@@ -176,7 +176,11 @@ def unfilled_model(
         names = matched.stored
         if isinstance(adapter, LoraConfig):
             assert base is not None
-            added, names = lora.inject_lora(model, adapter, base.path, names, config.task)
+            if head is not None:
+                base = replace(base, replaced=_replaced(model, index, matched, head))
+            added, names = lora.inject_lora(
+                model, adapter, base.path, names, config.task, () if head is None else head.modules
+            )
             quantized, names = quantize_base(model, adapter.quantize, shard, names)
             added = replace(added, base=base, frozen=quantized.describe() if quantized else None)
         # The adapter may add an output head.
@@ -234,6 +238,15 @@ def _base_model(
     if resumed is not None:
         return checkpoint.read_base_model(resumed)
     return checkpoint.BaseModel(model_name(config), checkpoint.fingerprint(index))
+
+
+def _replaced(
+    model: PreTrainedModel, index: checkpoint.TensorIndex, matched: checkpoint.MatchedNames, head: NewHead
+) -> tuple[str, ...]:
+    """The stored tensors that a model with a new head does not have, or has other ones of."""
+    known = model.state_dict(keep_vars=True).keys()
+    tied = [name for name in index.aliases if name not in known]
+    return tuple(sorted({*matched.unused, *tied, *head.tensors}))
 
 
 def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:

@@ -81,6 +81,11 @@ class NewHead:
         prefix = f"{model.base_model_prefix}."
         return cls({name: tensor for name, tensor in tensors if not name.startswith(prefix)}, deviation)
 
+    @property
+    def modules(self) -> list[str]:
+        """The names of its modules."""
+        return list(dict.fromkeys(name.partition(".")[0] for name in self.tensors))
+
     def add_to(self, index: TensorIndex, seed: int) -> None:
         """Make its tensors, drawn from `seed`, entries of `index`, in the place of stored ones."""
         for name, tensor in self.tensors.items():
@@ -225,24 +230,25 @@ def collect_model_files(
         model: Its settings; the dtype is for the config.
         data: The settings of the data; `data.chat_template` becomes the only chat template.
         adapter: The adapter that is saved instead of the model, with files of its own, and with the tokenizer only if
-            that has another chat template.
+            that has another chat template, or the model a new head.
 
     Returns:
         File name -> content.
     """
-    if adapter is not None and data.chat_template is None:
+    if adapter is not None and data.chat_template is None and not model.labels:
         return adapter.files()
     with TemporaryDirectory() as directory:
         names = copy_model_files(source.model_files, Path(directory), model.dtype)
         files = {name: read_bounded(Path(directory) / name, "tokenizer_bytes") for name in names}
     if model.labels:
         files[CONFIG] = _classifier_config(files[CONFIG], model, source)
+    own = {} if adapter is None else adapter.files()
     if data.chat_template is None:
-        return files
+        return files | own
     tokenizer = with_chat_template(load_tokenizer(source.tokenizer, model.trust_remote_code), data)
     name = data.chat_template if data.template_text is None else None
-    files = set_chat_template(files, str(tokenizer.chat_template), name, tokenizer_only=adapter is not None)
-    return files if adapter is None else files | adapter.files()
+    has_only_tokenizer = adapter is not None and not model.labels
+    return set_chat_template(files, str(tokenizer.chat_template), name, tokenizer_only=has_only_tokenizer) | own
 
 
 def _classifier_config(content: bytes, model: ModelConfig, source: Location) -> bytes:

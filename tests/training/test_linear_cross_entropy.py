@@ -15,7 +15,7 @@ from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import rebuild_buffers
 from fsdp_shard.sharding import WRAPPERS
-from fsdp_shard.training.batch_loader import DeviceBatch
+from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_loss
 from fsdp_shard.training.loss.linear_cross_entropy import giving_loss, linear_cross_entropy, use_loss_head
 from tests.support.ranks import on_ranks, update

@@ -118,7 +118,7 @@ def compare_with_base(location: Location, index: TensorIndex) -> tuple[list[Prob
     try:
         with location.model_index as merged:
             problems = [Problem(note) for note in merged.notes]
-            changed = [name for name, entry in merged.tensors.items() if location.base.index.tensors[name] != entry]
+            changed = [name for name, entry in merged.tensors.items() if location.base.index.tensors.get(name) != entry]
             scan(merged, (), changed)
             found, notes = compare_with_config(merged, location.model_directory)
     except (InputError, OSError) as error:

@@ -51,6 +51,11 @@ def adapter_to_push(location: Location, base: str) -> dict[str, Path | bytes]:
             f"{location.path} is not an adapter, so --adapter {base} has no effect; leave it out to push the model."
         )
     root = location.weights
+    if location.has_new_head:
+        raise CheckpointError(
+            f"{location.path} is an adapter with a new head of a classifier, whose classes peft's files do not name; "
+            f"convert it to a model, and push that."
+        )
     stored = read_adapter_config(root)
     settings = {**stored, "base_model_name_or_path": base}
     tokenizer = replace_tokenizer({}, list_model_files(root)) if has_tokenizer(root) else {}

@@ -102,7 +102,12 @@ class Adapter:
 
 
 def inject_lora(
-    model: PreTrainedModel, config: LoraConfig, base: str, names: Mapping[str, str], task: str = CAUSAL
+    model: PreTrainedModel,
+    config: LoraConfig,
+    base: str,
+    names: Mapping[str, str],
+    task: str = CAUSAL,
+    head: Sequence[str] = (),
 ) -> tuple[Adapter, dict[str, str]]:
     """Add LoRA to a model in place, and freeze everything else.
 
@@ -112,6 +117,7 @@ def inject_lora(
         base: Path or hub id of the base model, for adapter_config.json.
         names: Parameter or buffer of the model -> stored tensor that fills it.
         task: Task of the model.
+        head: Modules of a new head, which are trained and saved as if they were in modules_to_save.
 
     Returns:
         The adapter, and `names` for the FQNs after the injection, including the copies in modules_to_save.
@@ -132,7 +138,7 @@ def inject_lora(
         target_modules=list(config.target_modules) or _all_linear(model, config),
         layers_to_transform=sorted(config.layers_to_transform) or None,
         exclude_modules=list(config.exclude_modules) or None,
-        modules_to_save=list(config.modules_to_save) or None,
+        modules_to_save=list(dict.fromkeys([*config.modules_to_save, *head])) or None,
         use_rslora=config.rank_stabilized,
         use_dora=config.dora,
         task_type=_PEFT_TASKS.get(task),
