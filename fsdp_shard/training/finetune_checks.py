@@ -29,7 +29,7 @@ from fsdp_shard.training.model_origin import (
 from fsdp_shard.training.objectives.objective_checks import check_objective
 from fsdp_shard.training.optim.weight_average import check_average
 from fsdp_shard.training.peft import lora
-from fsdp_shard.training.peft.config import LoraConfig
+from fsdp_shard.training.peft.config import PRINCIPAL, LoraConfig
 from fsdp_shard.training.peft.qlora import quantize_base
 from fsdp_shard.training.sample_length import describe_lengths, settle_run_length
 
@@ -70,6 +70,10 @@ def check_finetune(config: FinetuneSettings) -> None:
     if not resume.is_finished(resumed, config.run_dir, config.train):
         resume.check_optimizer(resumed)
         check_average(config.train.ema_decay, resumed)
+    if config.train.ema_decay is not None and getattr(config.adapter, "init", None) in PRINCIPAL:
+        raise ConfigError(
+            f"train.ema_decay does not go together with adapter.init={'|'.join(PRINCIPAL)} yet; leave one of them out."
+        )
     lora.check_continues(config.adapter, resumed)
     check_base_model(config, resumed)
     check_model(config, model_source(config, resumed), resumed)

@@ -128,7 +128,10 @@ class UnfilledModel:
             run_on_all(context, lambda: lora.restore(adapter, shards, resumed))
         elif adapter is not None:
             given = names if quantized is None else {**names, **quantized.names}
-            initial_values.fill_new(shards, given, seed, adapter.config)
+            principal = [] if adapter.principal is None else adapter.principal.parameters()
+            initial_values.fill_new(shards, {**given, **dict.fromkeys(principal, "")}, seed, adapter.config)
+            if adapter.principal is not None:
+                adapter.principal.fill(shards, names, self.index, seed, context)
             run_on_all(context, lambda: initial_values.fill_magnitudes(adapter.magnitudes, shards, names, self.index))
         figures = _figures(shards, self.largest_block_bytes, context)
         return LoadedModel(**vars(self.described), model=sharded, figures=figures)

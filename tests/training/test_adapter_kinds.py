@@ -64,6 +64,7 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"target_modules": "all-linear", "init_lora_weights": "orthogonal", "use_dora": True},
     ),
 }
+PRINCIPAL = {kind: [f"adapter.init={kind}"] for kind in ("pissa", "pissa_fast", "olora")}
 RUNS = [("dora", "fsdp2", 2), ("dora", "fsdp1", 2), ("dora", "ddp", 2), ("dora", "fsdp2", 1)]
 RUNS += [(kind, "fsdp2", 2) for kind in ("layers", "gaussian", "orthogonal")]
 
@@ -111,13 +112,13 @@ def plain(base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return {kind: _plain_training(of_peft(base, kind), samples) for kind in KINDS}
 
 
-def _plain_training(model: Any, samples: Any) -> tuple[list[float], torch.Tensor]:
+def _plain_training(model: Any, samples: Any, lr: float = 3e-2) -> tuple[list[float], torch.Tensor]:
     trained = [param for param in model.parameters() if param.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=3e-2)
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr)
     losses = []
     for step in range(STEPS):
         batch = samples.batch(range(4 * step, 4 * step + 4))
@@ -226,10 +227,88 @@ def test_layers_are_chosen_by_number() -> None:
             ["adapter.dora=true", "shard=fsdp1", "shard.min_params=500"],
             ["adapter.dora=true", "shard.min_params=500", "shard=fsdp2"],
         ),
-        (["adapter.init=pissa"], ["adapter.init=pissa", "gaussian"]),
+        (["adapter.init=svd"], ["adapter.init=svd", "gaussian"]),
+        (["adapter.init=pissa", "adapter.quantize=nf4"], ["adapter.init=pissa", "adapter.quantize=nf4"]),
+        (["adapter.init=olora", "adapter.dora=true"], ["adapter.init=olora", "adapter.dora=true"]),
+        (["adapter.init=pissa", "train.ema_decay=0.9"], ["train.ema_decay", "adapter.init=pissa"]),
+        (
+            ["adapter.init=pissa", "adapter.target_modules=[embed_tokens]"],
+            ["adapter.init=pissa is for linear layers", "model.embed_tokens is Embedding"],
+        ),
+        (["adapter.init=pissa", "adapter.rank=20"], ["at least adapter.rank=20 inputs", "k_proj"]),
     ],
 )
 def test_what_cannot_be_is_said(settings: list[str], tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     ended = run_recipe("finetune", tmp_path, *settings, *arguments)
     assert ended.status == 2
     assert all(word in ended.err for word in words), ended.err
+
+
+# PiSSA and OLoRA: peft changes the base model, which stays as it is here.
+FROM_WEIGHTS = [("pissa", "fsdp2", 2), ("pissa", "fsdp1", 2), ("pissa", "ddp", 2), ("pissa_fast", "fsdp2", 1)]
+FROM_WEIGHTS += [("olora", "fsdp2", 2)]
+
+
+@pytest.fixture(scope="module", params=FROM_WEIGHTS, ids=lambda run: " ".join(map(str, run)))
+def from_weights(
+    request: pytest.FixtureRequest, settings: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[str, str, int], list[str], Ended]:
+    kind, wrapper, ranks = request.param
+    overrides = [*settings, *PRINCIPAL[kind], f"shard={wrapper}", f"launch.ranks={ranks}", "optim.lr=3e-3"]
+    overrides += ["adapter.modules_to_save=[model.norm]"]
+    ended = run_recipe("finetune", tmp_path_factory.mktemp("runs") / "run", *overrides)
+    assert ended.status == 0, ended.err
+    return request.param, overrides, ended
+
+
+@pytest.fixture(scope="module")
+def plain_from_weights(
+    base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[list[float], Any]]:
+    """As `plain`: with peft, whose own initialization changes the base model."""
+    config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
+    samples = Shuffled(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]
+    found = {}
+    for kind, word in (("pissa", "pissa"), ("pissa_fast", "pissa"), ("olora", "olora")):
+        settings = peft.LoraConfig(
+            r=4,
+            lora_alpha=12,
+            target_modules="all-linear",
+            modules_to_save=["model.norm"],
+            init_lora_weights=word,  # type: ignore[arg-type]
+            task_type="CAUSAL_LM",
+        )
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+        found[kind] = _plain_training(model.train(), samples, lr=3e-3)
+    return found
+
+
+def test_begins_and_trains_as_by_peft(
+    from_weights: Any, plain_from_weights: dict[str, tuple[list[float], Any]], base: Path, tmp_path: Path
+) -> None:
+    """Losses are those of peft; what is saved is plain LoRA that any tool adds to the base model as it was."""
+    (kind, _, _), _, ended = from_weights
+    losses, logits = plain_from_weights[kind]
+    assert losses[-1] < losses[0] - 0.02, "the comparison means nothing unless training moves the adapter"
+    is_exact = kind != "pissa_fast"  # whose random vectors are others than those that peft would draw
+    assert ended.losses == pytest.approx(losses, rel=1e-4 if is_exact else 5e-3)
+    assert ended.losses[0] == pytest.approx(losses[0], rel=1e-6), "the model begins as it was"
+    config = json.loads((ended.checkpoint / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["init_lora_weights"]) == (8, 24, True)
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ended.checkpoint).eval()
+    if is_exact:
+        torch.testing.assert_close(logits_of(loaded), logits, rtol=1e-3, atol=1e-3)
+    assert verify(ended.checkpoint).is_sound
+    convert(ended.checkpoint, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits_of(merged), logits_of(loaded), rtol=1e-5, atol=1e-5)
+
+
+def test_resume_divides_what_was_combined(from_weights: Any, tmp_path: Path) -> None:
+    _, overrides, ended = from_weights
+    rest = run_recipe("finetune", tmp_path, *overrides, f"resume={ended.run_dir}/checkpoints/step-{STEPS // 2:08d}")
+    assert rest.status == 0, rest.err
+    assert rest.losses == ended.losses[STEPS // 2 :]
+    for part in ("", "optimizer"):
+        with open_checkpoint(rest.checkpoint / part) as one, open_checkpoint(ended.checkpoint / part) as other:
+            assert tensor_digests(one) == tensor_digests(other)

@@ -25,6 +25,7 @@ STEPS = 3
 ADAPTERS = {
     "lora": {"modules_to_save": ["model.norm", "v_proj"], "dropout": 0.1},
     "dora": {"modules_to_save": ["model.norm"], "dropout": 0.1, "dora": True},
+    "pissa": {"modules_to_save": ["model.norm"], "init": "pissa"},
     "nf4": {"modules_to_save": ["model.norm"], "quantize": "nf4"},
 }
 CASES = [(wrapper, kind) for wrapper in ("fsdp2", "fsdp1", "ddp") for kind in ADAPTERS]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdp_shard.checkpoint import convert, locate, open_checkpoint, verify
+from fsdp_shard.checkpoint import adapter_to_push, convert, locate, open_checkpoint, verify
 from fsdp_shard.data import Shuffled
 from fsdp_shard.distributed import DistributedContext
 from fsdp_shard.errors import CheckpointError
@@ -221,3 +221,8 @@ def test_an_average_of_other_parameters_is_refused(runs: dict[str, Ended], tiny_
             )
 
     on_ranks(1, other)
+
+
+def test_rank_files_of_an_adapter_are_not_pushed_as_they_are(runs: dict[str, Ended]) -> None:
+    with pytest.raises(CheckpointError, match="is an adapter in rank files, which peft does not read"):
+        adapter_to_push(locate(runs["lora fsdp2"].checkpoint / "ema"), "org/base")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from fsdp_shard.checkpoint.formats import huggingface
-from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG, read_adapter_config
+from fsdp_shard.checkpoint.formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from fsdp_shard.checkpoint.io import has_file, member
 from fsdp_shard.checkpoint.location import Location
 from fsdp_shard.checkpoint.model_files import has_tokenizer, list_model_files, replace_tokenizer
@@ -55,6 +55,11 @@ def adapter_to_push(location: Location, base: str) -> dict[str, Path | bytes]:
         raise CheckpointError(
             f"{location.path} is an adapter with a new head of a classifier, whose classes peft's files do not name; "
             f"convert it to a model, and push that."
+        )
+    if not has_file(root, ADAPTER_WEIGHTS):
+        raise CheckpointError(
+            f"{location.path} is an adapter in rank files, which peft does not read; push it as a model, without "
+            f"--adapter, or push the step that it is in."
         )
     stored = read_adapter_config(root)
     settings = {**stored, "base_model_name_or_path": base}

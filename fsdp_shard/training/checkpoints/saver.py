@@ -70,7 +70,7 @@ class Saver(StepSaver):
         averages = {} if self.average is None else self.average.weights()
         if (adapter := self._loaded.adapter) is not None:
             averages = adapter.stored(averages) if averages else {}
-            weights = adapter.stored(shards)
+            weights = adapter.to_save(shards, self._context)
             return checkpoint.RunState(weights, {}, states, document, self._model_files, adapter.FILE, averages)
         state = checkpoint.RunState(shards, self._loaded.aliases, states, document, self._model_files)
         return replace(state, average=averages)

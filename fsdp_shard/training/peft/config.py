@@ -6,6 +6,8 @@ from typing import ClassVar
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import require_package, setting
 
+PRINCIPAL = ("pissa", "pissa_fast", "olora")  # values of `adapter.init` that begin with a part of the weights
+
 
 @dataclass
 class AdapterConfig:
@@ -44,8 +46,10 @@ class LoraConfig(AdapterConfig):
     init: str = setting(
         "default",
         "Initial values (peft's init_lora_weights), which leave the model as it is. default: A uniform, B zero; "
-        "gaussian: A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in orthogonal spans.",
-        choices=("default", "gaussian", "orthogonal"),
+        "gaussian: A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in orthogonal spans; "
+        "pissa: the largest singular values of each weight, which are trained instead of an update to it (pissa_fast: "
+        "found in 16 random iterations); olora: the first columns of its QR decomposition.",
+        choices=("default", "gaussian", "orthogonal", *PRINCIPAL),
     )
     lora_plus_ratio: float | None = setting(
         None,
@@ -70,6 +74,12 @@ class LoraConfig(AdapterConfig):
         if self.init == "orthogonal" and self.rank % 2:
             raise ConfigError(
                 f"{prefix}init=orthogonal needs an even {prefix}rank, which A and B share; it is {self.rank}."
+            )
+        if self.init in PRINCIPAL and (self.dora or self.quantize != "none"):
+            other = f"{prefix}dora=true" if self.dora else f"{prefix}quantize={self.quantize}"
+            raise ConfigError(
+                f"{prefix}init={self.init}, which takes its first values from the weights, does not go together with "
+                f"{other}; leave one of them out."
             )
         if self.lora_plus_embedding_lr is not None and self.lora_plus_ratio is None:
             raise ConfigError(

@@ -19,11 +19,12 @@ from transformers.pytorch_utils import Conv1D
 
 from fsdp_shard import checkpoint
 from fsdp_shard.data import CAUSAL, CLASSIFICATION, SEQ2SEQ
-from fsdp_shard.distributed import LocalShard
+from fsdp_shard.distributed import Communicator, LocalShard
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.models import ModelConfig, tied_names
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.initial_values import Magnitude
+from fsdp_shard.training.peft.principal import Principal, combined_settings, inject_principal
 from fsdp_shard.utils import first_line
 
 _PREFIX = "base_model.model."
@@ -55,6 +56,7 @@ class Adapter:
         base: The base model.
         frozen: Quantization of the frozen weights, for people.
         magnitudes: Parameter with the magnitudes of DoRA -> what they are the norms of.
+        principal: The layers that begin as a part of their weights, if any.
         lora_plus: (ratio, learning rate of embeddings) of LoRA+, if it is used.
     """
 
@@ -66,6 +68,7 @@ class Adapter:
     frozen: str | None = None
     magnitudes: Mapping[str, Magnitude] = field(default_factory=dict)
     lora_plus: tuple[float, float] | None = None
+    principal: Principal | None = None
 
     def describe(self, shards: Mapping[str, LocalShard]) -> str:
         """Describe how much is trained."""
@@ -93,6 +96,11 @@ class Adapter:
     def stored(self, shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
         """Return the trained ones of `shards`, by their names in peft's file."""
         return {stored: shards[name] for name, stored in self.names.items()}
+
+    def to_save(self, shards: Mapping[str, LocalShard], ranks: Communicator) -> dict[str, LocalShard]:
+        """Return what a checkpoint has of `shards`, by the names in peft's file; a collective."""
+        found = self.stored(shards)
+        return found if self.principal is None else found | self.principal.stored(self.names, shards, ranks)
 
     def files(self) -> dict[str, bytes]:
         """Return the content of adapter_config.json and of the file about the base model."""
@@ -154,6 +162,7 @@ def inject_lora(
         raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {first_line(error)}") from error
     _check_found(model, config, modules)
     _check_init(model, config)
+    principal = inject_principal(model, config)
     now = model.state_dict(keep_vars=True)
     filled = {name: stored[id(tensor)] for name, tensor in now.items() if id(tensor) in stored}
     for name in now:
@@ -161,11 +170,21 @@ def inject_lora(
         if original != name and original in filled:
             filled[name] = filled[original]
     trained = {name: _peft_name(name) for name, param in model.named_parameters() if param.requires_grad}
-    if config.init != "default":  # set before, peft would draw the values, here of tensors on meta
+    if principal is not None:
+        for name, value in combined_settings(config).items():
+            setattr(settings, name, value)
+    elif config.init != "default":  # set before, peft would draw the values, here of tensors on meta
         settings.init_lora_weights = config.init  # type: ignore[assignment]  # one of peft's words
     if task == CLASSIFICATION:  # set before, peft would train the head in any case
         settings.task_type = "SEQ_CLS"
-    return Adapter(trained, _as_json(settings), magnitudes=_magnitudes(model), lora_plus=_lora_plus(config)), filled
+    adapter = Adapter(
+        trained,
+        _as_json(settings),
+        magnitudes=_magnitudes(model),
+        lora_plus=_lora_plus(config),
+        principal=principal,
+    )
+    return adapter, filled
 
 
 def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
@@ -191,12 +210,18 @@ def restore(adapter: Adapter, shards: Mapping[str, LocalShard], step_directory: 
     stored = adapter.stored(shards)
     with checkpoint.open_checkpoint(step_directory) as index:
         expected = {name: shard.shape for name, shard in stored.items()}
+        if adapter.principal is not None:
+            expected = adapter.principal.shapes(adapter.names, expected)
         if index.shapes != expected:
             different = sorted(dict(index.shapes.items() ^ expected.items()))
             raise CheckpointError(
                 f"{step_directory} holds another adapter than these settings define: they differ in {different[0]} and "
                 f"{len(different) - 1} more. Set the adapter.* settings of that run."
             )
+        if adapter.principal is not None:
+            adapter.principal.restore(adapter.names, shards, index)
+            both = {adapter.names[name] for name in adapter.principal.parameters() if name in adapter.names}
+            stored = {name: shard for name, shard in stored.items() if name not in both}
         checkpoint.load_shards(index, stored)
     config = checkpoint.read_adapter_config(step_directory)
     for key in _DEFINING:
