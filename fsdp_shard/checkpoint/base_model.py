@@ -107,4 +107,6 @@ def read_base_model(directory: Path) -> BaseModel | None:
     replaced = values.get("replaced")
     if replaced is not None and not (isinstance(replaced, list) and all(isinstance(name, str) for name in replaced)):
         raise CheckpointError(f"{path} is damaged: replaced is no list of names of tensors.")
-    return BaseModel(*texts, replaced=None if replaced is None else tuple(replaced))
+    path_of_base, fingerprint_of_base, quantize = texts
+    known = None if replaced is None else tuple(replaced)
+    return BaseModel(path_of_base, fingerprint_of_base, quantize, known)
