@@ -178,7 +178,7 @@ def inject_principal(model: nn.Module, config: LoraConfig) -> Principal | None:
     for fqn, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
-        inputs, outputs = module.in_features, module.out_features
+        inputs, outputs = module.in_features or 0, module.out_features or 0
         if not isinstance(module, Linear) or config.rank > min(inputs, outputs):
             raise ConfigError(
                 f"adapter.init={config.init} is for linear layers with at least adapter.rank={config.rank} inputs and "
