@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from fsdp_shard.errors import InputError
-from fsdp_shard.evaluation.report.comparison import build_report, thinned
+from fsdp_shard.evaluation.report.comparison import build_report
 from fsdp_shard.evaluation.report.html_page import to_html
 from fsdp_shard.evaluation.report.report_command import ReportFiles, report_runs
 from fsdp_shard.evaluation.report.report_data import Report, Table
+from fsdp_shard.evaluation.report.run_charts import thinned
 from fsdp_shard.evaluation.report.same_weights import WeightDigests
 from fsdp_shard.evaluation.report.svg_charts import nice_ticks, style_of
 from fsdp_shard.evaluation.report.tables import to_csv, to_markdown
@@ -88,6 +89,22 @@ def test_held_out_sets_and_the_memory_of_ranks(tmp_path: Path) -> None:
     (path / "result.json").write_text(json.dumps({"peak_memory_bytes_by_rank": [1024, "x"]}))
     keys = {table.key for table in _report(path).tables}
     assert not keys & {"held-out-sets", "memory-by-rank"}
+
+
+def test_metrics_have_curves_and_a_table(tmp_path: Path) -> None:
+    path = _run(tmp_path / "a")
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        rows = [json.loads(line) for line in (path / name).read_text().splitlines()]
+        for row in rows:
+            row["metrics"] = {"rewards/margins": row["step"] / 8, "odd/loss": None, "<b>": "text"}
+        (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = _report(path, _run(tmp_path / "b"))
+    (chart,) = [chart for chart in report.charts if chart.title == "rewards/margins"]
+    assert [curve.is_dotted for curve in chart.curves] == [False, True]
+    assert chart.curves[0].points[-1] == (5, 5 / 8)
+    table = _table(report, "held-out-metrics")
+    assert [cell.text for cell in table.rows[0]][:2] == ["a", "rewards/margins"]
+    assert not [table for table in report.tables if table.key == "held-out-sets"], "a metric is no set"
 
 
 def test_a_sweep_has_its_table_and_picture(tmp_path: Path) -> None:

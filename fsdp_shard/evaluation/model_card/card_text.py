@@ -14,8 +14,8 @@ from fsdp_shard.errors import one_line
 from fsdp_shard.evaluation.model_card.card_figures import Figure, eval_results, figures_of, figures_table
 from fsdp_shard.evaluation.model_card.card_subject import CardSubject
 from fsdp_shard.evaluation.model_card.shown_paths import last_part, shown_setting, without_directories
-from fsdp_shard.evaluation.report.comparison import thinned
 from fsdp_shard.evaluation.report.report_data import Cell, Table, number, text
+from fsdp_shard.evaluation.report.run_charts import thinned
 from fsdp_shard.evaluation.report.run_files import Run, values_of
 from fsdp_shard.evaluation.report.tables import escape_markdown, markdown_table
 from fsdp_shard.utils import format_number, redact, redact_setting

@@ -11,8 +11,6 @@ from typing import Any
 from fsdp_shard.evaluation.report.evaluation_table import evaluation_tables
 from fsdp_shard.evaluation.report.report_data import (
     Cell,
-    Chart,
-    Curve,
     PromptSamples,
     Report,
     Table,
@@ -21,10 +19,11 @@ from fsdp_shard.evaluation.report.report_data import (
     size,
     text,
 )
+from fsdp_shard.evaluation.report.run_charts import metric_tables, run_charts
 from fsdp_shard.evaluation.report.run_files import (
     COMPLETED,
+    METRIC,
     RUNNING,
-    Row,
     Run,
     as_number,
     best_held_out,
@@ -38,7 +37,6 @@ from fsdp_shard.evaluation.report.stored_steps import shard_map
 from fsdp_shard.evaluation.report.sweep_charts import sweep_charts, sweep_table, sweeps_of
 from fsdp_shard.utils import format_count
 
-_MAX_POINTS, _FEWEST_POINTS, _ALL_POINTS = 400, 50, 4800  # of a curve, and of all of a chart; more are averaged
 _MAX_SAMPLES = 8  # completions of a prompt by a run
 _MAX_COMPLETION = 4000  # characters
 _MAX_RANKS = 16  # columns of the map of shards, and of memory
@@ -71,6 +69,7 @@ def compare(runs: Sequence[Run], digests: WeightDigests) -> Report:
         *(sweep_table(name, inside) for name, inside in sweeps.items()),
         *_settings_tables(trained),
         *_held_out_tables(trained),
+        *metric_tables(trained),
         *([_speed_table(trained)] if trained else []),
         *_memory_tables(trained),
         *_checkpoint_tables(trained),
@@ -84,7 +83,7 @@ def compare(runs: Sequence[Run], digests: WeightDigests) -> Report:
         num_running=sum(run.status == RUNNING for run in runs),
         num_completed=sum(run.status == COMPLETED for run in runs),
         tables=tables,
-        charts=[chart for chart in _charts(trained) if chart.curves],
+        charts=[chart for chart in run_charts(trained) if chart.curves],
         sweeps=[chart for name, inside in sweeps.items() for chart in sweep_charts(name, inside)],
         samples=_samples(trained),
         problems=[*(problem for run in runs for problem in run.problems), *_absent(trained), *digests.problems],
@@ -189,7 +188,7 @@ def _held_out_tables(runs: Sequence[Run]) -> list[Table]:
         if not run.held_out:
             continue
         first, last = run.held_out[0], run.held_out[-1]
-        for name in (key.removesuffix("/loss") for key in last if key.endswith("/loss")):
+        for name in (key.removesuffix("/loss") for key in last if key.endswith("/loss") and not key.startswith(METRIC)):
             figures = [last.get(f"{name}/{key}") for key in ("loss", "perplexity", "num_tokens")]
             rows.append([text(run.name), text(name), *map(number, figures), number(first.get(f"{name}/loss"))])
     note = "Of the last held-out evaluation, and the loss of the first one."
@@ -312,45 +311,6 @@ def _other_table(runs: Sequence[Run]) -> Table:
         ]
         rows.append([text(run.name), text(run.command), text(run.status), text(", ".join(shown) or None)])
     return Table("others", "Other runs", ("run", "command", "status", "figures"), rows)
-
-
-def _charts(runs: Sequence[Run]) -> list[Chart]:
-    per_step = [
-        ("loss", "Training loss", "nats per token", "loss"),
-        ("rate", "Throughput", "tokens per second", "tokens_per_second"),
-        ("memory", "Peak memory of a rank", "MiB", "memory_bytes"),
-        ("norm", "Gradient norm", "before clipping", "grad_norm"),
-        ("lr", "Learning rate", "", "learning_rate"),
-    ]
-    loss, *others = [_chart(runs, *row) for row in per_step]
-    held_out = [Curve(at, _points(run.held_out, "loss"), is_dotted=True) for at, run in enumerate(runs) if run.held_out]
-    return [loss, Chart("held-out", "Held-out loss", "step", "nats per token", held_out), *others]
-
-
-def _chart(runs: Sequence[Run], key: str, title: str, y_label: str, name: str) -> Chart:
-    scale = 1 / (1 << 20) if name.endswith("_bytes") else 1.0
-    most = max(_FEWEST_POINTS, min(_MAX_POINTS, _ALL_POINTS // max(len(runs), 1)))
-    curves, width = [], 1
-    for at, run in enumerate(runs):
-        points = [(x, y * scale) for x, y in _points(run.steps, name)]
-        width = max(width, -(-len(points) // most))
-        if points:
-            curves.append(Curve(at, thinned(points, most)))
-    note = f"Each point is the mean of up to {width} steps." if width > 1 else ""
-    return Chart(key, title, "step", y_label, curves, note)
-
-
-def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    return [(row["step"] or 0, value) for row in rows if (value := row.get(name)) is not None]
-
-
-def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most `most` points: means of as many neighbors as that takes, at the last step of each."""
-    width = -(-len(points) // most)
-    if width < 2:
-        return list(points)
-    parts = [points[start : start + width] for start in range(0, len(points), width)]
-    return [(part[-1][0], statistics.fmean(y for _, y in part)) for part in parts]
 
 
 def _samples(runs: Sequence[Run]) -> list[PromptSamples]:

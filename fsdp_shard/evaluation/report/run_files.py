@@ -76,6 +76,9 @@ class Run:
         return as_number(self.result.get(name))
 
 
+METRIC = "metrics:"  # what the names of metrics begin with in a row, beside those of figures and held-out sets
+
+
 def find_runs(paths: Sequence[str]) -> list[Path]:
     """Find the runs that are given: directories of runs, or directories with such in them, as sweeps have.
 
@@ -293,7 +296,7 @@ def _numbers(rows: Sequence[Mapping[str, Any]], file: Path, problems: list[str])
         if "loss" not in values or (values["loss"] is None and row["loss"] is not None):
             num_wrong += 1
             continue
-        found[row["step"]] = {**values, **_of_sets(row)}
+        found[row["step"]] = {**values, **_of_sets(row), **_of_metrics(row)}
     if num_wrong:
         problems.append(f"{file}: {format_count(num_wrong, 'line')} left out that have no number as their loss.")
     if num_repeated := len(rows) - num_wrong - len(found):
@@ -308,6 +311,14 @@ def _of_sets(row: Mapping[str, Any]) -> Row:
         f"{name}/{key}": as_number(value)
         for name, figures in (sets if isinstance(sets, dict) else {}).items()
         for key, value in (figures if isinstance(figures, dict) else {}).items()
+    }
+
+
+def _of_metrics(row: Mapping[str, Any]) -> Row:
+    """The metrics of the objective and of one's own, as METRIC NAME."""
+    metrics = row.get("metrics")
+    return {
+        f"{METRIC}{name}": as_number(value) for name, value in (metrics if isinstance(metrics, dict) else {}).items()
     }
 
 
