@@ -240,8 +240,7 @@ def init_distributed(
         rank, world_size = dist.get_rank(), dist.get_world_size()
     parallel = (tensor_parallel, expert_parallel, context_parallel)
     assert parallel.count(1) >= 2, "these are not combined"
-    divided = replicas * math.prod(parallel)
-    assert world_size % divided == 0, (world_size, replicas, *parallel)
+    assert world_size % (replicas * math.prod(parallel)) == 0, (world_size, replicas, *parallel)
     torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
     if is_joined:
         _check_backend(torch_device)
@@ -249,23 +248,28 @@ def init_distributed(
         _init_process_group(rendezvous, rank, world_size, timeout, torch_device)
     is_done = False
     try:
-        shape = {"replicate": replicas, "shard": world_size // (replicas * tensor_parallel)}
-        shape |= {"tensor": tensor_parallel} if tensor_parallel > 1 else {}
-        expert_shape = {"replicate": replicas, "shard": world_size // divided, "expert": expert_parallel, "tensor": 1}
-        yield DistributedContext(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            device=torch_device,
-            mesh=_make_mesh(torch_device.type, shape, timeout),
-            expert_mesh=_make_mesh(torch_device.type, expert_shape, timeout) if expert_parallel > 1 else None,
-            num_context_ranks=context_parallel,
-            context_group=_neighbors(context_parallel, world_size, timeout) if context_parallel > 1 else None,
-        )
+        groups = _groups(world_size, replicas, parallel, torch_device.type, timeout)
+        yield DistributedContext(rank=rank, world_size=world_size, local_rank=local_rank, device=torch_device, **groups)
         is_done = True
     finally:
         if not is_joined and (is_done or world_size == 1):
             dist.destroy_process_group()
+
+
+def _groups(
+    world_size: int, replicas: int, parallel: tuple[int, int, int], device_type: str, timeout: timedelta
+) -> dict[str, Any]:
+    """The meshes and groups of a context; `parallel` are its numbers of tensor, expert and context ranks."""
+    tensor, expert, context = parallel
+    shape = {"replicate": replicas, "shard": world_size // (replicas * tensor)}
+    shape |= {"tensor": tensor} if tensor > 1 else {}
+    expert_shape = {"replicate": replicas, "shard": world_size // (replicas * expert), "expert": expert, "tensor": 1}
+    return {
+        "mesh": _make_mesh(device_type, shape, timeout),
+        "expert_mesh": _make_mesh(device_type, expert_shape, timeout) if expert > 1 else None,
+        "num_context_ranks": context,
+        "context_group": _neighbors(context, world_size, timeout) if context > 1 else None,
+    }
 
 
 def _backend(device: torch.device) -> str:
