@@ -11,9 +11,10 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
 from tests.support.runs import Ended, run_arguments, run_recipe
+from tests.support.tiny import byte_tokenizer, llama_config
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,35 @@ def test_an_adapter_needs_no_second_model(settings: list[str], tmp_path: Path) -
     _done(tmp_path / "precomputed", *given, "objective.reference=precomputed")
     assert _figures(tmp_path / "adapter") == pytest.approx(_figures(tmp_path / "precomputed"), rel=1e-4, abs=1e-5)
     assert _rows(tmp_path / "adapter")[-1]["metrics"]["rewards/margins"] != 0
+
+
+@pytest.mark.parametrize("overrides", [
+    ("shard.replicas=2", "launch.ranks=4", "train.micro_batch_size=1"),
+    ("shard.tensor_parallel=2", "launch.ranks=2"),
+    ("shard.tensor_parallel=2", "launch.ranks=2", "objective.reference=sharded"),
+    ("shard.activation_checkpointing=true", "shard.sync_every_micro_batch=false", "train.micro_batch_size=1"),
+])  # fmt: skip
+def test_the_same_under_every_parallelism(overrides: tuple[str, ...], settings: list[str], tmp_path: Path) -> None:
+    model = llama_config()
+    model.num_attention_heads, model.num_key_value_heads = 6, 2  # two ranks can share them
+    torch.manual_seed(0)
+    LlamaForCausalLM(model).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    given = [*settings, f"model.path={tmp_path}/model", "objective=kto"]
+    _done(tmp_path / "alone", *given)
+    _done(tmp_path / "divided", *given, *overrides)
+    alone, divided = (
+        [row[key] for row in _rows(tmp_path / run) for key in ("loss", "grad_norm")] for run in ("alone", "divided")
+    )
+    assert divided == pytest.approx(alone, rel=2e-4)
+
+
+def test_a_quantized_base_is_its_own_reference(settings: list[str], tmp_path: Path) -> None:
+    given = [*settings, "objective=dpo", "adapter=lora", "adapter.quantize=nf4"]
+    _done(tmp_path / "adapter", *given, "launch.ranks=2")
+    _done(tmp_path / "precomputed", *given, "objective.reference=precomputed")
+    assert _rows(tmp_path / "adapter")[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert _figures(tmp_path / "adapter") == pytest.approx(_figures(tmp_path / "precomputed"), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
