@@ -17,7 +17,15 @@ from fsdp_shard import models, sharding
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.activations import measure_activations, take_out_head
 from fsdp_shard.planning.optimizer import optimizer_bytes
-from fsdp_shard.training import AdapterConfig, LoraConfig, OptimConfig, TrainConfig, inject_lora, quantize_base
+from fsdp_shard.training import (
+    AdapterConfig,
+    LoraConfig,
+    NewHead,
+    OptimConfig,
+    TrainConfig,
+    inject_lora,
+    quantize_base,
+)
 from fsdp_shard.utils import balanced_partition, first_line
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
@@ -177,7 +185,8 @@ def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedM
     trust = run.model.trust_remote_code
     model = models.build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
     if isinstance(run.adapter, LoraConfig):
-        inject_lora(model, run.adapter, run.model.path, {}, run.model.task)
+        head = NewHead.of(model).modules if run.model.labels else ()
+        inject_lora(model, run.adapter, run.model.path, {}, run.model.task, head)
         quantize_base(model, run.adapter.quantize, run.shard, {})
     return model
 

@@ -95,13 +95,13 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         >>> plan.figures["peak_bytes"]  # doctest: +SKIP
         8437268480
     """
-    from fsdp_shard.models import check_model_task, context_of, load_config
+    from fsdp_shard.models import check_model_task, context_of
     from fsdp_shard.planning.memory import PlannedRun, plan_memory
     from fsdp_shard.planning.report import figures, plan_report
-    from fsdp_shard.training import settle_run_length
+    from fsdp_shard.training import origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
-    model_config = load_config(model.source.directory, trusted)
+    model_config = origin_config(config.model, model.source)
     check_model_task(model_config, config.model.task)
     context = context_of(model_config, trusted)
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks

@@ -43,11 +43,13 @@ from .loss.own_functions import (
 )
 from .model_identity import check_base_model as check_base_model
 from .model_origin import (
+    NewHead as NewHead,
     build_model as build_model,
     check_classifier as check_classifier,
     collect_model_files as collect_model_files,
     data_task as data_task,
     model_source as model_source,
+    origin_config as origin_config,
 )
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig
