@@ -2,6 +2,7 @@ from .base_model import (
     ADAPTER_BASE as ADAPTER_BASE,
     BASE_MODEL as BASE_MODEL,
     BaseModel as BaseModel,
+    HeadChanges as HeadChanges,
     fingerprint as fingerprint,
     is_base_model as is_base_model,
     read_base_model as read_base_model,
@@ -69,6 +70,7 @@ from .model_files import (
     CONFIG as CONFIG,
     copy_model_files as copy_model_files,
     set_chat_template as set_chat_template,
+    set_classes as set_classes,
 )
 from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy

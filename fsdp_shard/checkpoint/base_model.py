@@ -7,6 +7,7 @@ file that the manifest lists.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from fsdp_shard.checkpoint.io import has_file, itemsize, member
+from fsdp_shard.checkpoint.model_files import CLASSIFIER_ENTRIES
 from fsdp_shard.errors import CheckpointError, InputError
 from fsdp_shard.utils import read_json
 
@@ -25,21 +27,33 @@ _ELEMENTS = 1024
 
 
 @dataclass(frozen=True)
+class HeadChanges:
+    """What an adapter with a new head of a classifier changes in its base, besides what its tensors say.
+
+    Attributes:
+        replaced: Names of stored tensors in whose place the head is, and of others that the classifier does not have.
+        config: Entries of config.json: those of `CLASSIFIER_ENTRIES`.
+    """
+
+    replaced: tuple[str, ...]
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class BaseModel:
     """The model that a run began from: its path, its fingerprint, and how an adapter's run quantized it.
 
-    `replaced` is of an adapter with a new head: names of the stored tensors in whose place the head is, and of others
-    that the model with this head does not have; None without a new head. Such an adapter has a config.json of its own.
+    `head` is of an adapter with a new head.
     """
 
     path: str
     fingerprint: str
     quantize: str = "none"
-    replaced: tuple[str, ...] | None = None
+    head: HeadChanges | None = None
 
     def to_json(self) -> bytes:
         """The content of the file."""
-        values = {name: value for name, value in asdict(self).items() if name != "replaced" or value is not None}
+        values = {name: value for name, value in asdict(self).items() if name != "head" or value is not None}
         return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -104,9 +118,18 @@ def read_base_model(directory: Path) -> BaseModel | None:
     texts: list[Any] = [values.get("path"), values.get("fingerprint"), values.get("quantize", "none")]
     if not all(isinstance(text, str) for text in texts):
         raise CheckpointError(f"{path} is damaged: it must have the path and the fingerprint of a model, as text.")
-    replaced = values.get("replaced")
-    if replaced is not None and not (isinstance(replaced, list) and all(isinstance(name, str) for name in replaced)):
-        raise CheckpointError(f"{path} is damaged: replaced is no list of names of tensors.")
-    path_of_base, fingerprint_of_base, quantize = texts
-    known = None if replaced is None else tuple(replaced)
-    return BaseModel(path_of_base, fingerprint_of_base, quantize, known)
+    of_path, of_content, quantize = texts
+    head = None if values.get("head") is None else _head_of(path, values["head"])
+    return BaseModel(of_path, of_content, quantize, head)
+
+
+def _head_of(path: Path, value: Any) -> HeadChanges:
+    found = value if isinstance(value, dict) else {}
+    replaced, config = found.get("replaced"), found.get("config")
+    are_names = isinstance(replaced, list) and all(isinstance(name, str) for name in replaced)
+    if not are_names or not isinstance(config, dict) or config.keys() != CLASSIFIER_ENTRIES:
+        raise CheckpointError(
+            f"{path} is damaged: head must have the names of tensors in replaced, and in config the entries "
+            f"{', '.join(sorted(CLASSIFIER_ENTRIES))}."
+        )
+    return HeadChanges(tuple(replaced), config)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fsdp_shard.checkpoint.base_model import read_base_model
+from fsdp_shard.checkpoint.base_model import HeadChanges, read_base_model
 from fsdp_shard.checkpoint.formats import peft
 from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.trainer_layouts import find_checkpoint, latest_step_directory
@@ -18,7 +18,13 @@ from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file
 from fsdp_shard.checkpoint.keys.quantized_weights import configured_quantization, quantization, refuse_quantized
 from fsdp_shard.checkpoint.lora_merge import merge_adapter
-from fsdp_shard.checkpoint.model_files import CONFIG, has_tokenizer, list_model_files, replace_tokenizer
+from fsdp_shard.checkpoint.model_files import (
+    CONFIG,
+    classifier_directory,
+    has_tokenizer,
+    list_model_files,
+    replace_tokenizer,
+)
 from fsdp_shard.checkpoint.open import open_weights
 from fsdp_shard.checkpoint.remote.store import is_remote
 from fsdp_shard.checkpoint.steps import CHECKPOINTS, DCP_METADATA, MANIFEST, Store, choose_step, split_reference
@@ -78,14 +84,10 @@ class Location:
         return self.format == peft.NAME
 
     @cached_property
-    def has_new_head(self) -> bool:
-        """Whether the weights are an adapter with a new head of a classifier, which has config and tokenizer itself."""
-        recorded = read_base_model(self.weights) if self.is_adapter and self.config_path is None else None
-        return recorded is not None and recorded.replaced is not None
-
-    @property
-    def _has_config_of_base(self) -> bool:
-        return self.is_adapter and not self.has_new_head
+    def new_head(self) -> HeadChanges | None:
+        """What else an adapter with a new head of a classifier changes; None for all else."""
+        recorded = read_base_model(self.weights) if self.is_adapter else None
+        return None if recorded is None else recorded.head
 
     @cached_property
     def base(self) -> Location:
@@ -114,8 +116,11 @@ class Location:
     @cached_property
     def model_directory(self) -> Path:
         """The directory that the config is expected in; that of a GGUF file is made from its metadata."""
-        if self._has_config_of_base:
-            return self.base.model_directory
+        if self.is_adapter:
+            base = self.base
+            if self.new_head is None or self.config_path is not None or not has_file(base.model_directory, CONFIG):
+                return base.model_directory
+            return classifier_directory(base.model_files, self.new_head.config)
         if self.config_path is not None:
             return _locate_named("config", self.config_path).directory
         directory = self._home
@@ -132,9 +137,8 @@ class Location:
     @property
     def directory(self) -> Path:
         """The directory with the model's config; raises ModelError if there is no usable config."""
-        model = self.base if self._has_config_of_base else self
-        if model.format is not None and not has_file(model.model_directory, CONFIG):
-            home = model.model_directory
+        model, home = self.base if self.is_adapter else self, self.model_directory
+        if model.format is not None and not has_file(home, CONFIG):
             raise ModelError(
                 f"{model.weights} holds weights, but there is no config.json in "
                 f"{'the current directory' if home == Path() else home}. Name their model with config=PATH and "
@@ -145,9 +149,9 @@ class Location:
             raise ModelError(
                 f"{model.weights} is no file of weights; give a model directory, a checkpoint or a hub id."
             )
-        list_model_files(model.model_directory)  # refuses links that lead out of it, which transformers would follow
-        check_model_config(model.model_directory)
-        return model.model_directory
+        list_model_files(home)  # refuses links that lead out of it, which transformers would follow
+        check_model_config(home)
+        return home
 
     @property
     def tokenizer(self) -> Path:

@@ -77,8 +77,8 @@ def merge_adapter(adapter: TensorIndex, base: TensorIndex, side: Path) -> Tensor
     recorded = read_base_model(adapter.root)
     if recorded is not None:
         _refuse_other_base(adapter.root, base, side, recorded)
-        base = _without(base, recorded.replaced or ())
-    merge = _Merge(adapter, base, side, settings, recorded is not None and recorded.replaced is not None)
+        base = base if recorded.head is None else _without(base, recorded.head.replaced)
+    merge = _Merge(adapter, base, side, settings, recorded is not None and recorded.head is not None)
     whole = {fqn: name for fqn, name in parts.whole.items() if merge.is_read(fqn)}
     targets = {module: names for module, names in parts.factors.items() if merge.is_target(module)}
     notes = merge.check_modules(parts)

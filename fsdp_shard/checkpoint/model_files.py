@@ -9,11 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from fsdp_shard.checkpoint.io.files import has_file, member
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import read_bounded, read_json
+from fsdp_shard.utils import atomic_directory, read_bounded, read_json, user_cache
 
 CONFIG = "config.json"
+# The entries of config.json that a new head of a classifier changes.
+CLASSIFIER_ENTRIES = frozenset({"architectures", "id2label", "label2id", "pad_token_id"})
 # Whatever else is in the directory (a trainer's state, an optimizer, other weights) is not copied.
 _SETTINGS = (
     CONFIG,
@@ -158,6 +162,51 @@ def copy_model_files(
     if dtype is not None and CONFIG in files:
         _change_config(files[CONFIG], target / CONFIG, dtype, is_dequantized=is_dequantized)
     return [str(entry.relative_to(target)) for entry in sorted(target.rglob("*")) if entry.is_file()]
+
+
+def set_classes(content: bytes, entries: Mapping[str, Any]) -> bytes:
+    """Return the content of a config.json with other `CLASSIFIER_ENTRIES`; raise CheckpointError if it is none."""
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{CONFIG} is not a JSON object, so it is not the config of a model.")
+    config.pop("num_labels", None)  # which would be read instead of the names
+    return (json.dumps(config | dict(entries), indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def classifier_directory(files: Mapping[str, Path], entries: Mapping[str, Any]) -> Path:
+    """Make a directory in the user's cache with the model files of a classifier.
+
+    Several processes may call this at the same time.
+
+    Args:
+        files: Those of the model that it was made of, by name.
+        entries: The entries of its config.json that are others.
+
+    Raises:
+        CheckpointError: There is no config, or the cache cannot be written.
+    """
+    contents = {name: read_bounded(path, "tokenizer_bytes") for name, path in sorted(files.items())}
+    contents[CONFIG] = set_classes(contents.get(CONFIG, b""), entries)
+    digest = xxhash.xxh3_128()
+    for name, content in contents.items():
+        digest.update(f"{name} {len(content)} ".encode() + content)
+    target = user_cache("classifiers") / digest.hexdigest()
+    if target.is_dir():
+        return target
+    try:
+        with atomic_directory(target) as partial:
+            for name, content in contents.items():
+                (partial / name).parent.mkdir(exist_ok=True)
+                (partial / name).write_bytes(content)
+    except OSError as error:
+        raise CheckpointError(
+            f"The config of a classifier could not be written to {target.parent}: {error}. Set XDG_CACHE_HOME to a "
+            f"directory that can be written."
+        ) from error
+    return target
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

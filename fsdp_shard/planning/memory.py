@@ -21,6 +21,7 @@ from fsdp_shard.planning.optimizer import optimizer_bytes
 from fsdp_shard.training import (
     AdapterConfig,
     LoraConfig,
+    NewHead,
     ObjectiveConfig,
     OptimConfig,
     TrainConfig,
@@ -220,7 +221,8 @@ def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedM
     trust = run.model.trust_remote_code
     model = models.build_on_meta(config, dtype, trust_remote_code=trust, attention=attention)
     if isinstance(run.adapter, LoraConfig):
-        inject_lora(model, run.adapter, run.model.path, {}, run.model.task)
+        head = NewHead.of(model).modules if run.model.labels else ()
+        inject_lora(model, run.adapter, run.model.path, {}, run.model.task, head)
         quantize_base(model, run.adapter.quantize, run.shard, {})
     return model
 

@@ -43,6 +43,7 @@ from .loss.own_functions import (
 )
 from .model_identity import check_base_model as check_base_model
 from .model_origin import (
+    NewHead as NewHead,
     build_model as build_model,
     check_classifier as check_classifier,
     collect_model_files as collect_model_files,

@@ -1,6 +1,6 @@
 """Building a model on the meta device, sharding it along its blocks, and loading this rank's shards of its weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -17,7 +17,7 @@ from fsdp_shard.sharding import ShardConfig, ShardedModel, unit_tree
 from fsdp_shard.training.loss.fused_kernels import use_kernels
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.model_identity import model_name, other_model
-from fsdp_shard.training.model_origin import NewHead, empty_model, layer_drop_notes
+from fsdp_shard.training.model_origin import NewHead, classifier_entries, empty_model, layer_drop_notes
 from fsdp_shard.training.peft import initial_values, lora
 from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.qlora import QuantizedBase, quantize_base
@@ -180,7 +180,7 @@ def unfilled_model(
         if isinstance(adapter, LoraConfig):
             assert base is not None
             if head is not None:
-                base = replace(base, replaced=_replaced(model, index, matched, head))
+                base = replace(base, head=_head_changes(config, model, index, matched.unused, head))
             added, names = lora.inject_lora(
                 model, adapter, base.path, names, config.task, () if head is None else head.modules
             )
@@ -243,13 +243,13 @@ def _base_model(
     return checkpoint.BaseModel(model_name(config), checkpoint.fingerprint(index))
 
 
-def _replaced(
-    model: PreTrainedModel, index: checkpoint.TensorIndex, matched: checkpoint.MatchedNames, head: NewHead
-) -> tuple[str, ...]:
-    """The stored tensors that a model with a new head does not have, or has other ones of."""
+def _head_changes(
+    config: ModelConfig, model: PreTrainedModel, index: checkpoint.TensorIndex, unused: Sequence[str], head: NewHead
+) -> checkpoint.HeadChanges:
+    """What an adapter records of a new head: the stored tensors that the model does not have, or has others of."""
     known = model.state_dict(keep_vars=True).keys()
     tied = [name for name in index.aliases if name not in known]
-    return tuple(sorted({*matched.unused, *tied, *head.tensors}))
+    return checkpoint.HeadChanges(tuple(sorted({*unused, *tied, *head.tensors})), classifier_entries(config, model))
 
 
 def check_adapter(adapter: AdapterConfig | None, shard: ShardConfig) -> None:

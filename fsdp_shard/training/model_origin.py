@@ -1,6 +1,5 @@
 """Where a run takes its model from: config, tokenizer and weights, and the files for its checkpoints."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from fsdp_shard.checkpoint import (
     copy_model_files,
     locate,
     set_chat_template,
+    set_classes,
 )
 from fsdp_shard.data import SEQ2SEQ, DataConfig, Task, with_chat_template
 from fsdp_shard.distributed import DistributedContext, run_on_all
@@ -230,35 +230,31 @@ def collect_model_files(
         model: Its settings; the dtype is for the config.
         data: The settings of the data; `data.chat_template` becomes the only chat template.
         adapter: The adapter that is saved instead of the model, with files of its own, and with the tokenizer only if
-            that has another chat template, or the model a new head.
+            that has another chat template.
 
     Returns:
         File name -> content.
     """
-    if adapter is not None and data.chat_template is None and not model.labels:
+    if adapter is not None and data.chat_template is None:
         return adapter.files()
     with TemporaryDirectory() as directory:
         names = copy_model_files(source.model_files, Path(directory), model.dtype)
         files = {name: read_bounded(Path(directory) / name, "tokenizer_bytes") for name in names}
-    if model.labels:
-        files[CONFIG] = _classifier_config(files[CONFIG], model, source)
-    own = {} if adapter is None else adapter.files()
+    if model.labels and adapter is None:
+        files[CONFIG] = set_classes(files[CONFIG], classifier_entries(model, empty_model(model, source)))
     if data.chat_template is None:
-        return files | own
+        return files
     tokenizer = with_chat_template(load_tokenizer(source.tokenizer, model.trust_remote_code), data)
     name = data.chat_template if data.template_text is None else None
-    has_only_tokenizer = adapter is not None and not model.labels
-    return set_chat_template(files, str(tokenizer.chat_template), name, tokenizer_only=has_only_tokenizer) | own
+    files = set_chat_template(files, str(tokenizer.chat_template), name, tokenizer_only=adapter is not None)
+    return files if adapter is None else files | adapter.files()
 
 
-def _classifier_config(content: bytes, model: ModelConfig, source: Location) -> bytes:
-    """Return config.json with the class of the model, the classes of its new head and its padding token."""
-    settings, built = json.loads(content), empty_model(model, source)
-    settings |= {
+def classifier_entries(model: ModelConfig, built: PreTrainedModel) -> dict[str, Any]:
+    """Return the entries of config.json that a new head changes: the class of the model, its classes and padding."""
+    return {
         "architectures": [type(built).__name__],
         "id2label": {str(number): name for number, name in enumerate(model.labels)},
         "label2id": {name: number for number, name in enumerate(model.labels)},
         "pad_token_id": pad_token(built.config),
     }
-    settings.pop("num_labels", None)  # which would be read instead
-    return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()

@@ -184,6 +184,8 @@ def test_a_reward_model_as_an_adapter_with_its_new_head(settings: list[str], tin
     rewards = _rewards(merged, rows)
     assert _rewards(loaded, rows) == pytest.approx(rewards, rel=1e-4, abs=1e-6)
     assert len(set(rewards)) > 10, "the head is no constant"
+    direct = AutoModelForSequenceClassification.from_pretrained(step, num_labels=1)
+    assert _rewards(direct, rows) == pytest.approx(rewards, rel=1e-4, abs=1e-6)
     asked = ["task=reward", f"data.path={rows}", "data.kind=preference", "data.sequence_length=32"]
     judged = [
         run_recipe("evaluate", tmp_path / f"judged-{name}", f"checkpoint={tmp_path}/{name}", *asked).result

@@ -51,7 +51,7 @@ def adapter_to_push(location: Location, base: str) -> dict[str, Path | bytes]:
             f"{location.path} is not an adapter, so --adapter {base} has no effect; leave it out to push the model."
         )
     root = location.weights
-    if location.has_new_head:
+    if location.new_head is not None:
         raise CheckpointError(
             f"{location.path} is an adapter with a new head of a classifier, whose classes peft's files do not name; "
             f"convert it to a model, and push that."
