@@ -126,10 +126,11 @@ def read_base_model(directory: Path) -> BaseModel | None:
 def _head_of(path: Path, value: Any) -> HeadChanges:
     found = value if isinstance(value, dict) else {}
     replaced, config = found.get("replaced"), found.get("config")
-    are_names = isinstance(replaced, list) and all(isinstance(name, str) for name in replaced)
+    names = replaced if isinstance(replaced, list) else [None]
+    are_names = all(isinstance(name, str) for name in names)
     if not are_names or not isinstance(config, dict) or config.keys() != CLASSIFIER_ENTRIES:
         raise CheckpointError(
             f"{path} is damaged: head must have the names of tensors in replaced, and in config the entries "
             f"{', '.join(sorted(CLASSIFIER_ENTRIES))}."
         )
-    return HeadChanges(tuple(replaced), config)
+    return HeadChanges(tuple(names), config)
