@@ -126,7 +126,7 @@ def read_base_model(directory: Path) -> BaseModel | None:
 def _head_of(path: Path, value: Any) -> HeadChanges:
     found = value if isinstance(value, dict) else {}
     replaced, config = found.get("replaced"), found.get("config")
-    names = replaced if isinstance(replaced, list) else [None]
+    names: list[Any] = replaced if isinstance(replaced, list) else [None]
     are_names = all(isinstance(name, str) for name in names)
     if not are_names or not isinstance(config, dict) or config.keys() != CLASSIFIER_ENTRIES:
         raise CheckpointError(
