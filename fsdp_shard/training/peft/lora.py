@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -26,6 +26,9 @@ from fsdp_shard.training.peft.config import AdapterConfig, LoraConfig
 from fsdp_shard.training.peft.initial_values import Magnitude
 from fsdp_shard.training.peft.principal import Principal, combined_settings, inject_principal
 from fsdp_shard.utils import first_line
+
+if TYPE_CHECKING:
+    import peft
 
 _PREFIX = "base_model.model."
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")  # how peft finds the number of a layer in the name of a module
@@ -133,42 +136,16 @@ def inject_lora(
     Raises:
         ConfigError: The settings do not fit the modules of the model.
     """
-    import peft
-
     stored = {id(tensor): names[name] for name, tensor in model.state_dict(keep_vars=True).items() if name in names}
     _check_tied(model, config)
     modules = [name for name, _ in model.named_modules()]
     _check_targets(model, config, modules)
-    settings = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it, so it may be any number
-        lora_dropout=config.dropout,
-        target_modules=list(config.target_modules) or _all_linear(model, config),
-        layers_to_transform=sorted(config.layers_to_transform) or None,
-        exclude_modules=list(config.exclude_modules) or None,
-        modules_to_save=list(dict.fromkeys([*config.modules_to_save, *head])) or None,
-        use_rslora=config.rank_stabilized,
-        use_dora=config.dora,
-        task_type=_PEFT_TASKS.get(task),
-        base_model_name_or_path=base,
-    )
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft corrects it itself
-            # peft sets these for fused experts, which are parameters, but looks for them among the modules only.
-            warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
-            peft.inject_adapter_in_model(settings, model, _NAME, low_cpu_mem_usage=True)
-    except ValueError as error:
-        raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {first_line(error)}") from error
+    settings = _peft_settings(model, config, base, task, head)
+    _inject(model, settings)
     _check_found(model, config, modules)
     _check_init(model, config)
     principal = inject_principal(model, config)
-    now = model.state_dict(keep_vars=True)
-    filled = {name: stored[id(tensor)] for name, tensor in now.items() if id(tensor) in stored}
-    for name in now:
-        original = name.replace(f".modules_to_save.{_NAME}.", ".original_module.")
-        if original != name and original in filled:
-            filled[name] = filled[original]
+    filled = _filled(model, stored)
     trained = {name: _peft_name(name) for name, param in model.named_parameters() if param.requires_grad}
     if principal is not None:
         for name, value in combined_settings(config).items():
@@ -185,6 +162,50 @@ def inject_lora(
         principal=principal,
     )
     return adapter, filled
+
+
+def _peft_settings(
+    model: PreTrainedModel, config: LoraConfig, base: str, task: str, head: Sequence[str]
+) -> "peft.LoraConfig":
+    import peft
+
+    return peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it, so it may be any number
+        lora_dropout=config.dropout,
+        target_modules=list(config.target_modules) or _all_linear(model, config),
+        layers_to_transform=sorted(config.layers_to_transform) or None,
+        exclude_modules=list(config.exclude_modules) or None,
+        modules_to_save=list(dict.fromkeys([*config.modules_to_save, *head])) or None,
+        use_rslora=config.rank_stabilized,
+        use_dora=config.dora,
+        task_type=_PEFT_TASKS.get(task),
+        base_model_name_or_path=base,
+    )
+
+
+def _inject(model: PreTrainedModel, settings: "peft.LoraConfig") -> None:
+    import peft
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft corrects it itself
+            # peft sets these for fused experts, which are parameters, but looks for them among the modules only.
+            warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
+            peft.inject_adapter_in_model(settings, model, _NAME, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ConfigError(f"adapter=lora does not fit {type(model).__name__}: {first_line(error)}") from error
+
+
+def _filled(model: PreTrainedModel, stored: Mapping[int, str]) -> dict[str, str]:
+    """The stored tensor of each parameter and buffer, by the identity of what it filled before the injection."""
+    now = model.state_dict(keep_vars=True)
+    filled = {name: stored[id(tensor)] for name, tensor in now.items() if id(tensor) in stored}
+    for name in now:
+        original = name.replace(f".modules_to_save.{_NAME}.", ".original_module.")
+        if original != name and original in filled:
+            filled[name] = filled[original]
+    return filled
 
 
 def base_path(config: ModelConfig, source: checkpoint.Location) -> str:
