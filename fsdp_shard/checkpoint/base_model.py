@@ -119,7 +119,7 @@ def read_base_model(directory: Path) -> BaseModel | None:
     if not all(isinstance(text, str) for text in texts):
         raise CheckpointError(f"{path} is damaged: it must have the path and the fingerprint of a model, as text.")
     head = values.get("head")
-    return BaseModel(*texts, None if head is None else _head_of(path, head))
+    return replace(BaseModel(*texts), head=None if head is None else _head_of(path, head))
 
 
 def _head_of(path: Path, value: Any) -> HeadChanges:
