@@ -118,17 +118,15 @@ def read_base_model(directory: Path) -> BaseModel | None:
     texts: list[Any] = [values.get("path"), values.get("fingerprint"), values.get("quantize", "none")]
     if not all(isinstance(text, str) for text in texts):
         raise CheckpointError(f"{path} is damaged: it must have the path and the fingerprint of a model, as text.")
-    of_path, of_content, quantize = texts
-    head = None if values.get("head") is None else _head_of(path, values["head"])
-    return BaseModel(of_path, of_content, quantize, head)
+    head = values.get("head")
+    return replace(BaseModel(*texts), head=None if head is None else _head_of(path, head))
 
 
 def _head_of(path: Path, value: Any) -> HeadChanges:
     found = value if isinstance(value, dict) else {}
     replaced, config = found.get("replaced"), found.get("config")
-    names: list[Any] = replaced if isinstance(replaced, list) else [None]
-    are_names = all(isinstance(name, str) for name in names)
-    if not are_names or not isinstance(config, dict) or config.keys() != CLASSIFIER_ENTRIES:
+    names = [name for name in replaced if isinstance(name, str)] if isinstance(replaced, list) else None
+    if names is None or names != replaced or not isinstance(config, dict) or config.keys() != CLASSIFIER_ENTRIES:
         raise CheckpointError(
             f"{path} is damaged: head must have the names of tensors in replaced, and in config the entries "
             f"{', '.join(sorted(CLASSIFIER_ENTRIES))}."

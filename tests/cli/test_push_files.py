@@ -137,6 +137,20 @@ def test_an_adapter_of_peft_without_its_base(hub: HubStandIn, tiny_model: Path, 
     assert not {_MODEL, "config.json"} & set(files)
 
 
+def test_an_adapter_with_a_new_head_is_pushed_as_a_model_only(
+    hub: HubStandIn, tiny_model: Path, tmp_path: Path
+) -> None:
+    adapter = save_adapter(tmp_path / "adapter", tiny_model)
+    entries = {"architectures": ["X"], "id2label": {"0": "r"}, "label2id": {"r": 0}, "pad_token_id": 1}
+    head = {"replaced": [], "config": entries}
+    recorded = {"path": "x", "fingerprint": "x", "quantize": "none", "head": head}
+    (adapter / "adapter_base.json").write_text(json.dumps(recorded))
+    refused = push(hub, tmp_path, adapter, "org/name", "--adapter", "org/base")
+    assert refused.status == 2
+    assert "is an adapter with a new head of a classifier" in refused.error
+    assert hub.repositories == {}
+
+
 def test_no_repository_for_a_conversion_that_cannot_be(hub: HubStandIn, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")

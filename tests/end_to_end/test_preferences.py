@@ -196,6 +196,29 @@ def test_a_reward_model_as_an_adapter_with_its_new_head(settings: list[str], tin
     verified = run_arguments(["verify", str(step)])
     assert verified.status == 0, verified.err + verified.out
 
+    copied = tmp_path / "copied"  # as an adapter that was copied out of its run
+    copied.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_base.json"):
+        (copied / name).write_bytes((step / name).read_bytes())
+    moved = run_recipe("convert", tmp_path / "c", f"source={copied}", f"target={tmp_path}/again")
+    assert moved.status == 0, moved.err
+    assert (tmp_path / "again/config.json").read_bytes() == (tmp_path / "model/config.json").read_bytes()
+    recorded = json.loads((copied / "adapter_base.json").read_text())
+    for head in ({}, {"replaced": [1], "config": {}}, {"replaced": [], "config": {"auto_map": {}}}, 1):
+        (copied / "adapter_base.json").write_text(json.dumps(recorded | {"head": head}))
+        refused = run_recipe("convert", tmp_path / "c", f"source={copied}", f"target={tmp_path}/none")
+        assert refused.status != 0
+        assert "adapter_base.json is damaged: head must have" in refused.err
+
+
+def test_a_classifier_with_a_new_head_is_planned(settings: list[str], tmp_path: Path) -> None:
+    given = [settings[0], "model.task=sequence_classification", "model.labels=[a,b,c]", "adapter=lora"]
+    ended = run_recipe("plan", tmp_path / "plan", *given, "data.sequence_length=32")
+    assert ended.status == 0, ended.err
+    trained = run_recipe("plan", tmp_path / "one", *given, "model.labels=[a]", "data.sequence_length=32")
+    more = [run.result["per_rank"][0]["gradients_bytes"] for run in (ended, trained)]
+    assert more[0] > more[1], "the head is trained"
+
 
 @pytest.mark.parametrize(("overrides", "said"), [
     (("objective=dpo", "data.kind=pairs"), "data.kind=pairs"),
