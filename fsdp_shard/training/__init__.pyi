@@ -50,6 +50,7 @@ from .model_origin import (
     model_source as model_source,
 )
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
+from .objectives.distill import DistillConfig as DistillConfig
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig
 from .objectives.reference import add_reference as add_reference
 from .objectives.registry import OBJECTIVES as OBJECTIVES

@@ -1,7 +1,7 @@
 """Loads the samples of the next step in a thread while this step runs, up to the memory of the device."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -31,12 +31,14 @@ class DeviceBatch:
         counted: Positions in the flat labels of those that count, int64 [num_predictions]. Counted on the CPU: a GPU
             would have to be waited for.
         extras: Other values of each sample as in `Batch`, float32.
+        token_values: Values of each label that counts as in `Batch`.
     """
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor
     counted: torch.Tensor
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    token_values: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all of them."""
@@ -44,6 +46,7 @@ class DeviceBatch:
         yield self.labels
         yield self.counted
         yield from self.extras.values()
+        yield from self.token_values.values()
 
 
 @dataclass(frozen=True)
@@ -192,10 +195,13 @@ def source_predictions(dataset: Dataset, samples: Iterable[Ints], batches: Seque
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     """Copy a batch to `device`, in its current stream."""
-    inputs = {name: copy_to(device, torch.from_numpy(array)) for name, array in batch.inputs.items()}
-    counted = torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
-    extras = {name: copy_to(device, torch.from_numpy(array)) for name, array in batch.extras.items()}
-    return DeviceBatch(inputs, copy_to(device, torch.from_numpy(batch.labels)), copy_to(device, counted), extras)
+
+    def copied(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+        return {name: copy_to(device, torch.from_numpy(array)) for name, array in arrays.items()}
+
+    labels, counted = torch.from_numpy(batch.labels), torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
+    inputs, extras, values = copied(batch.inputs), copied(batch.extras), copied(batch.token_values)
+    return DeviceBatch(inputs, copy_to(device, labels), copy_to(device, counted), extras, values)
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from fsdp_shard.training.loss.own_functions import find_loss
 from fsdp_shard.training.model_identity import check_base_model
 from fsdp_shard.training.model_origin import check_classifier, decoder_start, empty_model, model_source, origin_config
 from fsdp_shard.training.objectives.checks import check_objective
+from fsdp_shard.training.objectives.teachers.teacher_checks import check_teacher
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import LoraConfig
 from fsdp_shard.training.peft.qlora import quantize_base
@@ -63,7 +64,8 @@ def check_finetune(config: FinetuneSettings) -> None:
         resume.check_optimizer(resumed)
     lora.check_continues(config.adapter, resumed)
     check_base_model(config, resumed)
-    check_model(config, model_source(config, resumed), resumed)
+    check_model(config, source := model_source(config, resumed), resumed)
+    check_teacher(config, source)
     check_trackers(config.train.trackers)
     if config.train.plot:
         check_plots()

@@ -2,8 +2,10 @@
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.config import FinetuneSettings
+from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import ReferenceConfig
 from fsdp_shard.training.objectives.reference import reference_kind
+from fsdp_shard.training.objectives.teachers.teacher_checks import check_distill
 
 
 def check_objective(config: FinetuneSettings) -> None:
@@ -18,6 +20,8 @@ def check_objective(config: FinetuneSettings) -> None:
             f"objective={objective.name} trains model.task={' or '.join(objective.tasks)}, not {task}; change one of "
             f"them."
         )
+    if isinstance(objective, DistillConfig):
+        check_distill(config, objective)
     if not isinstance(objective, ReferenceConfig):
         return
     given, has_adapter = objective.reference, not config.adapter.trains_all
