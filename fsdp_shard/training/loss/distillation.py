@@ -52,9 +52,9 @@ def split_targets(values: torch.Tensor) -> Targets:
 class StudentTerms:
     """KL divergence, cross-entropy and agreement of a student for each row.
 
-    The KL divergence is that from the teacher, whose distribution over its k tokens is normalized to 1, to the student,
-    whose own is over the whole vocabulary, both of logits over `temperature`. The loss of a row for the student's logits
-    z is sum_i p_i (log p_i - log softmax(z / T)_i) with p = softmax(log_probs / T).
+    The divergence is that from the teacher, whose distribution over its k tokens is normalized to 1, to the student,
+    whose own is over the whole vocabulary, both of logits over `temperature`: for the student's logits z it is
+    sum_i p_i (log p_i - log softmax(z / T)_i) with p = softmax(log_probs / T).
 
     Attributes:
         labels: The labels of all rows, int64 [num_rows].

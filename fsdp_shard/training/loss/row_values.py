@@ -1,4 +1,4 @@
-"""Values of each predicted token, such as its log-probability, from the output head or from logits, some rows at a time.
+"""Values of each predicted token, such as its log-probability, from the output head or logits, some rows at a time.
 
 Unlike the cross-entropy, what is computed of these values need not be linear in them, so their gradient is known in
 the backward pass only: the logits of each chunk are computed again there, and never exist as a whole.

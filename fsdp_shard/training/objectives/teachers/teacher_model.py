@@ -70,9 +70,10 @@ class ModelTeacher:
     k: int
 
     def targets(self, batch: DeviceBatch) -> Targets:
+        counted, device = batch.counted, self.model.device  # the model may be on the CPU alone
+        inputs = {name: value.to(device) for name, value in batch.inputs.items()}
         with torch.no_grad():
-            values = forward_rows(self.model, batch, TopTokens(self.k))
-        counted = batch.counted
+            values = forward_rows(self.model, replace(batch, inputs=inputs), TopTokens(self.k))
         return split_targets(values[counted.to(values.device)].to(counted.device))
 
 
