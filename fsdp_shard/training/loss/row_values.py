@@ -15,13 +15,11 @@ _CHUNK_BYTES = 128 << 20
 
 
 class RowFunction(Protocol):
-    """Values of some rows of logits. What else they depend on is in the function, in the order of all of the rows.
+    """Values of some rows of logits. What else they depend on is in the function, in the order of all of the rows."""
 
-    Attributes:
-        num_values: Values of a row.
-    """
-
-    num_values: int
+    @property
+    def num_values(self) -> int:
+        """Number of values of a row."""
 
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """Return the values, float32 [num_rows, num_values], of rows of `logits`, float32 [num_rows, vocabulary].

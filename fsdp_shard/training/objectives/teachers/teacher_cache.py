@@ -138,7 +138,7 @@ class CacheWriter:
         """Write values by name, each [num, k], from prediction `first` on."""
         for name, array in values.items():
             dtype = _DTYPES[name]
-            content = memoryview(np.ascontiguousarray(array, dtype)).cast("B")
+            content = memoryview(np.asarray(array, dtype).tobytes())
             at = self.offsets[name] + first * self.k * dtype.itemsize
             while content:
                 written = os.pwrite(self.files[name], content, at)
