@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTra
 
 from fsdp_shard.data import MASKED, DataConfig, prepare_data
 from tests.support.runs import Ended, run_recipe
-from tests.support.tiny import byte_tokenizer, llama, llama_config
+from tests.support.tiny import byte_tokenizer, llama, llama_config, save_adapter
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +181,17 @@ def test_a_student_gets_nearer_to_a_tuned_teacher_than_by_plain_training(
     other = _done(tmp_path / "measured", *few, *distill, f"model.path={tiny}", "train.steps=1", "optim.lr=1e-9")
     assert nearer["kl"] < 0.9 * other.result["metrics_before"]["kl"], (nearer, other.result["metrics_before"])
     assert nearer["agreement"] > other.result["metrics_before"]["agreement"]
+
+
+def test_an_adapter_teaches(settings: list[str], teacher: Path, tmp_path: Path) -> None:
+    """Its weights count: what its base said before is not used for it."""
+    _done(tmp_path / "base", *settings)
+    given = [*settings, f"objective.teacher={save_adapter(tmp_path / 'adapter', teacher)}"]
+    first = _done(tmp_path / "precomputed", *given)
+    assert "16 samples: 16 computed" in first.err
+    _done(tmp_path / "computed", *given, "objective.teacher_logits=computed")
+    assert _figures(tmp_path / "computed") == pytest.approx(_figures(tmp_path / "precomputed"), rel=1e-4, abs=1e-5)
+    assert _rows(tmp_path / "base")[0]["loss"] != pytest.approx(_rows(tmp_path / "computed")[0]["loss"], rel=1e-3)
 
 
 def _other_vocabulary(directory: Path) -> Path:
