@@ -5,9 +5,6 @@ from typing import ClassVar
 
 import torch
 
-# float32 has every integer up to this one.
-MAX_VOCABULARY = 1 << 24
-
 
 @dataclass(frozen=True)
 class Targets:
@@ -35,7 +32,7 @@ class TopTokens:
 
     def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
         """Return log-probabilities and token ids, float32 [num_rows, 2 * k]."""
-        highest = logits.topk(self.k, dim=1)
+        highest = logits.topk(self.k, dim=1)  # float32 has every integer up to 2^24, and so every id
         return torch.cat([highest.values - logits.logsumexp(1, keepdim=True), highest.indices.float()], 1)
 
     def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,11 @@ def open_teacher(config: FinetuneSettings, distill: DistillConfig, context: Dist
         distill: Its objective.
         context: The ranks.
     """
-    log: Callable[[str], object] = (lambda text: say(f"teacher: {text}", sys.stderr)) if context.is_main else len
+
+    def log(text: str) -> None:
+        if context.is_main:
+            say(f"teacher: {text}", sys.stderr)
+
     model = run_on_all(
         context, lambda: config.load_dispatched(distill.source, distill.teacher_max_memory, context, log)
     )
