@@ -1,13 +1,14 @@
 """The whole config of each command: the settings that all have, its own, and those of the rooms that it uses."""
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fsdp_shard.checkpoint import DEFAULT_SHARD_SIZE, CheckpointConfig, ConvertSettings, Location, locate
 from fsdp_shard.config.config_yaml import as_yaml
 from fsdp_shard.data import DataConfig
-from fsdp_shard.distributed import LaunchConfig, is_joined_rank
+from fsdp_shard.distributed import LaunchConfig, gpu_number, is_joined_rank
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation import EvaluateSettings
 from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings
@@ -18,12 +19,18 @@ from fsdp_shard.training import (
     OBJECTIVES,
     OPTIMIZERS,
     AdapterConfig,
+    DistillConfig,
     LoraConfig,
     ObjectiveConfig,
     OptimConfig,
     TrainConfig,
 )
 from fsdp_shard.utils import refuse_changed, setting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fsdp_shard.distributed import DistributedContext
 
 Ranks = Literal["started", "planned", "one"]
 
@@ -129,9 +136,37 @@ class FinetuneConfig(RunConfig):
         """What `model.path` leads to, located once."""
         return locate(self.model.path, self.model.gguf_file)
 
+    def load_dispatched(
+        self, source: Location, max_memory: Any, context: "DistributedContext", log: Callable[[str], object]
+    ) -> "PreTrainedModel":
+        """Load a model that is not trained, on GPU, CPU and disk by the budgets `max_memory`, on each rank.
+
+        Args:
+            source: The model.
+            max_memory: Budgets as in `dispatch.max_memory`, of each rank; of several GPUs, a rank uses its own.
+            context: The ranks.
+            log: Gets a line about where the model is.
+
+        Raises:
+            PlanError, CheckpointError, ModelError: It does not fit, or cannot be read.
+        """
+        from fsdp_shard.inference import dispatch_model
+        from fsdp_shard.models import load_config
+
+        settings = DispatchConfig(max_memory=max_memory, trust_remote_code=self.model.trust_remote_code)
+        if settings.budgets and context.local_world_size > 1:
+            own = gpu_number(context.local_rank)
+            kept = {device: size for device, size in settings.budgets.items() if device in ("cpu", own)}
+            settings = replace(settings, max_memory={device: str(size) for device, size in kept.items()})
+        config = load_config(source.directory, settings.trust_remote_code)
+        return dispatch_model(source, config, settings, log=log, context=context)
+
     def check(self, prefix: str) -> None:
         """Raise ConfigError for settings of different sections that contradict each other."""
         launch, checkpoint = self.launch, self.checkpoint
+        if isinstance(self.objective, DistillConfig):
+            budgets = DispatchConfig(max_memory=self.objective.teacher_max_memory)
+            DispatchConfig.budgets.of(budgets, f"{prefix}objective.teacher_")
         if not checkpoint.optimizer and (launch.max_restarts or launch.is_elastic):
             name = "max_restarts" if launch.max_restarts else "nodes"
             raise ConfigError(

@@ -52,6 +52,7 @@ from .model_origin import (
     origin_config as origin_config,
 )
 from .module_weights import load_weights as load_weights, save_pretrained as save_pretrained
+from .objectives.distill import DistillConfig as DistillConfig
 from .objectives.objective import ObjectiveConfig as ObjectiveConfig
 from .objectives.reference_model import add_reference as add_reference
 from .objectives.registry import OBJECTIVES as OBJECTIVES

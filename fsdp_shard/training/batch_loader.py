@@ -1,7 +1,7 @@
 """Loads the samples of the next step in a thread while this step runs, up to the memory of the device."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -192,12 +192,14 @@ def source_predictions(dataset: Dataset, samples: Iterable[Ints], batches: Seque
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     """Copy a batch to `device`, in its current stream."""
-    inputs = {name: copy_to(device, torch.from_numpy(array)) for name, array in batch.inputs.items()}
-    counted = torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
-    extras = {name: copy_to(device, torch.from_numpy(array)) for name, array in batch.extras.items()}
+
+    def copied(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+        return {name: copy_to(device, torch.from_numpy(array)) for name, array in arrays.items()}
+
+    labels, counted = torch.from_numpy(batch.labels), torch.from_numpy(np.flatnonzero(batch.labels != MASKED))
+    inputs, extras, values = copied(batch.inputs), copied(batch.extras), copied(batch.token_values)
     sequence = batch.sequence.map(partial(copy_to, device)) if isinstance(batch, PartBatch) else None
-    labels = copy_to(device, torch.from_numpy(batch.labels))
-    return DeviceBatch(inputs, labels, copy_to(device, counted), extras, sequence)
+    return DeviceBatch(inputs, copy_to(device, labels), copy_to(device, counted), extras, values, sequence)
 
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

@@ -3,10 +3,13 @@
 Imports no torch.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_shard.checkpoint import CheckpointConfig, Location
 from fsdp_shard.data import DataConfig
@@ -18,6 +21,11 @@ from fsdp_shard.training.objectives.objective import ObjectiveConfig
 from fsdp_shard.training.optim.config import OptimConfig
 from fsdp_shard.training.peft.config import AdapterConfig
 from fsdp_shard.utils import format_count, refuse_changed, setting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fsdp_shard.distributed import DistributedContext
 
 _DEFAULT_STEPS = 100
 SCHEDULES = (
@@ -170,7 +178,7 @@ class TrainConfig:
             raise ValueError("the steps of train.epochs depend on the data: use the settings that for_data returns")
         return _DEFAULT_STEPS if self.steps is None else self.steps
 
-    def for_data(self, samples_per_epoch: int | None, step: int = 0, num_samples: int = 0) -> "TrainConfig":
+    def for_data(self, samples_per_epoch: int | None, step: int = 0, num_samples: int = 0) -> TrainConfig:
         """Return these settings with the number of steps that `epochs` stands for.
 
         Args:
@@ -222,6 +230,14 @@ class FinetuneSettings(ModelSettings, Protocol):
 
     def to_yaml(self) -> str:
         """All settings, without secrets."""
+
+    def load_dispatched(
+        self, source: Location, max_memory: Any, context: DistributedContext, log: Callable[[str], object]
+    ) -> PreTrainedModel:
+        """Load a model that is not trained, on GPU, CPU and disk by the budgets `max_memory`, on each rank.
+
+        Training does not know how; `log` gets a line about where the model is.
+        """
 
 
 def num_decay_steps(config: TrainConfig) -> int:

@@ -27,6 +27,7 @@ from fsdp_shard.training.model_origin import (
     origin_config,
 )
 from fsdp_shard.training.objectives.objective_checks import check_objective
+from fsdp_shard.training.objectives.teachers.teacher_checks import check_teacher
 from fsdp_shard.training.optim.weight_average import check_average
 from fsdp_shard.training.peft import lora
 from fsdp_shard.training.peft.config import PRINCIPAL, LoraConfig
@@ -76,7 +77,8 @@ def check_finetune(config: FinetuneSettings) -> None:
         )
     lora.check_continues(config.adapter, resumed)
     check_base_model(config, resumed)
-    check_model(config, model_source(config, resumed), resumed)
+    check_model(config, source := model_source(config, resumed), resumed)
+    check_teacher(config, source)
     check_trackers(config.train.trackers)
     if config.train.plot:
         check_plots()

@@ -26,7 +26,7 @@ from fsdp_shard.training.batch_loader import BatchLoader, LoadedStep, copy_to
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.figures import finite, source_figures
 from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums
-from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference
+from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher
 from fsdp_shard.training.optim.embedding_noise import noisy_embeddings
 from fsdp_shard.training.optim.lr_schedule import learning_rate
 from fsdp_shard.training.optim.weight_average import WeightAverage
@@ -52,7 +52,7 @@ class TrainingRun:
         profile: Returns the context in which the step with this number is made.
         functions: A loss and metrics of one's own.
         objective: What the model is trained for.
-        reference: The model that it is compared with, for objectives that need one.
+        reference: The model that it is compared with, or its teacher, for objectives that need one.
         average: Average of the weights, updated after each step that is not skipped.
         interrupted_by: The signal that stopped the run before its last step, or 0.
 
@@ -72,7 +72,7 @@ class TrainingRun:
     profile: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
     functions: OwnFunctions = field(default_factory=OwnFunctions)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    reference: Reference | None = None
+    reference: Reference | Teacher | None = None
     average: WeightAverage | None = None
     interrupted_by: int = field(default=0, init=False)
 

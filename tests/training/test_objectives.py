@@ -29,8 +29,9 @@ from fsdp_shard.sharding import WRAPPERS
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.held_out.evaluator import evaluate_loss
 from fsdp_shard.training.loop import TrainingRun, train
-from fsdp_shard.training.loss import log_probs
+from fsdp_shard.training.loss import row_values
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
+from fsdp_shard.training.loss.log_probs import LabelLogProbs
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
 from fsdp_shard.training.objectives.reference_model import EXTRA, ModelReference, PrecomputedReference
 from fsdp_shard.training.objectives.registry import OBJECTIVES
@@ -217,7 +218,7 @@ def test_the_cross_entropy_of_orpo_may_have_the_prompts(alone: DistributedContex
 def test_log_probs_and_their_gradients(
     softcap: float | None, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_probs, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(row_values, "_CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(10, 8), torch.randn(50, 8), torch.randn(50)
     labels, outer = torch.randint(0, 50, (10,)), torch.randn(10)
@@ -229,12 +230,14 @@ def test_log_probs_and_their_gradients(
         labels != MASKED, logits.log_softmax(1).gather(1, labels.clamp(min=0)[:, None]).squeeze(1), 0.0
     )
     gradients = torch.autograd.grad(expected @ outer, inputs, retain_graph=True)
-    found = log_probs.linear_log_probs(hidden, weight, bias, labels, softcap)
+    rows = (labels != MASKED).nonzero().flatten()
+    function = LabelLogProbs(labels[rows])
+    found = row_values.linear_rows(hidden, weight, bias, rows, function, softcap).squeeze(1)
     torch.testing.assert_close(found, expected)
     for one, other in zip(torch.autograd.grad(found @ outer, inputs), gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     copied = logits.detach().requires_grad_()
-    of_logits = log_probs.log_probs_of_logits(copied, labels)
+    of_logits = row_values.rows_of_logits(copied, rows, function).squeeze(1)
     torch.testing.assert_close(of_logits, expected)
     (slope,) = torch.autograd.grad(of_logits @ outer, copied)
     (wanted,) = torch.autograd.grad(expected @ outer, logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import numpy.typing as npt
 Ints: TypeAlias = npt.NDArray[np.int64]
 Indices: TypeAlias = Sequence[int] | Ints
 Floats: TypeAlias = npt.NDArray[np.float32]
+Values: TypeAlias = npt.NDArray[Any]
 
 MASKED = -100  # the label that the losses of torch and transformers ignore
 NO_WINDOW = -1  # the index of a sample in which every label is masked
@@ -30,6 +31,7 @@ class Sample:
         padding: The padding token, in which `input_ids` end where other samples of a batch are longer.
         decoder_start: The token before the labels in the input of a decoder, for models that have one.
         extras: Other values by name, float32 [] or [2].
+        token_values: Values of each label that is not masked, by name, [num_predictions, ...].
     """
 
     inputs: Mapping[str, Ints]
@@ -37,6 +39,7 @@ class Sample:
     padding: int = 0
     decoder_start: int | None = None
     extras: Mapping[str, Floats] = field(default_factory=dict)
+    token_values: Mapping[str, Values] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[Sample]:
@@ -59,11 +62,14 @@ class Batch:
         labels: Labels, int64, with the shape of the model's logits without their last dimension. Those of a next token
             are already shifted.
         extras: Other values of each sample by name, float32 [num_samples], or [num_samples, 2] with one for each row.
+        token_values: Values of each label that is not masked, by name, [num_predictions, ...], in the order of the flat
+            labels.
     """
 
     inputs: Mapping[str, Ints]
     labels: Ints
     extras: Mapping[str, Floats] = field(default_factory=dict)
+    token_values: Mapping[str, Values] = field(default_factory=dict)
 
     @property
     def input_ids(self) -> Ints:
@@ -87,10 +93,11 @@ def collate(samples: Sequence[Sample]) -> Batch:
         inputs[name] = _stack([row.inputs[name] for row in rows], padding)
     labels = _stack([row.labels for row in rows], MASKED)
     extras = {name: np.stack([sample.extras[name] for sample in samples]) for name in first.extras}
+    values = {name: np.concatenate([sample.token_values[name] for sample in samples]) for name in first.token_values}
     if first.decoder_start is not None:
         before = np.where(labels == MASKED, first.decoder_start, labels)[:, :-1]
         inputs["decoder_input_ids"] = np.insert(before, 0, first.decoder_start, axis=1)
-    return Batch(inputs, labels, extras)
+    return Batch(inputs, labels, extras, values)
 
 
 def _stack(arrays: Sequence[Ints], padding: int) -> Ints:

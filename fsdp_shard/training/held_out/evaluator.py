@@ -18,7 +18,7 @@ from fsdp_shard.training.batch_loader import context_ranks, evaluation_batches, 
 from fsdp_shard.training.figures import finite
 from fsdp_shard.training.loop import TrainingRun
 from fsdp_shard.training.loss.own_functions import OwnFunctions, StepSums, metric_means
-from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference
+from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass, Reference, Teacher
 from fsdp_shard.training.optim.lr_schedule import is_due
 from fsdp_shard.training.trainer_state import TrainerState
 
@@ -135,7 +135,7 @@ def evaluate_loss(
     functions: OwnFunctions | None = None,
     *,
     objective: ObjectiveConfig | None = None,
-    reference: Reference | None = None,
+    reference: Reference | Teacher | None = None,
 ) -> EvalReport:
     """Compute the mean loss over every prediction of a data set, each counted once, and of its parts; a collective.
 
@@ -198,7 +198,7 @@ class _Evaluation:
     context: DistributedContext
     functions: OwnFunctions
     objective: ObjectiveConfig
-    reference: Reference | None
+    reference: Reference | Teacher | None
 
     def run(self, dataset: MapDataset) -> _HeldOutSum:
         """Return the sums over all ranks; a collective. The model is in eval mode."""

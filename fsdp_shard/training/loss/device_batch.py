@@ -18,6 +18,7 @@ class DeviceBatch:
         counted: Positions in the flat labels of those that count, int64 [num_predictions]. Counted on the CPU: a GPU
             would have to be waited for.
         extras: Other values of each sample as in `Batch`, float32.
+        token_values: Values of each label that counts as in `Batch`.
         sequence: What this rank must know of the whole sequences, where it has parts of them.
     """
 
@@ -25,6 +26,7 @@ class DeviceBatch:
     labels: torch.Tensor
     counted: torch.Tensor
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    token_values: dict[str, torch.Tensor] = field(default_factory=dict)
     sequence: WholeSequence | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -33,4 +35,5 @@ class DeviceBatch:
         yield self.labels
         yield self.counted
         yield from self.extras.values()
+        yield from self.token_values.values()
         yield from () if self.sequence is None else self.sequence.tensors()

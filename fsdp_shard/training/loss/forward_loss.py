@@ -1,4 +1,4 @@
-"""The forward pass of a batch, up to its loss or the log-probabilities of its labels."""
+"""The forward pass of a batch, up to its loss or values of each predicted token."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,9 +12,10 @@ from fsdp_shard.models import running
 from fsdp_shard.sharding import ShardedModel, attending
 from fsdp_shard.training.loss.cross_entropy import cross_entropy
 from fsdp_shard.training.loss.device_batch import DeviceBatch
-from fsdp_shard.training.loss.linear_cross_entropy import giving_log_probs, giving_loss
-from fsdp_shard.training.loss.log_probs import log_probs_of_logits
+from fsdp_shard.training.loss.linear_cross_entropy import giving_loss, giving_rows
+from fsdp_shard.training.loss.log_probs import LabelLogProbs
 from fsdp_shard.training.loss.own_functions import StepSums
+from fsdp_shard.training.loss.row_values import RowFunction, rows_of_logits
 
 
 def forward_loss(
@@ -48,12 +49,26 @@ def forward_log_probs(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:
     Returns:
         float32 [num_rows, length] in nats, 0 where labels do not count. With a loss head no logits are kept.
     """
-    with giving_log_probs(model.module, batch.labels, batch.counted) as are_given, _forward(model.module):
-        output = model.module(**batch.inputs, use_cache=False)
-    if are_given:
-        given: torch.Tensor = output.logits.squeeze(-1)
-        return given
-    return log_probs_of_logits(output.logits, batch.labels, batch.counted)
+    function = LabelLogProbs(batch.labels.flatten()[batch.counted])
+    return forward_rows(model.module, batch, function).view(batch.labels.shape)
+
+
+def forward_rows(module: nn.Module, batch: DeviceBatch, function: RowFunction) -> torch.Tensor:
+    """Run the forward pass of a causal model and return values of each predicted token.
+
+    Args:
+        module: The model.
+        batch: The batch.
+        function: The values; its rows are the labels that count.
+
+    Returns:
+        float32 [num_rows * length, num_values], 0 where labels do not count. With a loss head no logits are kept.
+    """
+    rows = batch.counted
+    with giving_rows(module, batch.labels.numel(), rows, function) as are_given, _forward(module):
+        output = module(**batch.inputs, use_cache=False)
+    flat: torch.Tensor = output.logits.flatten(0, -2)
+    return flat if are_given else rows_of_logits(flat, rows, function)
 
 
 def forward_scores(model: ShardedModel, batch: DeviceBatch) -> torch.Tensor:

@@ -6,7 +6,7 @@ gathers the weight of the head at that moment, tied or not, and reduces its grad
 the logits of its head unchanged is tried, not assumed (`_returns_logits`): Cohere scales them, Gemma caps them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from fsdp_shard.data import MASKED
 from fsdp_shard.errors import ModelError
 from fsdp_shard.training.loss.cross_entropy import needs_gradient, with_gradients
-from fsdp_shard.training.loss.log_probs import linear_log_probs
+from fsdp_shard.training.loss.row_values import RowFunction, linear_rows
 
 # From this vocabulary on, logits dominate the memory, and the products of a chunk are large enough to be fast.
 _LARGE_VOCABULARY = 1 << 16
@@ -72,22 +72,47 @@ def giving_loss(
     Yields:
         Whether the model has a loss head.
     """
-    with _wanting(module, (labels, divisor, counted)) as has_head:
+    targets = labels.flatten()
+
+    def loss(hidden: torch.Tensor, head: nn.Linear, softcap: float | None) -> torch.Tensor:
+        flat = _flat(hidden, len(targets))
+        total = linear_cross_entropy(flat, head.weight, head.bias, targets, divisor, softcap, counted)
+        return total + total.new_zeros([1] * hidden.ndim)  # the dimensions of logits; FSDP2 warns of a view
+
+    with _wanting(module, loss) as has_head:
         yield has_head
 
 
 @contextmanager
-def giving_log_probs(module: nn.Module, labels: torch.Tensor, counted: torch.Tensor | None = None) -> Iterator[bool]:
-    """Within the block, a model with a loss head returns the log-probabilities of `labels` as its `logits` [..., 1].
+def giving_rows(module: nn.Module, num_tokens: int, rows: torch.Tensor, function: RowFunction) -> Iterator[bool]:
+    """Within the block, a model with a loss head returns the values of `function` as its `logits` [..., num_values].
 
-    The arguments, and what is yielded, are those of `giving_loss`.
+    Args:
+        module: The model.
+        num_tokens: Tokens of the batch.
+        rows: Positions of the tokens that have values, int64 [num_rows].
+        function: The values.
+
+    Yields:
+        Whether the model has a loss head.
     """
-    with _wanting(module, (labels, None, counted)) as has_head:
+
+    def values(hidden: torch.Tensor, head: nn.Linear, softcap: float | None) -> torch.Tensor:
+        flat = _flat(hidden, num_tokens)
+        return linear_rows(flat, head.weight, head.bias, rows, function, softcap).view(*hidden.shape[:-1], -1)
+
+    with _wanting(module, values) as has_head:
         yield has_head
 
 
-# Labels, what their loss is divided by (None: their log-probabilities are wanted), and the positions that count.
-_Wanted = tuple[torch.Tensor, float | torch.Tensor | None, torch.Tensor | None]
+def _flat(hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    flat = hidden.flatten(0, -2)
+    assert len(flat) == num_tokens, "the model passed other positions to its head than there are labels for"
+    return flat
+
+
+# From hidden states, the head and its softcap to what the model returns instead of logits.
+_Wanted = Callable[[torch.Tensor, nn.Linear, float | None], torch.Tensor]
 
 
 @contextmanager
@@ -104,24 +129,17 @@ def _wanting(module: nn.Module, wanted: _Wanted) -> Iterator[bool]:
 
 
 class LossHead:
-    """The `forward` of an output head that returns the loss, or log-probabilities, if wanted, and logits otherwise."""
+    """The `forward` of an output head that returns the loss, or values of tokens, if wanted, and logits otherwise."""
 
     def __init__(self, head: nn.Linear, softcap: float | None) -> None:
         self._head, self._softcap = head, softcap
         self.wanted: _Wanted | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._head.weight, self._head.bias
-        if self.wanted is None:
-            logits = F.linear(hidden, weight, bias)
-            return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
-        labels, divisor, counted = self.wanted
-        flat, targets = hidden.flatten(0, -2), labels.flatten()
-        assert len(flat) == len(targets), "the model passed other positions to its head than there are labels for"
-        if divisor is None:
-            return linear_log_probs(flat, weight, bias, targets, self._softcap, counted).view(*hidden.shape[:-1], 1)
-        loss = linear_cross_entropy(flat, weight, bias, targets, divisor, self._softcap, counted)
-        return loss + loss.new_zeros([1] * hidden.ndim)  # the dimensions of logits; FSDP2 warns of a view
+        if self.wanted is not None:
+            return self.wanted(hidden, self._head, self._softcap)
+        logits = F.linear(hidden, self._head.weight, self._head.bias)
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
 def linear_cross_entropy(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fsdp_shard.distributed import DistributedContext
     from fsdp_shard.sharding import ShardedModel
     from fsdp_shard.training.loss.device_batch import DeviceBatch
+    from fsdp_shard.training.loss.distillation import Targets
     from fsdp_shard.training.loss.own_functions import StepSums
 
 
@@ -26,6 +27,13 @@ class Reference(Protocol):
 
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
         """Return the sum of the log-probabilities of the labels of each row, float32 [num_rows], without gradients."""
+
+
+class Teacher(Protocol):
+    """The model that another one is to imitate."""
+
+    def targets(self, batch: DeviceBatch) -> Targets:
+        """Return its most likely tokens for each label that counts, without gradients."""
 
 
 @dataclass
@@ -37,7 +45,7 @@ class Pass:
         batch: The micro-batch.
         divisors: What each term of the loss is divided by, float32 [num_terms].
         sums: Receives the metrics.
-        reference: The reference model, for objectives that need one.
+        reference: The `Reference` or the `Teacher` of objectives that have one.
         shared: What `ObjectiveConfig.prepare` returned for all passes of the step.
     """
 
@@ -45,7 +53,7 @@ class Pass:
     batch: DeviceBatch
     divisors: torch.Tensor
     sums: StepSums
-    reference: Reference | None = None
+    reference: Any = None
     shared: Any = None
 
 
@@ -81,7 +89,7 @@ class ObjectiveConfig:
         self,
         model: ShardedModel,
         batches: Iterable[DeviceBatch],
-        reference: Reference | None,
+        reference: Any,
         context: DistributedContext,
     ) -> Any:
         """Compute, without gradients, what the losses of a step have in common; most have nothing.
@@ -91,7 +99,7 @@ class ObjectiveConfig:
         Args:
             model: The model.
             batches: All micro-batches of this rank.
-            reference: The reference model, if there is one.
+            reference: As in `Pass`.
             context: The ranks.
         """
         return None

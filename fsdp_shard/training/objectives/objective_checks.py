@@ -2,8 +2,10 @@
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.training.config import FinetuneSettings
+from fsdp_shard.training.objectives.distill import DistillConfig
 from fsdp_shard.training.objectives.objective import ReferenceConfig
 from fsdp_shard.training.objectives.reference_model import reference_kind
+from fsdp_shard.training.objectives.teachers.teacher_checks import check_distill
 
 
 def check_objective(config: FinetuneSettings) -> None:
@@ -21,8 +23,10 @@ def check_objective(config: FinetuneSettings) -> None:
     if config.shard.context_parallel > 1 and not objective.is_cross_entropy:
         raise ConfigError(
             f"objective={objective.name} does not go together with shard.context_parallel="
-            f"{config.shard.context_parallel} yet: its loss is of whole answers. Leave one of them out."
+            f"{config.shard.context_parallel} yet: its loss is of whole sequences. Leave one of them out."
         )
+    if isinstance(objective, DistillConfig):
+        check_distill(config, objective)
     if not isinstance(objective, ReferenceConfig):
         return
     given, has_adapter = objective.reference, not config.adapter.trains_all

@@ -27,7 +27,9 @@ from fsdp_shard.training.config import FinetuneSettings
 from fsdp_shard.training.load_model import LoadedModel, unfilled_model
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_log_probs
-from fsdp_shard.training.objectives.objective import Reference, ReferenceConfig
+from fsdp_shard.training.objectives.distill import PRECOMPUTED, DistillConfig
+from fsdp_shard.training.objectives.objective import Reference, ReferenceConfig, Teacher
+from fsdp_shard.training.objectives.teachers.teacher_model import PrecomputedTeacher, add_targets, open_teacher
 from fsdp_shard.training.peft.disable_adapters import adapters_disabled
 from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.utils import format_count, report_progress, write_file
@@ -47,6 +49,10 @@ class Start(Protocol):
     @property
     def stop(self) -> StopSignal:
         """The signals that ask the run to stop."""
+
+    @property
+    def step(self) -> Path | None:
+        """The step to resume from."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +94,18 @@ def reference_kind(config: FinetuneSettings) -> str | None:
     return objective.chosen_reference(has_adapter=not config.adapter.trains_all, is_streamed=config.data.streaming)
 
 
-def open_reference(config: FinetuneSettings, start: Start, loaded: LoadedModel) -> Reference | None:
-    """Return the reference of a run, None for objectives without one; a collective.
+def open_reference(config: FinetuneSettings, start: Start, loaded: LoadedModel) -> Reference | Teacher | None:
+    """Return the reference or the teacher of a run, None for objectives without one; a collective.
 
     Args:
         config: The settings of `finetune`.
         start: The ranks.
         loaded: The model that is trained.
     """
+    if isinstance(config.objective, DistillConfig):
+        if config.objective.teacher_logits == PRECOMPUTED:
+            return PrecomputedTeacher()
+        return open_teacher(config, config.objective, start.context)
     match reference_kind(config):
         case "adapter":
             return ModelReference(loaded.model, has_adapter=True)
@@ -120,9 +130,10 @@ def _load_reference(config: FinetuneSettings, context: DistributedContext) -> Mo
 
 
 def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samples:
-    """Add the reference's log-probabilities to the samples, if they are computed before training; a collective.
+    """Add to the samples what a reference or a teacher says of them, if it is computed before training; a collective.
 
-    Those of each source are in the data cache, or are computed by the model that training began from and kept there.
+    The values of each source are in the data cache, or are computed, by the model that training began from or by the
+    teacher, and kept there.
 
     Args:
         config: The settings of `finetune`.
@@ -136,6 +147,8 @@ def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samp
     Example:
         >>> data = fs.add_reference(config, start, fs.open_data(config, start))  # doctest: +SKIP
     """
+    if isinstance(config.objective, DistillConfig):
+        return add_targets(config, config.objective, start.context, start.stop, start.step, data)
     if reference_kind(config) != "precomputed":
         return data
     sources = [*data.train.sources, *(data.held_out.sources if data.held_out is not None else [])]

@@ -1,0 +1,90 @@
+"""How far a student is from the most likely tokens of a teacher, and the teacher's own side of that."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The most likely tokens of a teacher for each predicted token, the likeliest first.
+
+    Attributes:
+        log_probs: Their log-probabilities in nats under the whole vocabulary, float32 [num_predictions, k].
+        tokens: Their ids, integers [num_predictions, k].
+    """
+
+    log_probs: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The `k` most likely tokens of each row, for `split_targets`; they have no gradient."""
+
+    k: int
+
+    @property
+    def num_values(self) -> int:
+        """Log-probabilities, and ids."""
+        return 2 * self.k
+
+    def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
+        """Return log-probabilities and token ids, float32 [num_rows, 2 * k]."""
+        highest = logits.topk(self.k, dim=1)  # float32 has every integer up to 2^24, and so every id
+        return torch.cat([highest.values - logits.logsumexp(1, keepdim=True), highest.indices.float()], 1)
+
+    def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("a teacher is not trained")
+
+
+def split_targets(values: torch.Tensor) -> Targets:
+    """Return what `TopTokens` found, float32 [num_predictions, 2 * k]."""
+    log_probs, tokens = values.chunk(2, dim=1)
+    return Targets(log_probs, tokens.int())
+
+
+@dataclass(frozen=True)
+class StudentTerms:
+    """KL divergence, cross-entropy and agreement of a student for each row.
+
+    The divergence is that from the teacher, whose distribution over its k tokens is normalized to 1, to the student,
+    whose own is over the whole vocabulary, both of logits over `temperature`: for the student's logits z it is
+    sum_i p_i (log p_i - log softmax(z / T)_i) with p = softmax(log_probs / T).
+
+    Attributes:
+        labels: The labels of all rows, int64 [num_rows].
+        targets: The teacher's tokens of all rows.
+        temperature: T.
+    """
+
+    num_values: ClassVar[int] = 3
+
+    labels: torch.Tensor
+    targets: Targets
+    temperature: float
+
+    def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
+        """Return KL and cross-entropy in nats, and 1 where the likeliest token is the teacher's, [num_rows, 3]."""
+        labels, tokens, probs = self._of(logits, part)
+        same = (logits.argmax(1) == tokens[:, 0]).float()
+        plain = logits.logsumexp(1) - logits.gather(1, labels).squeeze(1)
+        scaled = logits.div_(self.temperature)
+        expected = (probs * scaled.gather(1, tokens)).sum(1)
+        divergence = scaled.logsumexp(1) - expected - torch.special.entr(probs).sum(1)
+        return torch.stack([divergence, plain, same], 1)
+
+    def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
+        """Return the gradient [num_rows, vocabulary] of the sum of `outer` * values; overwrites the logits."""
+        labels, tokens, probs = self._of(logits, part)
+        of_divergence, of_plain = outer[:, :1] / self.temperature, outer[:, 1:2]
+        slope = (logits / self.temperature).softmax(1).mul_(of_divergence)
+        slope.scatter_add_(1, tokens, -probs * of_divergence)
+        slope += logits.sub_(logits.logsumexp(1, keepdim=True)).exp_().mul_(of_plain)
+        return slope.scatter_add_(1, labels, -of_plain)
+
+    def _of(self, logits: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Labels [num_rows, 1], the teacher's tokens and their probabilities [num_rows, k]."""
+        labels, tokens = self.labels[part, None].to(logits.device), self.targets.tokens[part].to(logits.device).long()
+        return labels, tokens, (self.targets.log_probs[part].to(logits.device) / self.temperature).softmax(1)

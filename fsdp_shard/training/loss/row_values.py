@@ -1,0 +1,154 @@
+"""Values of each predicted token, such as its log-probability, from the output head or logits, some rows at a time.
+
+Unlike the cross-entropy, what is computed of these values need not be linear in them, so their gradient is known in
+the backward pass only: the logits of each chunk are computed again there, and never exist as a whole.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+# Bytes of float32 logits in a chunk.
+_CHUNK_BYTES = 128 << 20
+
+
+class RowFunction(Protocol):
+    """Values of some rows of logits. What else they depend on is in the function, in the order of all of the rows."""
+
+    @property
+    def num_values(self) -> int:
+        """Number of values of a row."""
+
+    def values(self, logits: torch.Tensor, part: slice) -> torch.Tensor:
+        """Return the values, float32 [num_rows, num_values], of rows of `logits`, float32 [num_rows, vocabulary].
+
+        Args:
+            logits: They may be overwritten.
+            part: Which of all rows these are.
+        """
+
+    def slope(self, logits: torch.Tensor, part: slice, outer: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the sum of `outer` * values by the logits; the arguments are as in `values`.
+
+        Args:
+            logits: They may be overwritten.
+            part: Which of all rows these are.
+            outer: Float32 [num_rows, num_values].
+        """
+
+
+def linear_rows(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor,
+    function: RowFunction,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Compute values of the logits `hidden @ weight.T + bias`, in chunks.
+
+    Args:
+        hidden: Hidden states [num_tokens, hidden_size].
+        weight: Weight of the output head [vocabulary, hidden_size].
+        bias: Bias of the output head [vocabulary], if any.
+        rows: The tokens that have values, int64 [num_rows]; others cost nothing.
+        function: The values.
+        softcap: Replaces the logits by softcap * tanh(logits / softcap).
+
+    Returns:
+        float32 [num_tokens, num_values], 0 for other tokens; it can be differentiated once.
+    """
+    rows = rows.to(hidden.device)
+    result: torch.Tensor = _LinearRows.apply(hidden, weight, bias, rows, function, softcap)  # type: ignore[no-untyped-call]  # untyped in torch
+    return result
+
+
+def rows_of_logits(logits: torch.Tensor, rows: torch.Tensor, function: RowFunction) -> torch.Tensor:
+    """Compute values of `logits` [num_tokens, vocabulary], upcast a few rows at a time.
+
+    The other arguments, and what is returned, are those of `linear_rows`.
+    """
+    result: torch.Tensor = _Rows.apply(logits, rows.to(logits.device), function)  # type: ignore[no-untyped-call]  # untyped in torch
+    return result
+
+
+def _parts(num_rows: int, vocabulary: int) -> list[slice]:
+    size = max(1, _CHUNK_BYTES // (4 * vocabulary))
+    return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
+
+
+class _LinearRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: torch.Tensor,
+        function: RowFunction,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias, rows)
+        ctx.function, ctx.softcap = function, softcap
+        result = torch.zeros(len(hidden), function.num_values, dtype=torch.float32, device=hidden.device)
+        for part in _parts(len(rows), len(weight)):
+            logits = F.linear(hidden[rows[part]], weight, bias).float()
+            if softcap is not None:
+                logits.div_(softcap).tanh_().mul_(softcap)
+            result[rows[part]] = function.values(logits, part)
+            del logits  # before the next chunk allocates its own
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, rows = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        parts = _parts(len(rows), len(weight))
+        precise = weight.dtype if len(parts) <= 1 else torch.float32
+        grad_hidden = torch.zeros_like(hidden) if of_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=precise) if of_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
+        for part in parts:
+            chunk = rows[part]
+            inputs = hidden[chunk]
+            logits, inner = F.linear(inputs, weight, bias).float(), None
+            if ctx.softcap is not None:
+                logits.div_(ctx.softcap).tanh_()
+                inner = 1 - logits * logits  # the derivative of the cap
+                logits.mul_(ctx.softcap)
+            slope = ctx.function.slope(logits, part, outer[chunk])
+            slope = slope if inner is None else slope.mul_(inner)
+            if grad_bias is not None:
+                grad_bias += slope.sum(0)
+            slope = slope.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = slope @ weight
+            if grad_weight is not None:
+                grad_weight += slope.T @ inputs
+            del logits, slope, inner
+        found = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
+        return (*(None if grad is None else grad.to(of.dtype) for grad, of in found), None, None, None)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, rows: torch.Tensor, function: RowFunction) -> torch.Tensor:
+        ctx.save_for_backward(logits, rows)
+        ctx.function = function
+        result = torch.zeros(len(logits), function.num_values, dtype=torch.float32, device=logits.device)
+        for part in _parts(len(rows), logits.shape[1]):
+            result[rows[part]] = function.values(logits[rows[part]].float(), part)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, rows = ctx.saved_tensors
+        gradient = torch.zeros_like(logits)
+        for part in _parts(len(rows), logits.shape[1]):
+            chunk = rows[part]
+            gradient[chunk] = ctx.function.slope(logits[chunk].float(), part, outer[chunk]).to(logits.dtype)
+        return gradient, None, None

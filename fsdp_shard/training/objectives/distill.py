@@ -1,0 +1,84 @@
+"""`objective=distill`: distillation from the logits of a larger model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fsdp_shard.checkpoint import Location, locate
+from fsdp_shard.errors import InputError
+from fsdp_shard.training.objectives.objective import ObjectiveConfig, Pass
+from fsdp_shard.utils import REQUIRED, setting
+
+if TYPE_CHECKING:
+    import torch
+
+PRECOMPUTED, COMPUTED = "precomputed", "computed"
+
+
+@dataclass
+class DistillConfig(ObjectiveConfig):
+    """Distillation (Hinton et al., 2015): alpha * T^2 * KL(teacher || student) + (1 - alpha) * cross-entropy.
+
+    The KL divergence is of the distributions of logits / T; T^2 keeps the size of its gradients. Of the teacher, the
+    `top_k` most likely tokens of each prediction count, and their probabilities are normalized to 1, as in Gemma 3
+    (Gemma Team, 2025); the student's distribution is over the whole vocabulary. So the rest of the teacher's mass is
+    left out, which makes the student a little too sure for a small k (Anshumann et al., 2025); with all tokens it is
+    the exact divergence.
+    """
+
+    name: ClassVar[str] = "distill"
+    help: ClassVar[str] = "distillation from the logits of a larger model"
+    tasks: ClassVar[tuple[str, ...]] = ("causal_lm",)
+    headline: ClassVar[tuple[str, ...]] = ("kl", "cross_entropy", "agreement")
+    is_cross_entropy: ClassVar[bool] = False
+
+    teacher: str = setting(
+        REQUIRED,
+        "The model to learn from, with the same vocabulary: a run or a step of it (RUN@best), a checkpoint of any "
+        "format, or a hub id. It computes in the dtype of its weights; model.trust_remote_code is for it, too.",
+    )
+    alpha: float = setting(
+        0.5, "Weight of the KL divergence; the cross-entropy has the rest. 1: the teacher only.", above=0.0, maximum=1.0
+    )
+    temperature: float = setting(1.0, "What the logits of both are divided by in the KL divergence.", above=0.0)
+    top_k: int | None = setting(
+        64, "Most likely tokens of the teacher that count for each prediction; null: the whole vocabulary.", minimum=1
+    )
+    teacher_logits: str = setting(
+        PRECOMPUTED,
+        "precomputed: one pass of the teacher over the samples of the run before training, kept in data.cache_dir (8 "
+        "bytes for each of top_k tokens of each prediction) and never computed again; computed: the teacher runs "
+        "beside the model in each step, on every rank, also for streamed data.",
+        choices=(PRECOMPUTED, COMPUTED),
+    )
+    # Any, as in DispatchConfig.
+    teacher_max_memory: Any = setting(
+        None,
+        "Memory for the teacher on each rank, such as {0: 20GB, cpu: 64GB}; what does not fit is read from the disk "
+        "as it runs. Of several ranks, each uses its own GPU. Default: the memory that is free when it is loaded; with "
+        "teacher_logits=computed on GPUs, leave some for training.",
+    )
+
+    @cached_property
+    def source(self) -> Location:
+        """What `teacher` leads to, located once; errors name the setting."""
+        try:
+            return locate(self.teacher)
+        except InputError as error:
+            raise type(error)(f"objective.teacher={self.teacher}: {error}") from error
+
+    def terms(self, step: Pass) -> torch.Tensor:
+        """Run the forward passes of both and return the sum of the losses over the divisor, [1]."""
+        from fsdp_shard.training.loss.distillation import StudentTerms
+        from fsdp_shard.training.loss.forward_loss import forward_rows
+
+        batch, number = step.batch, float(len(step.batch.counted))
+        labels, targets = batch.labels.flatten()[batch.counted], step.reference.targets(batch)
+        function = StudentTerms(labels, targets, self.temperature)
+        divergence, plain, same = forward_rows(step.model.module, batch, function).sum(0).unbind()
+        for name, total in (("kl", divergence), ("cross_entropy", plain), ("agreement", same)):
+            step.sums.add_metric(name, total, number)
+        loss = self.alpha * self.temperature**2 * divergence + (1 - self.alpha) * plain
+        return (loss / step.divisors[0]).reshape(1)

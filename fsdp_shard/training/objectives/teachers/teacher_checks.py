@@ -1,0 +1,72 @@
+"""Whether a teacher can teach the model of a run, found before any rank starts."""
+
+from fsdp_shard import checkpoint, models
+from fsdp_shard.errors import ConfigError, InputError
+from fsdp_shard.training.config import FinetuneSettings
+from fsdp_shard.training.objectives.distill import PRECOMPUTED, DistillConfig
+
+
+def check_distill(config: FinetuneSettings, distill: DistillConfig) -> None:
+    """Raise ConfigError if the settings of distillation contradict others; opens no file.
+
+    Args:
+        config: The settings of `finetune`.
+        distill: Its objective.
+    """
+    if distill.teacher_logits == PRECOMPUTED and config.data.streaming:
+        raise ConfigError(
+            "objective.teacher_logits=precomputed needs all samples before training, which data.streaming=true does "
+            "not have; set objective.teacher_logits=computed."
+        )
+    if config.shard.tensor_parallel > 1:
+        raise ConfigError(
+            f"objective=distill does not go together with shard.tensor_parallel={config.shard.tensor_parallel} yet; "
+            f"leave one of them out."
+        )
+
+
+def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None:
+    """Check that the teacher of a run can be loaded, and has the vocabulary and the positions that it needs.
+
+    Args:
+        config: The settings of `finetune`, with `data.sequence_length` settled.
+        source: The model that is trained.
+
+    Raises:
+        InputError: The teacher cannot be used; the message names the setting.
+    """
+    distill = config.objective
+    if not isinstance(distill, DistillConfig):
+        return
+    teacher, trust = distill.source, config.model.trust_remote_code
+    named = f"objective.teacher={distill.teacher}"
+    try:
+        own = models.load_config(teacher.directory, trust)
+        models.check_model_task(own, config.model.task)
+        checkpoint.check_loadable(teacher.model_index)
+        if config.data.packing:
+            models.check_packing(own)
+        advice = "set at most that, or choose another teacher"
+        models.context_of(own, trust).check(
+            f"data.sequence_length={config.data.window_length}", config.data.window_length, advice
+        )
+        ids = models.load_tokenizer(teacher.tokenizer, trust).get_vocab()
+    except InputError as error:
+        raise type(error)(f"{named}: {error}") from error
+    sizes = [each.get_text_config().vocab_size for each in (own, models.load_config(source.directory, trust))]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"{named} has a vocabulary of {sizes[0]} tokens, and {config.model.path} one of {sizes[1]}: a student "
+            f"learns from the probabilities of the same tokens. Choose a teacher of the same family."
+        )
+    for token, number in models.load_tokenizer(source.tokenizer, trust).get_vocab().items():
+        if (other := ids.get(token)) != number:
+            has = f"does not have the token {token!r}" if other is None else f"has the token {token!r} as {other}"
+            raise ConfigError(
+                f"{named} {has}, which is {number} in the tokenizer of {config.model.path}: a student learns from the "
+                f"probabilities of the same tokens. Choose a teacher of the same family."
+            )
+    if distill.top_k is not None and distill.top_k > sizes[0]:
+        raise ConfigError(
+            f"objective.top_k={distill.top_k} is more than the {sizes[0]} tokens of the vocabulary; set null for all."
+        )

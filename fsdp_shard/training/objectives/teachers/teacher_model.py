@@ -1,0 +1,264 @@
+"""The teacher of `objective=distill`: dispatched beside the model, or run once before training, its results kept.
+
+A dispatched model lies on GPU, CPU and disk by budgets, so a teacher may be larger than the memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from signal import Signals
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from fsdp_shard.checkpoint import Location, config_digest, describe_weights
+from fsdp_shard.data import (
+    MASKED,
+    Ints,
+    Samples,
+    SourceDataset,
+    cache_directory,
+    cache_key,
+    used_samples,
+    with_token_values,
+)
+from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
+from fsdp_shard.errors import DataError, Interrupted
+from fsdp_shard.models import load_config
+from fsdp_shard.training.batch_loader import evaluation_batches, to_device
+from fsdp_shard.training.checkpoints import resume
+from fsdp_shard.training.config import FinetuneSettings
+from fsdp_shard.training.loss.device_batch import DeviceBatch
+from fsdp_shard.training.loss.distillation import Targets, TopTokens, split_targets
+from fsdp_shard.training.loss.forward_loss import forward_rows
+from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
+from fsdp_shard.training.objectives.distill import PRECOMPUTED, DistillConfig
+from fsdp_shard.training.objectives.teachers.teacher_cache import LOG_PROBS, TOKENS, CacheWriter, TeacherCache
+from fsdp_shard.training.stop_signal import StopSignal
+from fsdp_shard.utils import format_count, report_progress, say
+
+_VERSION = "teacher-1"  # of what the cached values are
+_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # the other ranks wait while one reads all weights for their digest
+_BATCHES_KEPT = 64  # batches of a rank after which what was computed is recorded
+
+
+@dataclass(frozen=True)
+class PrecomputedTeacher:
+    """A teacher whose results come with the samples."""
+
+    def targets(self, batch: DeviceBatch) -> Targets:
+        return Targets(batch.token_values[LOG_PROBS], batch.token_values[TOKENS])
+
+
+@dataclass(frozen=True)
+class ModelTeacher:
+    """A dispatched model.
+
+    Attributes:
+        model: The model, in eval mode.
+        k: Tokens of each prediction.
+    """
+
+    model: PreTrainedModel
+    k: int
+
+    def targets(self, batch: DeviceBatch) -> Targets:
+        counted, device = batch.counted, self.model.device  # the model may be on the CPU alone
+        inputs = {name: value.to(device) for name, value in batch.inputs.items()}
+        with torch.no_grad():
+            values = forward_rows(self.model, replace(batch, inputs=inputs), TopTokens(self.k))
+        return split_targets(values[counted.to(values.device)].to(counted.device))
+
+
+def open_teacher(config: FinetuneSettings, distill: DistillConfig, context: DistributedContext) -> ModelTeacher:
+    """Load the teacher, dispatched, on every rank; a collective.
+
+    Args:
+        config: The settings of `finetune`.
+        distill: Its objective.
+        context: The ranks.
+    """
+
+    def log(text: str) -> None:
+        if context.is_main:
+            say(f"teacher: {text}", sys.stderr)
+
+    model = run_on_all(
+        context, lambda: config.load_dispatched(distill.source, distill.teacher_max_memory, context, log)
+    )
+    use_loss_head(model, "auto", any_vocabulary=True)  # so that it makes no whole logits, either
+    return ModelTeacher(model, num_tokens(distill, config))
+
+
+def num_tokens(distill: DistillConfig, config: FinetuneSettings) -> int:
+    """Return how many tokens of the teacher count for each prediction."""
+    if distill.top_k is not None:
+        return distill.top_k
+    text = load_config(distill.source.directory, config.model.trust_remote_code).get_text_config()
+    return int(text.vocab_size)
+
+
+def add_targets(
+    config: FinetuneSettings,
+    distill: DistillConfig,
+    context: DistributedContext,
+    stop: StopSignal,
+    step: Path | None,
+    data: Samples,
+) -> Samples:
+    """Add the teacher's tokens to the samples, if they are computed before training; a collective.
+
+    Those of each source are in the data cache, or the teacher computes what the run needs, and it is kept there.
+
+    Args:
+        config: The settings of `finetune`.
+        distill: Its objective.
+        context: The ranks.
+        stop: A signal that ends the pass.
+        step: The step to resume from, if any.
+        data: The samples.
+
+    Raises:
+        Interrupted: On all ranks: a signal came during the pass. What was computed is kept.
+        DataError: On all ranks: the cache cannot be read or written, or the teacher's results are not finite.
+    """
+    if distill.teacher_logits != PRECOMPUTED:
+        return data
+    waiting = context.with_new_group(_TIMEOUT_SECONDS)
+    sources = [*data.train.sources, *(data.held_out.sources if data.held_out is not None else [])]
+    caches = run_on_main(waiting, lambda: _caches(config, distill, sources))
+    used = run_on_all(waiting, lambda: _used(config, step, data))
+    teacher = _TeacherPass(config, distill, context, stop)
+    extended, notes = [], []
+    for source, cache, wanted in zip(sources, caches, used, strict=True):
+        run_on_main(waiting, partial(cache.create, source))
+        num_computed = teacher.fill(source, cache, wanted)
+        extended.append(run_on_all(context, partial(_extended, source, cache)))
+        done = f"{num_computed:,} computed, and kept in" if num_computed else "from"
+        notes.append(f"teacher's tokens of {format_count(int(wanted.sum()), 'sample')}: {done} {cache.directory}")
+    teacher.free()
+    num_train = len(data.train.sources)
+    train = data.train.with_sources(extended[:num_train])
+    held_out = None if data.held_out is None else data.held_out.with_sources(extended[num_train:])
+    return replace(data, train=train, held_out=held_out, notes=(*data.notes, *notes))
+
+
+def _extended(source: SourceDataset, cache: TeacherCache) -> SourceDataset:
+    starts = cache.starts(len(source))
+    return with_token_values(source, cache.values(int(starts[-1])), starts)
+
+
+def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[SourceDataset]) -> list[TeacherCache]:
+    """The caches of each source under the teacher's weights, of which all are read."""
+    k, teacher = num_tokens(distill, config), distill.source
+    model = [*_digests(teacher), config_digest(teacher.directory)]
+    names = [cache_key([_VERSION, model, k, source.identity]) for source in sources]
+    return [TeacherCache(cache_directory(config.data) / f"teacher-{name}", k) for name in names]
+
+
+def _digests(source: Location) -> Iterator[str]:
+    """The digest of the weights, and of an adapter that of its base's."""
+    found = describe_weights(source)
+    while found:
+        yield found["digest"]
+        found = found.get("base", {})
+
+
+def _used(config: FinetuneSettings, step: Path | None, data: Samples) -> list[npt.NDArray[np.bool_]]:
+    """Which samples of each source are trained from the step to resume from on, or evaluated."""
+    state = resume.open_trainer(step, config.seed, data.train.identity)
+    num_samples = None if data.train.source_names else data.train.num_samples
+    train = config.train.for_data(num_samples, state.step, state.num_samples)
+    num_left = max(0, train.num_steps - state.step) * train.global_batch_size
+    positions = range(state.num_samples, state.num_samples + num_left)
+    return used_samples(data.train, positions, data.held_out, train.eval_windows)
+
+
+class _TeacherPass:
+    """Computes what caches lack; the teacher is loaded when the first value must be computed."""
+
+    def __init__(
+        self, config: FinetuneSettings, distill: DistillConfig, context: DistributedContext, stop: StopSignal
+    ) -> None:
+        self._config, self._distill, self._context, self._stop = config, distill, context, stop
+        self._teacher: ModelTeacher | None = None
+
+    def fill(self, source: SourceDataset, cache: TeacherCache, wanted: npt.NDArray[np.bool_]) -> int:
+        """Compute the values of samples that are wanted and not in the cache, a collective; returns their number."""
+        context = self._context
+        done = run_on_main(context, lambda: cache.done(len(source)))
+        missing = np.flatnonzero(wanted & ~done)
+        if not len(missing):
+            return 0
+        if self._teacher is None:
+            self._teacher = open_teacher(self._config, self._distill, context)
+        starts = run_on_all(context, lambda: cache.starts(len(source)))
+        progress: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda count: None)
+        if context.is_main:
+            progress = report_progress(len(missing), "most likely tokens of the teacher", "samples")
+        size = self._config.train.micro_batch_size
+        batches = evaluation_batches(len(missing), size, context.data_rank, context.num_data_ranks)
+        own = np.zeros(len(source), bool)
+        with progress as count, cache.writer(int(starts[-1])) as writer:
+            for number, chosen in enumerate(batches, start=1):
+                indices = missing[chosen[chosen >= 0]]
+                run_on_all(context, partial(self._write, writer, source, indices, starts))
+                own[indices] = True
+                count(len(chosen) * context.num_data_ranks)
+                signal = int(context.all_reduce([self._stop.number], "max")[0])
+                if signal or number % _BATCHES_KEPT == 0:
+                    done = self._keep(cache, writer, done, own)
+                if signal:
+                    raise _interrupted(signal)
+            self._keep(cache, writer, done, own)
+        return len(missing)
+
+    def _write(self, writer: CacheWriter, source: SourceDataset, indices: Ints, starts: Ints) -> None:
+        """Compute and write the values of some samples, if there are any."""
+        assert self._teacher is not None
+        if not len(indices):
+            return
+        batch = source.batch(indices)
+        targets = self._teacher.targets(to_device(batch, self._context.device))
+        log_probs, tokens = targets.log_probs.cpu(), targets.tokens.cpu()
+        if not bool(log_probs.isfinite().all()):
+            raise DataError(
+                f"The logits of objective.teacher={self._distill.teacher} for samples {indices[:5].tolist()} are not "
+                f"finite: its weights are not usable."
+            )
+        ends = np.cumsum([0, *(batch.labels != MASKED).sum(-1)])
+        for index, first, last in zip(indices, ends[:-1], ends[1:], strict=True):
+            values = {LOG_PROBS: log_probs[first:last].numpy(), TOKENS: tokens[first:last].numpy()}
+            writer.write(int(starts[index]), values)
+
+    def _keep(
+        self, cache: TeacherCache, writer: CacheWriter, done: npt.NDArray[np.bool_], own: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.bool_]:
+        """Record that the samples that any rank has computed are done; a collective. Returns all that are."""
+        run_on_all(self._context, writer.sync)
+        all_own = torch.from_numpy(own.astype(np.int32))
+        self._context.all_reduce_(all_own, "max")
+        done = done | all_own.numpy().astype(bool)
+        run_on_main(self._context, lambda: cache.mark(done))
+        return done
+
+    def free(self) -> None:
+        """Free the memory of the teacher."""
+        self._teacher = None
+        gc.collect()  # modules and hooks refer to each other
+
+
+def _interrupted(signal: int) -> Interrupted:
+    return Interrupted(
+        f"Stopped by {Signals(signal).name} before training, in the pass of the teacher. What it has computed is kept; "
+        f"give the same command to continue.",
+        signal_number=signal,
+    )
