@@ -32,6 +32,7 @@ from .index import TensorIndex as TensorIndex
 from .integrity.content_digest import (
     config_digest as config_digest,
     describe_weights as describe_weights,
+    model_digests as model_digests,
     weights_digest as weights_digest,
 )
 from .integrity.diff import diff as diff

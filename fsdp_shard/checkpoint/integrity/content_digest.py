@@ -47,3 +47,12 @@ def config_digest(directory: Path) -> str:
     found = parse_json(read_bounded(file, "config_bytes"), str(file))
     kept = {key: value for key, value in found.items() if key not in _OF_WRITERS} if isinstance(found, dict) else found
     return xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
+
+
+def model_digests(source: Location) -> list[str]:
+    """Return the digests that say which model lies at `source`: of its config, its weights, and those of its base."""
+    found, digests = describe_weights(source), [config_digest(source.directory)]
+    while found:
+        digests.append(found["digest"])
+        found = found.get("base", {})
+    return digests

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from safetensors.torch import load_file, save
 
-from fsdp_shard.checkpoint import config_digest, describe_weights
+from fsdp_shard.checkpoint import model_digests
 from fsdp_shard.data import NO_WINDOW, Samples, SourceDataset, cache_directory, cache_key, with_extras
 from fsdp_shard.distributed import DistributedContext, run_on_main
 from fsdp_shard.errors import DataError, Interrupted
@@ -202,10 +202,9 @@ class _CachedReference:
 
 def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> list[Path]:
     """The files of the cache for the samples of each source under the reference's weights, of which all are read."""
-    model = [describe_weights(config.source)["digest"], config_digest(config.source.directory), config.model.task]
     shard, quantize = config.shard, getattr(config.adapter, "quantize", "none")
     numbers = [config.model.dtype, shard.param_dtype, shard.norms_in_float32, quantize]
-    names = [cache_key([_VERSION, model, numbers, source.identity]) for source in sources]
+    names = [cache_key([_VERSION, model_digests(config.source), numbers, source.identity]) for source in sources]
     return [cache_directory(config.data) / f"reference-{name}.safetensors" for name in names]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from fsdp_shard.checkpoint import Location, config_digest, describe_weights
+from fsdp_shard.checkpoint import model_digests
 from fsdp_shard.data import (
     MASKED,
     Ints,
@@ -159,17 +159,9 @@ def _extended(source: SourceDataset, cache: TeacherCache) -> SourceDataset:
 def _caches(config: FinetuneSettings, distill: DistillConfig, sources: Sequence[SourceDataset]) -> list[TeacherCache]:
     """The caches of each source under the teacher's weights, of which all are read."""
     k, teacher = num_tokens(distill, config), distill.source
-    model = [*_digests(teacher), config_digest(teacher.directory)]
+    model = model_digests(teacher)
     names = [cache_key([_VERSION, model, k, source.identity]) for source in sources]
     return [TeacherCache(cache_directory(config.data) / f"teacher-{name}", k) for name in names]
-
-
-def _digests(source: Location) -> Iterator[str]:
-    """The digest of the weights, and of an adapter that of its base's."""
-    found = describe_weights(source)
-    while found:
-        yield found["digest"]
-        found = found.get("base", {})
 
 
 def _used(config: FinetuneSettings, step: Path | None, data: Samples) -> list[npt.NDArray[np.bool_]]:
