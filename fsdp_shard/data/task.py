@@ -109,10 +109,10 @@ def _check_samples(task: str, data: DataConfig, samples: str) -> None:
                 f"{given} has no answers to compare, as the objective of this run does; set {source.where}.kind="
                 f"{PREFERENCE}, or another objective."
             )
-        if samples == LABELED and source.margin_column is not None:
+        if source.margin_column is not None and (samples == LABELED or task != CLASSIFICATION):
             raise ConfigError(
-                f"{source.where}.margin_column={source.margin_column} is for objectives that compare pairs of answers, "
-                f"not answers with a label; leave it out."
+                f"{source.where}.margin_column={source.margin_column} is for reward models, objective=reward with "
+                f"model.task={CLASSIFICATION}; leave it out."
             )
     if len({source.margin_column is None for source in all_sources(data)}) > 1:
         raise ConfigError(

@@ -239,7 +239,11 @@ def init_distributed(
     if is_joined := dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     parallel = (tensor_parallel, expert_parallel, context_parallel)
-    assert parallel.count(1) >= 2, "these are not combined"
+    if parallel.count(1) < 2:
+        raise ConfigError(
+            f"tensor_parallel={tensor_parallel}, expert_parallel={expert_parallel} and context_parallel="
+            f"{context_parallel} do not go together yet; set one of them only."
+        )
     assert world_size % (replicas * math.prod(parallel)) == 0, (world_size, replicas, *parallel)
     torch_device, timeout = init_device(device, local_rank), timedelta(seconds=timeout_seconds)
     if is_joined:

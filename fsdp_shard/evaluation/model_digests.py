@@ -11,6 +11,6 @@ def describe_model(source: Location) -> dict[str, Any]:
 
 
 def digests(weights: dict[str, Any]) -> list[str]:
-    """The digests in what `describe_model` returns: of weights, config and base."""
-    own = [weights["digest"], *([weights["config"]] if "config" in weights else [])]
+    """The digests in what `describe_model` returns: of weights, settings of an adapter, config and base."""
+    own = [weights["digest"], *(weights[name] for name in ("adapter", "config") if name in weights)]
     return [*own, *(digests(weights["base"]) if "base" in weights else [])]

@@ -150,6 +150,11 @@ def shard(model: nn.Module, context: DistributedContext, wrapper: str = "fsdp2",
     for name in settings:
         if name not in known:
             raise ConfigError(f"shard.{name} is not a setting of {wrapper}{nearest(name, known)}.")
+    if context.num_context_ranks > 1:
+        raise ConfigError(
+            f"The process group was initialized with context_parallel={context.num_context_ranks}, which is for the "
+            f"loop of finetune; in a recipe use config.shard.shard(model, context), elsewhere leave it out."
+        )
     config = WRAPPERS[wrapper](**settings)
     check(config)
     refuse_changed(config, _OF_FINETUNE, "shard.", "is for finetune, and would do nothing here; leave it out.")

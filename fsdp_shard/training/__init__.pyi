@@ -31,7 +31,6 @@ from .logging.run_log import RunLog as RunLog
 from .loop import StepReport as StepReport, TrainingRun as TrainingRun, train as train
 from .loss.cross_entropy import cross_entropy as cross_entropy
 from .loss.linear_cross_entropy import (
-    LOSS_CHUNK_BYTES as LOSS_CHUNK_BYTES,
     giving_loss as giving_loss,
     linear_cross_entropy as linear_cross_entropy,
     use_loss_head as use_loss_head,
@@ -41,6 +40,7 @@ from .loss.own_functions import (
     MetricsFunction as MetricsFunction,
     OwnFunctions as OwnFunctions,
 )
+from .loss.row_values import LOSS_CHUNK_BYTES as LOSS_CHUNK_BYTES
 from .model_identity import check_base_model as check_base_model
 from .model_origin import (
     NewHead as NewHead,

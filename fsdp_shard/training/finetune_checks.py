@@ -75,6 +75,7 @@ def check_finetune(config: FinetuneSettings) -> None:
         raise ConfigError(
             f"train.ema_decay does not go together with adapter.init={'|'.join(PRINCIPAL)} yet; leave one of them out."
         )
+    resume.check_same_objective(resumed, config.objective.name)
     lora.check_continues(config.adapter, resumed)
     check_base_model(config, resumed)
     check_model(config, source := model_source(config, resumed), resumed)

@@ -244,6 +244,11 @@ def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> lis
     if (loss := run.functions.loss) is not None:
         name = config.loss or f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__name__)}"
         lines.append(f"loss={name}, not the cross-entropy: model.chunked_loss is off, as it needs whole logits")
+    if run.context.num_context_ranks > 1 and (run.functions.loss or run.functions.metrics):
+        lines.append(
+            f"shard.context_parallel={run.context.num_context_ranks}: the loss and metrics of your own get the tokens "
+            f"of one rank, not whole sequences; they must be sums over tokens"
+        )
     context = load_context(start.source.directory, config.model.trust_remote_code)
     lines += describe_lengths(config.data, context)
     if (epochs := run.config.epochs) is not None:

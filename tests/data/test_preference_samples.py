@@ -193,7 +193,7 @@ def test_a_prompt_that_fills_the_window_takes_its_answers_alone(tmp_path: Path) 
 
 
 def test_values_that_are_computed_later(tmp_path: Path) -> None:
-    pairs = source(tmp_path, [row | {"m": 1} for row in ROWS], margin_column="m")
+    pairs = source(tmp_path, [row | {"m": 1} for row in ROWS], task=CLASSIFICATION, margin_column="m")
     values = np.arange(2 * len(pairs), dtype=np.float64).reshape(-1, 2) / 3
     known = with_extras(pairs, "reference", values)
     assert known.identity == pairs.identity
@@ -205,7 +205,7 @@ def test_values_that_are_computed_later(tmp_path: Path) -> None:
     assert np.array_equal(known.head(2).sample(1).extras["reference"], np.float32(values[1]))
     assert not pairs.sample(0).extras.keys() - {"margin"}, "the dataset itself is unchanged"
     for wrong in (values[1:], values[:, 0], values[:, :1]):
-        with pytest.raises(ValueError, match="samples of PairedRows"):
+        with pytest.raises(ValueError, match="samples of RewardRows"):
             with_extras(pairs, "reference", wrong)
 
 
@@ -262,8 +262,8 @@ def test_what_tells_one_from_another(tmp_path: Path) -> None:
         (ROWS, {"sequence_length": 16}),
         (turned, {}),
         (ROWS[:-1], {}),
-        (margins, {"margin_column": "m"}),
-        ([row | {"m": 0} for row in ROWS], {"margin_column": "m"}),
+        (margins, {"margin_column": "m", "task": CLASSIFICATION}),
+        ([row | {"m": 0} for row in ROWS], {"margin_column": "m", "task": CLASSIFICATION}),
     ]
     identities = [opened(tmp_path, rows, **more).train.identity for rows, more in made]
     assert len(set(identities)) == len(made)
@@ -361,7 +361,7 @@ def test_labels_cannot_be_compared_as_pairs(tmp_path: Path) -> None:
         ),
         ("pairs", {"eval_sets": {"a": {"path": "x", "kind": "text"}}}, "causal_lm", r"data\.eval_sets\.a\.kind=text"),
         ("pairs", {"packing": True}, "causal_lm", r"data\.packing=true is for objectives that do not compare answers"),
-        ("labeled", {"margin_column": "m"}, "causal_lm", r"data\.margin_column=m is for objectives that compare pairs"),
+        ("labeled", {"margin_column": "m"}, "causal_lm", r"data\.margin_column=m is for reward models"),
         ("labeled", {}, CLASSIFICATION, "An objective that compares answers with a label is for"),
         ("pairs", {}, "seq2seq", r"data\.kind=preference does not fit model\.task=seq2seq"),
         ("labeled", {"streaming": True, "shuffle_buffer": 1}, "causal_lm", r"data\.shuffle_buffer=1 leaves no other"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,24 @@ def test_a_damaged_cache_is_named(settings: list[str], tmp_path: Path) -> None:
     ended = run_recipe("finetune", tmp_path / "second", *given)
     assert ended.status != 0
     assert f"{file} is damaged" in ended.err
+
+
+def test_another_objective_is_another_run(settings: list[str], tmp_path: Path) -> None:
+    _done(tmp_path / "run", *settings, "objective=simpo", "train.steps=2")
+    ended = run_recipe("finetune", tmp_path / "run", *settings, "objective=orpo")
+    assert ended.status == 2
+    assert "was trained with objective=simpo, so a run with objective=orpo cannot resume from it" in ended.err
+
+
+def test_the_reference_of_an_adapter_is_that_of_its_scale_and_base(settings: list[str], tmp_path: Path) -> None:
+    """An adapter as model.path is merged; one with the same tensors and another scale is another model."""
+    _done(tmp_path / "tuned", *settings, "objective=simpo", "adapter=lora")
+    adapter = tmp_path / "adapter"
+    shutil.copytree(tmp_path / "tuned/checkpoints/step-00000004", adapter)
+    given = [*settings, f"model.path={adapter}", "objective=dpo", f"data.cache_dir={tmp_path}/cache", "train.steps=1"]
+    _done(tmp_path / "one", *given)
+    stored = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(stored | {"lora_alpha": 20 * stored["lora_alpha"]}))
+    ended = _done(tmp_path / "two", *given)
+    assert "computed, and kept in" in ended.err
+    assert _rows(tmp_path / "two")[0]["loss"] == pytest.approx(0.693147, abs=1e-5)

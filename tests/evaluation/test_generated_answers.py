@@ -181,7 +181,7 @@ def test_logits_that_are_not_finite_are_an_error(ranks: int, llama: Path, pairs:
         (["lm_eval.limit=3"], "lm_eval.limit=3 is for task=lm_eval, not generation"),
         (
             ["task=speed", "scoring.max_new_tokens=3"],
-            "scoring.max_new_tokens=3 is for task=classification or generation",
+            "scoring.max_new_tokens=3 is for task=classification, reward or generation",
         ),
     ],
 )

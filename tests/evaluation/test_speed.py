@@ -209,14 +209,14 @@ def test_a_report_has_the_sizes(of_directory: Ended) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["data.path=a.txt"], r"data\.path=a\.txt is for task=perplexity, classification or generation, not speed"),
+        (["data.path=a.txt"], r"data\.path=a\.txt is for task=perplexity, classification, reward or generation, not speed"),
         (["perplexity.by=documents"], r"perplexity\.by=documents is for task=perplexity, not speed"),
         (["lm_eval.limit=3"], r"lm_eval\.limit=3 is for task=lm_eval, not speed"),
         (["against=b"], r"against=b is for task=perplexity, not speed"),
         (["stride=4"], r"stride=4 is for task=perplexity, not speed"),
         (
             ["batch_size=4"],
-            r"batch_size=4 is for task=perplexity, lm_eval, classification or generation, not",
+            r"batch_size=4 is for task=perplexity, lm_eval, classification, reward or generation, not",
         ),
         (["speed.new_tokens=1"], r"speed\.new_tokens=1 is out of range: it must be at least 2"),
         (["speed.repeats=0"], r"speed\.repeats=0 is out of range"),

@@ -32,7 +32,9 @@ from fsdp_shard.training.loop import TrainingRun, train
 from fsdp_shard.training.loss import row_values
 from fsdp_shard.training.loss.linear_cross_entropy import use_loss_head
 from fsdp_shard.training.loss.log_probs import LabelLogProbs
+from fsdp_shard.training.objectives.answer_pairs import Pairs
 from fsdp_shard.training.objectives.objective import ObjectiveConfig
+from fsdp_shard.training.objectives.orpo import OrpoConfig
 from fsdp_shard.training.objectives.reference_model import EXTRA, ModelReference, PrecomputedReference
 from fsdp_shard.training.objectives.registry import OBJECTIVES
 from fsdp_shard.training.trainer_state import TrainerState
@@ -218,7 +220,7 @@ def test_the_cross_entropy_of_orpo_may_have_the_prompts(alone: DistributedContex
 def test_log_probs_and_their_gradients(
     softcap: float | None, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_values, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(row_values, "LOSS_CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(10, 8), torch.randn(50, 8), torch.randn(50)
     labels, outer = torch.randint(0, 50, (10,)), torch.randn(10)
@@ -292,3 +294,13 @@ def test_functions_of_ones_own_are_for_sft(alone: DistributedContext, rows: Path
     run.functions.metrics = own
     with pytest.raises(Exception, match="objective=simpo has its own"):
         next(train(run))
+
+
+def test_an_answer_that_is_certain_has_a_gradient(alone: DistributedContext) -> None:
+    """Its odds would be infinite; in float32 a mean log-probability of 0 is reached soon."""
+    means = torch.tensor([[0.0, -1.0], [-1.0, 0.0]], requires_grad=True)
+    pairs = Pairs(means, torch.ones(2, 2), torch.zeros(2, 2))
+    losses = OrpoConfig().losses(pairs)
+    (gradient,) = torch.autograd.grad(losses.sum(), means)
+    assert bool(losses.isfinite().all())
+    assert bool(gradient.isfinite().all())

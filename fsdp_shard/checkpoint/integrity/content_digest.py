@@ -6,12 +6,15 @@ from typing import Any
 
 import xxhash
 
+from fsdp_shard.checkpoint.formats.peft import read_adapter_config
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import itemsize
 from fsdp_shard.checkpoint.location import Location
 from fsdp_shard.utils import parse_json, read_bounded, report_progress
 
 _READ_BYTES = 1 << 20
+# Of adapter_config.json: where the base is, and who wrote it for what.
+_NOT_OF_ADAPTER = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping")
 _OF_WRITERS = ("_name_or_path", "_commit_hash", "transformers_version")
 
 
@@ -36,9 +39,21 @@ def weights_digest(index: TensorIndex) -> str:
 
 
 def describe_weights(source: Location) -> dict[str, Any]:
-    """Return, as JSON, which weights lie at `source`: path, format, step and digest, of an adapter its base's, too."""
+    """Return, as JSON, which weights lie at `source`: path, format, step and digest.
+
+    Of an adapter it has a digest of its settings, `adapter`, and all of this of its base, `base`, too.
+    """
     found = {"path": source.path, "format": source.format, "step": source.step, "digest": weights_digest(source.index)}
-    return found | ({"base": describe_weights(source.base)} if source.is_adapter else {})
+    if not source.is_adapter:
+        return found
+    return found | {"adapter": _adapter_digest(source), "base": describe_weights(source.base)}
+
+
+def _adapter_digest(source: Location) -> str:
+    """The xxh3_128 of what adapter_config.json says of how the adapter is applied, such as its scale."""
+    settings = read_adapter_config(source.weights)
+    kept = {name: value for name, value in settings.items() if name not in _NOT_OF_ADAPTER}
+    return xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
 
 
 def config_digest(directory: Path) -> str:
@@ -53,6 +68,6 @@ def model_digests(source: Location) -> list[str]:
     """Return the digests that say which model lies at `source`: of its config, its weights, and those of its base."""
     found, digests = describe_weights(source), [config_digest(source.directory)]
     while found:
-        digests.append(found["digest"])
+        digests += [found["digest"], *([found["adapter"]] if "adapter" in found else [])]
         found = found.get("base", {})
     return digests

@@ -19,6 +19,7 @@ from fsdp_shard.data.sources.row import Row, require_columns
 from fsdp_shard.errors import DataError
 from fsdp_shard.utils import format_count
 
+_LARGEST = 3.4e38  # of numbers in float32
 # What an answer is.
 CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE = "chosen", "rejected", "desirable", "undesirable"
 
@@ -281,7 +282,7 @@ def _number(value: Any, row: Row, column: str, field: str) -> float:
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             number = float(value)
-    if not math.isfinite(number):
+    if not abs(number) <= _LARGEST:  # NaN is not either
         raise DataError(
             f"{row.where}: column {column!r} holds {str(value)[:80]!r}, expected a number. Set data.{field}_column."
         )

@@ -14,7 +14,7 @@ from fsdp_shard.errors import one_line
 from fsdp_shard.evaluation.model_card.card_figures import Figure, eval_results, figures_of, figures_table
 from fsdp_shard.evaluation.model_card.card_subject import CardSubject
 from fsdp_shard.evaluation.model_card.shown_paths import last_part, shown_setting, without_directories
-from fsdp_shard.evaluation.report.report_data import Cell, Table, number, text
+from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Cell, Table, number, text
 from fsdp_shard.evaluation.report.run_charts import thinned
 from fsdp_shard.evaluation.report.run_files import Run, values_of
 from fsdp_shard.evaluation.report.tables import escape_markdown, markdown_table
@@ -145,7 +145,7 @@ def _curve(run: Run) -> Table | None:
         inside = [value for at, value in held_out if before < at <= step]
         rows.append([number(int(step)), number(loss), number(inside[-1] if inside else None)])
         before = step
-    note = "In nats per token. The training loss is the mean of the steps since the row before."
+    note = f"In {LOSS_UNIT}. The training loss is the mean of the steps since the row before."
     return Table("curve", "", ("step", "training loss", "held-out loss"), rows, note)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdp_shard.evaluation.report.evaluation_table import evaluation_tables
 from fsdp_shard.evaluation.report.report_data import (
+    LOSS_UNIT,
     Cell,
     PromptSamples,
     Report,
@@ -120,7 +121,7 @@ def _runs_table(runs: Sequence[Run]) -> Table:
         losses = [last_of(run.steps, "loss"), last_of(run.held_out, "loss")]
         rest = [number(best), number(at), number(last_of(run.held_out, "perplexity")), number(tokens)]
         rows.append([text(run.name), text(run.status), step, *map(number, losses), *rest])
-    note = "Losses in nats per token: of the last step, of the last held-out evaluation and of the best one."
+    note = f"Losses in {LOSS_UNIT}: of the last step, of the last held-out evaluation and of the best one."
     return Table("runs", "Runs", columns, rows, note)
 
 

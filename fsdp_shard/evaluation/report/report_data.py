@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fsdp_shard.errors import one_line
 from fsdp_shard.utils import format_size
 
+LOSS_UNIT = "nats per token; of preferences, per sample"
+
 
 @dataclass(frozen=True)
 class Cell:

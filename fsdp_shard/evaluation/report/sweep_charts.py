@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp_shard.errors import one_line
-from fsdp_shard.evaluation.report.report_data import Chart, Curve, Table, number, size, text
+from fsdp_shard.evaluation.report.report_data import LOSS_UNIT, Chart, Curve, Table, number, size, text
 from fsdp_shard.evaluation.report.run_files import Run, best_held_out, last_of
 from fsdp_shard.utils import format_count
 
@@ -64,7 +64,7 @@ def sweep_charts(name: str, runs: Sequence[Run]) -> list[Chart]:
         title, key = f"{label.capitalize()} by {setting}", f"sweep-{name}-{setting}"
         shown = [one_line(value) for value in values]
         names = [one_line(alike) for alike in series]
-        charts.append(Chart(key, title, setting, "nats per token", curves, note, shown, names))
+        charts.append(Chart(key, title, setting, LOSS_UNIT, curves, note, shown, names))
     return charts
 
 

@@ -105,7 +105,10 @@ def _make_mask(
     """
     sequence = _sequence.get()
     if sequence is None:
-        raise ModelError("A model whose sequences are divided over ranks was called without a part of them.")
+        raise ModelError(
+            "A model whose sequences are divided over ranks was called with whole ones; call it within "
+            "fsdp_shard.sharding.attending_alone(model), or set shard.context_parallel=1."
+        )
     if use_vmap or allow_is_bidirectional_skip is not None:
         what = "attends in both directions" if allow_is_bidirectional_skip is not None else "adds to its causal mask"
         raise ModelError(f"the model {what}, which shard.context_parallel cannot divide")

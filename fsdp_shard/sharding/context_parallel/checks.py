@@ -60,7 +60,8 @@ def check_context_parallel(
 def _check_method(model: PreTrainedModel, shard: ShardConfig, method: str, given: str) -> None:
     """ConfigError for heads that cannot be divided, and for what the attention of a method has not."""
     text, heads = model.config.get_text_config(), num_query_heads(model.config)
-    if method == ULYSSES and (heads is None or heads % shard.context_parallel):
+    divides = heads is not None and heads % shard.context_parallel == 0
+    if method == ULYSSES and not divides:
         raise ConfigError(
             f"shard.context_method=ulysses with {given} does not divide the {heads} num_attention_heads of "
             f"{type(model).__name__}; use a divisor, or shard.context_method=ring."
@@ -72,7 +73,7 @@ def _check_method(model: PreTrainedModel, shard: ShardConfig, method: str, given
         raise ConfigError(
             f"shard.context_method={method} with {given} has no dropout in attention, but config.json of "
             f"{type(model).__name__} has {dropouts[0]}={getattr(text, dropouts[0])}; set that to 0"
-            f"{', or use shard.context_method=ulysses' if method == RING else ''}."
+            f"{', or use shard.context_method=ulysses' if method == RING and divides else ''}."
         )
     if shard.activation_checkpointing == "selective":
         raise ConfigError(

@@ -5,10 +5,20 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from fsdp_shard import checkpoint
-from fsdp_shard.checkpoint import MANIFEST, OPTIMIZER, TRAINER, CheckpointConfig, RemoteStore, Store, read_manifest
+from fsdp_shard.checkpoint import (
+    MANIFEST,
+    OPTIMIZER,
+    RUN_CONFIG,
+    TRAINER,
+    CheckpointConfig,
+    RemoteStore,
+    Store,
+    read_manifest,
+)
 from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.checkpoints.optimizer_groups import load_slots
+from fsdp_shard.training.checkpoints.recorded_settings import read_settings
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.load_model import LoadedModel
 from fsdp_shard.training.trainer_state import TrainerState
@@ -90,6 +100,18 @@ def open_trainer(step_directory: Path | None, seed: int, data: str) -> TrainerSt
     state = read_trainer(step_directory)
     state.check_continues(seed, data, str(step_directory))
     return state
+
+
+def check_same_objective(step_directory: Path | None, objective: str) -> None:
+    """Raise ConfigError if a step was trained for another objective, whose losses are not to be compared."""
+    settings = None if step_directory is None else read_settings(step_directory / RUN_CONFIG)
+    before = (settings or {}).get("defaults", {}).get("objective", "sft")
+    if settings is not None and before != objective:
+        raise ConfigError(
+            f"{step_directory} was trained with objective={before}, so a run with objective={objective} cannot resume "
+            f"from it: best step, patience and curves would mix two losses. Start a new run from its weights, with "
+            f"model.path and another run_dir."
+        )
 
 
 def is_finished(step_directory: Path | None, run_dir: str, config: TrainConfig) -> bool:

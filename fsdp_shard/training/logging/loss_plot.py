@@ -37,7 +37,7 @@ def plot_losses(
         _draw_held_out(axes, held_out)
     axes.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold")
     axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel("loss (nats per token)", color=_INK)
+    axes.set_ylabel("loss", color=_INK)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -20,12 +20,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from fsdp_shard.data import MASKED
 from fsdp_shard.errors import ModelError
 from fsdp_shard.training.loss.cross_entropy import needs_gradient, with_gradients
-from fsdp_shard.training.loss.row_values import RowFunction, linear_rows
+from fsdp_shard.training.loss.row_values import LOSS_CHUNK_BYTES, RowFunction, add_product, linear_rows
 
 # From this vocabulary on, logits dominate the memory, and the products of a chunk are large enough to be fast.
 _LARGE_VOCABULARY = 1 << 16
-# Bytes of float32 logits in a chunk: not too few, as each reads and writes the gradient of the head's weight.
-LOSS_CHUNK_BYTES = 128 << 20
 
 
 def use_loss_head(model: PreTrainedModel, when: bool | str, *, any_vocabulary: bool = False) -> bool:
@@ -185,7 +183,7 @@ def linear_cross_entropy(
             if grad_hidden is not None:
                 grad_hidden[chunk] = slope @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, slope, part)
+                add_product(grad_weight, slope, part)
             del part, slope  # before the next chunk allocates its own
         found = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
         gradients = [None if grad is None or of is None else grad.to(of.dtype) for grad, of in found]
@@ -213,15 +211,6 @@ def _sum_and_slope(
         if inner is not None:
             values.mul_(inner)
     return total, values
-
-
-def _add_product(into: torch.Tensor, slope: torch.Tensor, part: torch.Tensor) -> None:
-    """Add slope^T @ part to `into`; if that is more precise than they are, some of its rows at a time."""
-    if into.dtype == part.dtype:
-        into.addmm_(slope.T, part)
-        return
-    for rows, columns in zip(into.tensor_split(16), slope.tensor_split(16, dim=1), strict=True):
-        rows += columns.T @ part
 
 
 def _install(model: PreTrainedModel, head: nn.Module | None) -> str | None:

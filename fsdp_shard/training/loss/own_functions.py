@@ -79,7 +79,8 @@ class OwnFunctions:
     Attributes:
         loss: Takes the model's output and the batch, a dict of the arguments of the model and `labels` (int64; already
             shifted: the token that follows at each position, and -100 where none is to be predicted). Returns the sum
-            of the losses, a scalar in nats, and the count that all sums of a step together are divided by.
+            of the losses, a scalar in nats, and the count that all sums of a step together are divided by. With
+            `shard.context_parallel` output and batch are of a rank's own tokens.
         metrics: Takes the same. Returns a sum and a count by name, the same names always.
         samples: Takes the model in eval mode, on every rank, whenever a run evaluates. Returns prompts and completions.
         names: Those of the metrics, sorted, once they are known.
@@ -135,7 +136,8 @@ class StepSums:
         total, count = _checked("The loss function", self._functions.loss(output, batch))
         if torch.is_grad_enabled() and not total.requires_grad:
             raise ConfigError(
-                "The loss function returned a sum without a gradient: it must be computed from the output."
+                "The loss function returned a sum without a gradient: it must be computed from the output. Where a "
+                "micro-batch, or a rank's part of it, has nothing to predict, return output.logits.sum() * 0."
             )
         counted = self._number(count)
         self._count = counted if self._count is None else self._count + counted

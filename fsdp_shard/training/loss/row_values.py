@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-# Bytes of float32 logits in a chunk.
-_CHUNK_BYTES = 128 << 20
+# Bytes of float32 logits in a chunk: not too few, as each reads and writes the gradient of the head's weight.
+LOSS_CHUNK_BYTES = 128 << 20
 
 
 class RowFunction(Protocol):
@@ -75,7 +75,7 @@ def rows_of_logits(logits: torch.Tensor, rows: torch.Tensor, function: RowFuncti
 
 
 def _parts(num_rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, _CHUNK_BYTES // (4 * vocabulary))
+    size = max(1, LOSS_CHUNK_BYTES // (4 * vocabulary))
     return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
 
 
@@ -127,7 +127,7 @@ class _LinearRows(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[chunk] = slope @ weight
             if grad_weight is not None:
-                grad_weight += slope.T @ inputs
+                add_product(grad_weight, slope, inputs)
             del logits, slope, inner
         found = ((grad_hidden, hidden), (grad_weight, weight), (grad_bias, bias))
         return (*(None if grad is None else grad.to(of.dtype) for grad, of in found), None, None, None)
@@ -152,3 +152,12 @@ class _Rows(torch.autograd.Function):
             chunk = rows[part]
             gradient[chunk] = ctx.function.slope(logits[chunk].float(), part, outer[chunk]).to(logits.dtype)
         return gradient, None, None
+
+
+def add_product(into: torch.Tensor, slope: torch.Tensor, part: torch.Tensor) -> None:
+    """Add slope^T @ part to `into`; if that is more precise than they are, some of its rows at a time."""
+    if into.dtype == part.dtype:
+        into.addmm_(slope.T, part)
+        return
+    for rows, columns in zip(into.tensor_split(16), slope.tensor_split(16, dim=1), strict=True):
+        rows += columns.T @ part

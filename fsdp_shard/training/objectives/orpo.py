@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from fsdp_shard.data import Batch
 
 
+_CERTAIN = -1e-7  # the largest mean log-probability whose odds are finite in float32
+
+
 @dataclass
 class OrpoConfig(PairObjective):
     """Odds ratio preference optimization (Hong et al., 2024): the cross-entropy of chosen answers, and a term for odds.
@@ -67,7 +70,8 @@ class OrpoConfig(PairObjective):
 
         chosen, rejected = pairs.means.unbind(1)
         # A filler has probability 1, whose odds are infinite.
-        chosen, rejected = (torch.where(pairs.is_pair, each, -1.0) for each in (chosen, rejected))
+        # So has an answer that is certain in float32, which has nothing left to learn.
+        chosen, rejected = (torch.where(pairs.is_pair, each, -1.0).clamp(max=_CERTAIN) for each in (chosen, rejected))
         odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
         return -self.beta * F.logsigmoid(odds)
 

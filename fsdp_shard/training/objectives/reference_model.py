@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save
 from fsdp_shard.checkpoint import model_digests
 from fsdp_shard.data import NO_WINDOW, Samples, SourceDataset, cache_directory, cache_key, with_extras
 from fsdp_shard.distributed import DistributedContext, run_on_main
-from fsdp_shard.errors import DataError, Interrupted
+from fsdp_shard.errors import ConfigError, DataError, InputError, Interrupted
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.batch_loader import evaluation_batches, to_device
 from fsdp_shard.training.config import FinetuneSettings
@@ -32,7 +32,7 @@ from fsdp_shard.training.objectives.objective import Reference, ReferenceConfig,
 from fsdp_shard.training.objectives.teachers.teacher_model import PrecomputedTeacher, add_targets, open_teacher
 from fsdp_shard.training.peft.disable_adapters import adapters_disabled
 from fsdp_shard.training.stop_signal import StopSignal
-from fsdp_shard.utils import format_count, report_progress, write_file
+from fsdp_shard.utils import format_count, report_progress, write_atomically
 
 EXTRA = "reference_log_probs"
 _VERSION = "reference-1"  # of what the cached values are
@@ -60,6 +60,11 @@ class PrecomputedReference:
     """A reference whose log-probabilities come with the samples."""
 
     def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
+        if EXTRA not in batch.extras:
+            raise ConfigError(
+                "The samples lack the reference's log-probabilities, which fs.add_reference(config, start, data) adds "
+                "in the shipped recipe; add that line, or set objective.reference=sharded."
+            )
         return batch.extras[EXTRA].flatten()
 
 
@@ -151,7 +156,8 @@ def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samp
         return add_targets(config, config.objective, start.context, start.stop, start.step, data)
     if reference_kind(config) != "precomputed":
         return data
-    sources = [*data.train.sources, *(data.held_out.sources if data.held_out is not None else [])]
+    held_out = None if data.held_out is None else data.held_out.head(config.train.eval_windows)
+    sources = [*data.train.sources, *(held_out.sources if held_out is not None else [])]
     cached = _CachedReference(config, start)
     files = run_on_main(cached.waiting, lambda: _cache_files(config, sources))
     extended, notes = [], []
@@ -162,7 +168,7 @@ def add_reference(config: FinetuneSettings, start: Start, data: Samples) -> Samp
     cached.free()
     num_train = len(data.train.sources)
     train = data.train.with_sources(extended[:num_train])
-    held_out = None if data.held_out is None else data.held_out.with_sources(extended[num_train:])
+    held_out = None if held_out is None else held_out.with_sources(extended[num_train:])
     return replace(data, train=train, held_out=held_out, notes=(*data.notes, *notes))
 
 
@@ -202,9 +208,17 @@ class _CachedReference:
 
 def _cache_files(config: FinetuneSettings, sources: Sequence[SourceDataset]) -> list[Path]:
     """The files of the cache for the samples of each source under the reference's weights, of which all are read."""
-    shard, quantize = config.shard, getattr(config.adapter, "quantize", "none")
-    numbers = [config.model.dtype, shard.param_dtype, shard.norms_in_float32, quantize]
-    names = [cache_key([_VERSION, model_digests(config.source), numbers, source.identity]) for source in sources]
+    model, shard = config.model, config.shard
+    try:
+        digests = model_digests(config.source)
+    except InputError as error:
+        raise ConfigError(
+            f"objective.reference=precomputed needs the model that training began from, also in a run that is resumed: "
+            f"model.path={model.path} cannot be read. {error}"
+        ) from error
+    numbers = [model.dtype, model.attention, model.kernels, shard.param_dtype, shard.norms_in_float32]
+    numbers += [getattr(config.adapter, "quantize", "none"), model.trust_remote_code]
+    names = [cache_key([_VERSION, digests, numbers, source.identity]) for source in sources]
     return [cache_directory(config.data) / f"reference-{name}.safetensors" for name in names]
 
 
@@ -223,7 +237,7 @@ def _read(file: Path, num_samples: int) -> torch.Tensor | None:
 
 def _write(file: Path, values: torch.Tensor) -> None:
     try:
-        write_file(file, save({EXTRA: values}))
+        write_atomically(file, save({EXTRA: values}), sync=True)
     except OSError as error:
         raise DataError(f"The data cache {file.parent} cannot be written ({error}); set data.cache_dir.") from error
 

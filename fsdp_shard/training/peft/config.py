@@ -55,7 +55,7 @@ class LoraConfig(AdapterConfig):
         None,
         "LoRA+: B matrices and vectors are trained at optim.lr times this, such as 16, all else at optim.lr; null: the "
         "same for all.",
-        minimum=1.0,
+        above=1.0,
     )
     lora_plus_embedding_lr: float | None = setting(
         None, "LoRA+: learning rate of adapted embeddings; null: 1e-6, as in peft.", above=0.0
