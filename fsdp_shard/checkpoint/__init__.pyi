@@ -72,6 +72,7 @@ from .model_files import (
     copy_model_files as copy_model_files,
     set_chat_template as set_chat_template,
     set_classes as set_classes,
+    with_dtype as with_dtype,
 )
 from .piece_reader import tensor_bytes as tensor_bytes
 from .remote.download import fetch_latest as fetch_latest, fetch_step as fetch_step, local_copy as local_copy

@@ -126,9 +126,23 @@ def _head_of(path: Path, value: Any) -> HeadChanges:
     found = value if isinstance(value, dict) else {}
     replaced, config = found.get("replaced"), found.get("config")
     names = [name for name in replaced if isinstance(name, str)] if isinstance(replaced, list) else None
-    if names is None or names != replaced or not isinstance(config, dict) or config.keys() != CLASSIFIER_ENTRIES:
+    if names is None or names != replaced or not isinstance(config, dict) or not _is_classifier(config):
         raise CheckpointError(
             f"{path} is damaged: head must have the names of tensors in replaced, and in config the entries "
-            f"{', '.join(sorted(CLASSIFIER_ENTRIES))}."
+            f"{', '.join(sorted(CLASSIFIER_ENTRIES))} of a classifier."
         )
     return HeadChanges(tuple(names), config)
+
+
+def _is_classifier(config: dict[str, Any]) -> bool:
+    """Whether entries of a config name the class of a model, its classes and its padding token."""
+    if config.keys() != CLASSIFIER_ENTRIES:
+        return False
+    architectures, names, padding = config["architectures"], config["id2label"], config["pad_token_id"]
+    if not (isinstance(names, dict) and isinstance(architectures, list) and len(architectures) == 1):
+        return False
+    is_numbered = list(names) == [str(number) for number in range(len(names))]
+    are_texts = all(isinstance(name, str) for name in (*architectures, *names.values()))
+    is_token = padding is None or (type(padding) is int and 0 <= padding < 1 << 31)
+    inverse = {name: int(number) for number, name in names.items()} if is_numbered and are_texts else None
+    return inverse is not None and config["label2id"] == inverse and is_token

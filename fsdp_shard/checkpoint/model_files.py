@@ -217,18 +217,18 @@ def _change_config(source: Path, target: Path, dtype: str, *, is_dequantized: bo
     config = read_json(source)
     if not isinstance(config, dict):
         raise CheckpointError(f"{source} is not a JSON object, so it is not the config of a model.")
-    changed = _with_dtype(config, dtype)
+    changed = with_dtype(config, dtype)
     if is_dequantized:
         changed = _without_quantization(changed)
     if changed != config:
         target.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """A copy with `dtype`, also in the configs of parts (`text_config`, ...) that have one."""
+def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a copy of a config with `dtype`, also in the configs of parts (`text_config`, ...) that have one."""
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     parts = {
-        name: _with_dtype(part, dtype)
+        name: with_dtype(part, dtype)
         for name, part in config.items()
         if name.endswith("_config")
         and name != "quantization_config"

@@ -119,8 +119,9 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
         return None
     length, num_ranks = _settle_length(config), min(world_sizes(config.launch))
     saving = config.checkpoint.asynchronous
-    run = PlannedRun(config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter, saving)
-    return plan_memory(models.load_config(_source(config).directory, config.model.trust_remote_code), run)
+    sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
+    run = PlannedRun(*sections, saving, config.objective, config.data.streaming)
+    return plan_memory(training.origin_config(config.model, _source(config)), run)
 
 
 def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
@@ -204,7 +205,7 @@ def prepare_samples(config: FinetuneConfig) -> Samples | None:
         return None
     source = _source(config)
     tokenizer = models.load_tokenizer(source.tokenizer, config.model.trust_remote_code)
-    task = training.data_task(config.model, source)
+    task = training.data_task(config.model, source, config.objective.samples)
     _settle_length(config)
     tokenized = tokenize_all(config.data, tokenizer, task=task.name)
     return open_samples(config.data, tokenized, task, config.seed, lambda: tokenizer)

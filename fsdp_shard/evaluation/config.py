@@ -260,7 +260,7 @@ class EvaluateSettings(SourceSettings):
     def _check_rows(self, prefix: str) -> None:
         """Raise ConfigError for data that the task does not take, and settings without effect on it."""
         data, why = self.data, f"has no effect with {prefix}task={self.task}; leave it out."
-        held_out = f"holds out rows in training; give the rows of {prefix}task={self.task} by {prefix}data.eval_path."
+        held_out = f"holds out rows in training; give the rows of {prefix}task={self.task} as {prefix}data.path."
         refuse_changed(data, ["eval_fraction"], f"{prefix}data.", held_out)
         if self.task == REWARD and data.kind != "preference":
             raise ConfigError(

@@ -46,6 +46,7 @@ class PlannedRun:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     saves_asynchronously: bool = True
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    is_streamed: bool = False
 
     @property
     def num_shards(self) -> int:
@@ -72,7 +73,7 @@ class PlannedRun:
         """Whether a frozen copy of the model is sharded beside it."""
         kind = getattr(self.objective, "chosen_reference", None)
         has_adapter = not self.adapter.trains_all
-        return kind is not None and kind(has_adapter=has_adapter, is_streamed=False) == "sharded"
+        return kind is not None and kind(has_adapter=has_adapter, is_streamed=self.is_streamed) == "sharded"
 
     @property
     def part_length(self) -> int:

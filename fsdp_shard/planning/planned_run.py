@@ -19,6 +19,7 @@ from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, Tra
 
 if TYPE_CHECKING:
     from fsdp_shard.inference import DispatchConfig
+    from fsdp_shard.planning.memory import PlannedRun
 
 
 class PlannedSettings(Protocol):
@@ -111,11 +112,23 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     run = PlannedRun(*sections, saving, config.objective)
     plan = plan_memory(model_config, run)
     dispatch_text, dispatched = _plan_dispatch(config, model, length)
-    text = f"{context.describe(length)}\n{plan_report(plan, memory_bytes)}{dispatch_text}"
+    text = f"{context.describe(length)}\n{_objective_line(run)}{plan_report(plan, memory_bytes)}{dispatch_text}"
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
     return RunPlan(model, text, figures(plan, memory_bytes) | dispatched | {"sequence_length": length})
+
+
+def _objective_line(run: PlannedRun) -> str:
+    """What an objective other than supervised fine-tuning adds, for people."""
+    objective = run.objective
+    if objective.name == "sft":
+        return ""
+    parts = ["a sample is two sequences"] if objective.samples == "pairs" else []
+    if getattr(objective, "reference", None):
+        parts.append("a frozen reference beside it" if run.has_sharded_reference else "no second model while it trains")
+    parts += ["the teacher is not counted"] if objective.name == "distill" else []
+    return f"objective={objective.name}: {', '.join(parts) or 'one sequence a sample'}\n"
 
 
 def _plan_dispatch(config: PlannedSettings, model: PlannedModel, length: int) -> tuple[str, dict[str, Any]]:

@@ -56,7 +56,7 @@ class BatchLoader:
         config: Sizes of the batches.
         context: The ranks that train.
         model: The model, whose vocabulary must have all tokens.
-        counts: Counts in a batch what each term of the loss is a mean over; predictions if None.
+        counts: Counts in a batch what each term of the loss is a mean over, and its tokens; predictions if None.
 
     Attributes:
         seconds_waited: How long the last step waited for its samples, on this rank.
@@ -71,7 +71,7 @@ class BatchLoader:
         counts: Callable[[Batch], list[float]] | None = None,
     ) -> None:
         self._dataset, self._config, self._context = dataset, config, context
-        self._counts = counts or (lambda batch: [float(batch.num_predictions)])
+        self._counts = counts or (lambda batch: [float(batch.num_predictions)] * 2)
         self._model_config: Any = getattr(model, "config", None)
         self._context_ranks = context_ranks(model, context)
         self._copies = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
@@ -114,7 +114,6 @@ class BatchLoader:
                 check_vocabulary(batch.inputs["input_ids"], self._model_config)
         batches = [own_part(batch, self._context_ranks) for batch in batches]
         counts = [sum(of_batches) for of_batches in zip(*map(self._counts, batches), strict=True)]
-        counts.append(float(sum(batch.num_predictions for batch in batches)))
         counts += source_predictions(self._dataset, parts, batches)
         copying: Any = nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
         with copying:

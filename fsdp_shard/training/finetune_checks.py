@@ -75,7 +75,8 @@ def check_finetune(config: FinetuneSettings) -> None:
         raise ConfigError(
             f"train.ema_decay does not go together with adapter.init={'|'.join(PRINCIPAL)} yet; leave one of them out."
         )
-    resume.check_same_objective(resumed, config.objective.name)
+    _check_labels(config, resumed)
+    resume.check_same_objective(resumed, config.objective)
     lora.check_continues(config.adapter, resumed)
     check_base_model(config, resumed)
     check_model(config, source := model_source(config, resumed), resumed)
@@ -132,6 +133,23 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     sharding.check_dtypes(model, shard)
     _check_float16(model)
     chunk_loss(model, config.model, shard, any_vocabulary=not config.objective.is_cross_entropy)
+
+
+def _check_labels(config: FinetuneSettings, resumed: Path | None) -> None:
+    """Raise ConfigError if the run to resume has a new head with other classes, or the same in another order."""
+    if resumed is None or not config.model.labels:
+        return
+    if config.adapter.trains_all:
+        known = models.load_config(resumed, config.model.trust_remote_code).id2label or {}
+    else:
+        base = checkpoint.read_base_model(resumed)
+        known = {} if base is None or base.head is None else base.head.config["id2label"]
+    names = [str(name) for _, name in sorted(known.items(), key=lambda entry: int(entry[0]))]
+    if names != list(config.model.labels):
+        raise ConfigError(
+            f"{resumed} has a head with the classes {names}, and model.labels={list(config.model.labels)} are others; "
+            f"set the same, or start a new run in another run_dir."
+        )
 
 
 def _check_adapted_experts(model: PreTrainedModel, shard: sharding.ShardConfig) -> None:

@@ -21,7 +21,7 @@ from fsdp_shard.checkpoint import (
     set_chat_template,
     set_classes,
 )
-from fsdp_shard.data import SEQ2SEQ, DataConfig, Task, with_chat_template
+from fsdp_shard.data import ROWS, SEQ2SEQ, DataConfig, Task, with_chat_template
 from fsdp_shard.distributed import DistributedContext, run_on_all
 from fsdp_shard.errors import ModelError
 from fsdp_shard.models import ModelConfig, build_on_meta, classifier_name, load_config, load_tokenizer
@@ -155,12 +155,19 @@ def _dropped_layers(model: PretrainedConfig) -> dict[str, float]:
     return {name: value for name, value in model.to_dict().items() if name.endswith("layerdrop") and value}
 
 
-def data_task(config: ModelConfig, source: Location) -> Task:
-    """Return what the data must be prepared for: the task, and the special tokens and labels of the model."""
+def data_task(config: ModelConfig, source: Location, samples: str = ROWS) -> Task:
+    """Return what the data must be prepared for: the task, and the special tokens and labels of the model.
+
+    Args:
+        config: The settings of the model.
+        source: The model.
+        samples: The shape of the samples that the objective needs.
+    """
     model = origin_config(config, source)
     start = decoder_start(empty_model(config, source)) if config.task == SEQ2SEQ else 0
     label_ids = dict(getattr(model, "label2id", None) or {})
-    return Task(config.task, start, getattr(model, "num_labels", 0), label_ids, pad_token(model) or 0)
+    num_labels = getattr(model, "num_labels", 0)
+    return Task(config.task, start, num_labels, label_ids, pad_token(model) or 0, samples)
 
 
 def decoder_start(model: PreTrainedModel) -> int:

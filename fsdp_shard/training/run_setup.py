@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torch.optim import Optimizer
@@ -136,7 +136,7 @@ def open_data(config: FinetuneSettings, start: RunStart) -> Samples:
         >>> data.train.batch([0, 1]).input_ids.shape  # doctest: +SKIP
         (2, 2048)
     """
-    task = replace(data_task(config.model, start.source), samples=config.objective.samples)
+    task = data_task(config.model, start.source, config.objective.samples)
     return prepare_on_ranks(config.data, start.open_tokenizer, start.context, task=task, seed=config.seed)
 
 
@@ -244,6 +244,11 @@ def _opening(config: FinetuneSettings, run: TrainingRun, start: RunStart) -> lis
     if (loss := run.functions.loss) is not None:
         name = config.loss or f"{loss.__module__}:{getattr(loss, '__qualname__', type(loss).__name__)}"
         lines.append(f"loss={name}, not the cross-entropy: model.chunked_loss is off, as it needs whole logits")
+    if config.train.ema_decay is not None:
+        lines.append(
+            f"train.ema_decay={config.train.ema_decay:g}: an average of the weights is saved in ema/ of each step; "
+            f"evaluations are of the weights themselves"
+        )
     if run.context.num_context_ranks > 1 and (run.functions.loss or run.functions.metrics):
         lines.append(
             f"shard.context_parallel={run.context.num_context_ranks}: the loss and metrics of your own get the tokens "

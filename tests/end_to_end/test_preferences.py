@@ -269,3 +269,30 @@ def test_the_reference_of_an_adapter_is_that_of_its_scale_and_base(settings: lis
     ended = _done(tmp_path / "two", *given)
     assert "computed, and kept in" in ended.err
     assert _rows(tmp_path / "two")[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+
+
+def test_the_classes_of_a_head_stay_in_their_order(settings: list[str], tmp_path: Path) -> None:
+    given = [*settings, "objective=reward", "model.task=sequence_classification"]
+    for adapter in ("none", "lora"):
+        run = tmp_path / adapter
+        _done(run, *given, f"adapter={adapter}", "model.labels=[reward]", "train.steps=2")
+        ended = run_recipe("finetune", run, *given, f"adapter={adapter}", "model.labels=[score]")
+        assert ended.status == 2, ended.err
+        assert "has a head with the classes ['reward'], and model.labels=['score'] are others" in ended.err
+
+
+def test_a_loss_with_other_settings_is_another_run(settings: list[str], tmp_path: Path) -> None:
+    _done(tmp_path / "run", *settings, "objective=dpo", "train.steps=2")
+    ended = run_recipe("finetune", tmp_path / "run", *settings, "objective=dpo", "objective.beta=0.5")
+    assert ended.status == 2
+    assert "was trained with objective.beta=0.1, so a run with objective.beta=0.5 cannot resume from it" in ended.err
+    _done(tmp_path / "run", *settings, "objective=dpo", "objective.reference=sharded")
+
+
+def test_doctor_and_plan_know_pairs(settings: list[str], tmp_path: Path) -> None:
+    given = [*(one for one in settings if not one.startswith("train.steps")), "objective=dpo", "train.epochs=1"]
+    ended = run_recipe("doctor", tmp_path / "doctor", *given)
+    assert "4 steps with 16 samples of 16" in ended.out, ended.out  # of 20 pairs 4 are held out
+    model = next(one for one in settings if one.startswith("model.path"))
+    planned = run_recipe("plan", tmp_path / "plan", model, "objective=dpo", "data.sequence_length=32")
+    assert "objective=dpo: a sample is two sequences, no second model while it trains" in planned.out

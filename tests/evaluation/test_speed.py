@@ -209,7 +209,10 @@ def test_a_report_has_the_sizes(of_directory: Ended) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["data.path=a.txt"], r"data\.path=a\.txt is for task=perplexity, classification, reward or generation, not speed"),
+        (
+            ["data.path=a.txt"],
+            r"data\.path=a\.txt is for task=perplexity, classification, reward or generation, not speed",
+        ),
         (["perplexity.by=documents"], r"perplexity\.by=documents is for task=perplexity, not speed"),
         (["lm_eval.limit=3"], r"lm_eval\.limit=3 is for task=lm_eval, not speed"),
         (["against=b"], r"against=b is for task=perplexity, not speed"),

@@ -162,8 +162,10 @@ def cut_answers(examples: Examples, classes: Sequence[str | int], task: Task, lo
     counts.append((num_unusable, noun, f" whose prompt fills the first {longest} tokens"))
     if task.samples != PAIRS:
         kept = _with_others(kept[:, 0], np.cumsum(chosen | desirable | undesirable))
-    notes = tuple(f"{format_count(count, noun)}{words} left out" for count, noun, words in counts if count)
-    return Cut(kept, num_truncated, sum(count for count, _, _ in counts), notes)
+    notes = [f"{format_count(count, noun)}{words} left out" for count, noun, words in counts if count]
+    if number := int(np.count_nonzero(examples.first[kept[:, 0]] == 0)):
+        notes.append(f"{format_count(number, noun)} without a prompt")
+    return Cut(kept, num_truncated, sum(count for count, _, _ in counts), tuple(notes))
 
 
 def _fits(examples: Examples, task: Task, longest: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

@@ -21,6 +21,7 @@ from fsdp_shard.training.checkpoints.optimizer_groups import load_slots
 from fsdp_shard.training.checkpoints.recorded_settings import read_settings
 from fsdp_shard.training.config import TrainConfig
 from fsdp_shard.training.load_model import LoadedModel
+from fsdp_shard.training.objectives.objective import ObjectiveConfig
 from fsdp_shard.training.trainer_state import TrainerState
 from fsdp_shard.utils import RESULT, read_bounded
 
@@ -102,15 +103,21 @@ def open_trainer(step_directory: Path | None, seed: int, data: str) -> TrainerSt
     return state
 
 
-def check_same_objective(step_directory: Path | None, objective: str) -> None:
-    """Raise ConfigError if a step was trained for another objective, whose losses are not to be compared."""
+def check_same_objective(step_directory: Path | None, objective: ObjectiveConfig) -> None:
+    """Raise ConfigError if a step was trained with another objective, whose losses are not to be compared."""
     settings = None if step_directory is None else read_settings(step_directory / RUN_CONFIG)
-    before = (settings or {}).get("defaults", {}).get("objective", "sft")
-    if settings is not None and before != objective:
+    if settings is None:
+        return
+    before, recorded = settings["defaults"].get("objective", "sft"), settings.get("objective") or {}
+    changed = [("objective", before, objective.name)] if before != objective.name else []
+    for name, value in vars(objective).items() if not changed else ():
+        if name not in objective.of_computation and name in recorded and recorded[name] != value:
+            changed.append((f"objective.{name}", recorded[name], value))
+    for name, was, now in changed:
         raise ConfigError(
-            f"{step_directory} was trained with objective={before}, so a run with objective={objective} cannot resume "
-            f"from it: best step, patience and curves would mix two losses. Start a new run from its weights, with "
-            f"model.path and another run_dir."
+            f"{step_directory} was trained with {name}={was}, so a run with {name}={now} cannot resume from it: best "
+            f"step, patience and curves would mix two losses. Start a new run from its weights, with model.path and "
+            f"another run_dir."
         )
 
 

@@ -211,7 +211,7 @@ class _Evaluation:
         for batch in self._batches(dataset):
             step = Pass(self.model, to_device(batch, context.device), ones, sums, self.reference, shared)
             terms += objective.terms(step).double()
-            counts += torch.tensor([*objective.counts(batch), batch.num_predictions]).double()
+            counts += torch.tensor(objective.all_counts(batch)).double()
         # Tensor-parallel ranks evaluate the same samples.
         totals = context.all_reduce([*terms.tolist(), *counts.tolist()])
         totals = [total / context.num_tensor_ranks for total in totals]

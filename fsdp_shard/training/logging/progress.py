@@ -88,9 +88,10 @@ def _mean(reports: Sequence[StepReport]) -> StepReport:
 
 def _own(report: StepReport, headline: Sequence[str]) -> str:
     """The metrics of one's own, such as `  accuracy 0.5312`, and the shares of the sources of a mixture."""
-    shown = {name: report.metrics[name] for name in headline if name in report.metrics} if headline else report.metrics
-    metrics = "".join(f"  {name} {value:.4f}" for name, value in shown.items())
-    return metrics + _sources(report)
+    shown = dict(report.metrics)
+    if headline:  # a mean over nothing, as of a batch without bad answers, is left out
+        shown = {name: shown[name] for name in headline if math.isfinite(shown.get(name, math.nan))}
+    return "".join(f"  {name} {value:.4f}" for name, value in shown.items()) + _sources(report)
 
 
 def _sources(report: StepReport) -> str:

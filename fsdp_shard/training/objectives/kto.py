@@ -43,6 +43,12 @@ class KtoConfig(ReferenceConfig):
         """Return the number of answers in `batch`."""
         return [float(num_pairs(batch))]
 
+    def num_tokens(self, batch: Batch) -> int:
+        """Return the number of tokens of the answers, without those of other prompts."""
+        from fsdp_shard.data import MASKED
+
+        return int((batch.labels[0::2] != MASKED).sum())
+
     def prepare(
         self,
         model: ShardedModel,

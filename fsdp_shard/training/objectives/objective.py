@@ -71,6 +71,7 @@ class ObjectiveConfig:
         num_terms: Number of means that its loss is the sum of.
         headline: The metrics that a line of progress shows; without any, it shows all.
         is_cross_entropy: Whether the loss is the cross-entropy, so that its exponential is a perplexity.
+        of_computation: Settings that do not define the loss, so that a run may resume with others.
     """
 
     name: ClassVar[str] = "sft"
@@ -80,10 +81,19 @@ class ObjectiveConfig:
     num_terms: ClassVar[int] = 1
     headline: ClassVar[tuple[str, ...]] = ()
     is_cross_entropy: ClassVar[bool] = True
+    of_computation: ClassVar[tuple[str, ...]] = ("reference", "teacher", "teacher_logits", "teacher_max_memory")
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Return the number of tokens in `batch` that are trained, for people."""
+        return batch.num_predictions
 
     def counts(self, batch: Batch) -> list[float]:
         """Return, for each term of the loss, the number in `batch` that the term is a mean over."""
         return [float(batch.num_predictions)]
+
+    def all_counts(self, batch: Batch) -> list[float]:
+        """Return the counts of the terms, and the number of tokens."""
+        return [*self.counts(batch), float(self.num_tokens(batch))]
 
     def prepare(
         self,

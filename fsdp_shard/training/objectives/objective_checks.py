@@ -18,7 +18,7 @@ def check_objective(config: FinetuneSettings) -> None:
     if task not in objective.tasks:
         raise ConfigError(
             f"objective={objective.name} trains model.task={' or '.join(objective.tasks)}, not {task}; change one of "
-            f"them."
+            f"them{', and set model.labels=[reward] for a new head' if objective.name == 'reward' else ''}."
         )
     if config.shard.context_parallel > 1 and not objective.is_cross_entropy:
         raise ConfigError(

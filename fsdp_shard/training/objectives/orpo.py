@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs, num_pairs
+from fsdp_shard.training.objectives.answer_pairs import PairObjective, Pairs, add_metrics, num_pairs
 from fsdp_shard.training.objectives.objective import Pass
 from fsdp_shard.utils import setting
 
@@ -62,6 +62,8 @@ class OrpoConfig(PairObjective):
         pairs = Pairs(of_answers, answers.sum(-1).float().view(-1, 2), torch.zeros_like(of_answers))
         self.add_metrics(step, pairs)
         ratios = torch.where(pairs.is_pair, self.losses(pairs), 0.0)
+        add_metrics(step, {"log_odds_ratio": -ratios / self.beta}, pairs.is_pair)
+        step.sums.add_metric("nll", -log_probs[0::2].sum(), (batch.labels[0::2] != MASKED).sum())
         return torch.stack([ratios.sum(), -log_probs[0::2].sum()]) / step.divisors
 
     def losses(self, pairs: Pairs) -> torch.Tensor:

@@ -36,6 +36,10 @@ class RewardConfig(PreferenceConfig):
         """Return the number of pairs in `batch`."""
         return [float(num_pairs(batch))]
 
+    def num_tokens(self, batch: Batch) -> int:
+        """Return the number of tokens that are read."""
+        return int(batch.inputs["attention_mask"].sum())
+
     def terms(self, step: Pass) -> torch.Tensor:
         """Run the forward pass of both answers and return the sum of the losses over the divisor, [1]."""
         import torch

@@ -113,6 +113,6 @@ def average_files(model_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files that make a model of the averages, which are float32: those of the step, in its folder."""
     files = {name: content for name, content in model_files.items() if name not in _OF_A_RUN}
     if _CONFIG in files:
-        document = json.loads(files[_CONFIG]) | {"dtype": "float32"}
+        document = checkpoint.with_dtype(json.loads(files[_CONFIG]), "float32")
         files[_CONFIG] = (json.dumps(document, indent=2) + "\n").encode()
     return {f"{checkpoint.AVERAGE}/{name}": content for name, content in files.items()}

@@ -45,10 +45,10 @@ class LoraConfig(AdapterConfig):
     )
     init: str = setting(
         "default",
-        "Initial values (peft's init_lora_weights), which leave the model as it is. default: A uniform, B zero; "
-        "gaussian: A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in orthogonal spans; "
-        "pissa: the largest singular values of each weight, which are trained instead of an update to it (pissa_fast: "
-        "found in 16 random iterations); olora: the first columns of its QR decomposition.",
+        "Initial values (peft's init_lora_weights), which leave the model as it is, up to rounding. default: A "
+        "uniform, B zero; gaussian: A normal with a standard deviation of 1 / rank, B zero; orthogonal: A and B in "
+        "orthogonal spans; pissa: the largest singular values of each weight, which are trained instead of an update "
+        "to it (pissa_fast: found in 16 random iterations); olora: the first columns of its QR decomposition.",
         choices=("default", "gaussian", "orthogonal", *PRINCIPAL),
     )
     lora_plus_ratio: float | None = setting(

@@ -1,8 +1,9 @@
 """PiSSA (Meng et al., 2024) and OLoRA (Büyükakyüz, 2024): adapters that begin as a part of the weights.
 
 peft takes that part out of the base model. Here the base stays what it is: a second, frozen adapter of each layer
-subtracts the part, W + s * B @ A - s * B0 @ A0, so that a base without adapters is exact, and nothing is rounded. A
-checkpoint has both as one plain LoRA of twice the rank, A' = [A, A0], B' = [B, -B0], for any tool; a resume divides it.
+subtracts the part, W + s * B @ A - s * B0 @ A0, so that a base without adapters is exact; with both it is the model up
+to rounding in the dtype of the computation. A checkpoint has both as one plain LoRA of twice the rank, A' = [A, A0],
+B' = [B, -B0], for any tool; a resume divides it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 from fsdp_shard.checkpoint import TensorIndex
 from fsdp_shard.distributed import Communicator, LocalShard, run_on_all
-from fsdp_shard.errors import ConfigError
+from fsdp_shard.errors import CheckpointError, ConfigError
 from fsdp_shard.training.peft.config import PRINCIPAL, LoraConfig
 from fsdp_shard.training.seeding import derived_seed
 
@@ -97,6 +98,10 @@ class Principal:
     ) -> Factors:
         # In the dtype that the model holds; the same formulas as peft's pissa_init and olora_init.
         weight = index.read(names[layer.weight]).to(shards[layer.weight].data.dtype).float()
+        if not bool(weight.isfinite().all()):
+            raise CheckpointError(
+                f"{index.path}: {names[layer.weight]} is not finite, so adapter.init={self.kind} cannot divide it."
+            )
         weight = weight.T if layer.is_transposed else weight
         rank = layer.rank
         if self.kind == "olora":

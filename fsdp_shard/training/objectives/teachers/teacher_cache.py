@@ -66,7 +66,11 @@ class TeacherCache:
 
     def starts(self, num_samples: int) -> Ints:
         """Return where the predictions of each sample begin, int64 [num_samples + 1]."""
-        return self._array(_STARTS, (num_samples + 1,), np.dtype(np.int64))
+        found: Ints = self._array(_STARTS, (num_samples + 1,), np.dtype(np.int64))
+        if found[0] or bool((np.diff(found) < 0).any()):
+            file = self.directory / f"{_STARTS}.npy"
+            raise DataError(f"{file} is damaged: it does not ascend from 0. Delete {self.directory}.")
+        return found
 
     def done(self, num_samples: int) -> npt.NDArray[np.bool_]:
         """Return which samples have values, [num_samples]."""

@@ -42,7 +42,7 @@ def check_teacher(config: FinetuneSettings, source: checkpoint.Location) -> None
     named = f"objective.teacher={distill.teacher}"
     try:
         own = models.load_config(teacher.directory, trust)
-        models.check_model_task(own, config.model.task)
+        models.check_causal(own)
         checkpoint.check_loadable(teacher.model_index)
         if config.data.packing:
             models.check_packing(own)
