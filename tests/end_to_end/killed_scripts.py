@@ -91,6 +91,10 @@ def _rank_main(rank: int, ranks: int, port: int, given: list[str], cwd: Path, ou
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     sys.argv = given
+    if "accelerate" in sys.modules:  # another test may have made its state in the process that this one was forked from
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
     runpy.run_path(given[0], run_name="__main__")
 
 
