@@ -159,7 +159,7 @@ def test_losses_are_those_of_a_plain_loop(
 def test_terms_and_their_gradients(
     k: int, chunk_bytes: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_values, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(row_values, "LOSS_CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(10, 8), torch.randn(50, 8), torch.randn(50)
     teacher, labels, rows = 3 * torch.randn(10, 50), torch.randint(0, 50, (10,)), torch.tensor([0, 1, 3, 4, 5, 6, 8, 9])
