@@ -26,13 +26,11 @@ from fsdp_shard.data.streaming.stream import StreamDataset, open_stream
 from fsdp_shard.data.task import SpecialTokens, Task
 from fsdp_shard.data.tokenized.token_cache import tokenize
 from fsdp_shard.data.tokenized.token_file import TokenFile
-from fsdp_shard.distributed import run_on_all, run_on_main
+from fsdp_shard.distributed import LONG_WAIT_SECONDS, run_on_all, run_on_main
 from fsdp_shard.errors import DataError
 
 if TYPE_CHECKING:
     from fsdp_shard.distributed import Communicator, DistributedContext
-
-_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # the death of a rank is noticed at once, and a hang by the launcher
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ def prepare_on_ranks(
     Raises:
         FsdpShardError: On all ranks, if rank 0 fails, or ranks would stream different files.
     """
-    waiting = context.with_new_group(_TIMEOUT_SECONDS)
+    waiting = context.with_new_group(LONG_WAIT_SECONDS)
     name = (task or Task()).name
     tokenized = run_on_main(waiting, lambda: tokenize_all(config, open_tokenizer(), task=name))
     if not config.streaming:

@@ -18,6 +18,7 @@ from .local_shard import (
     shard_of as shard_of,
 )
 from .process_group import (
+    LONG_WAIT_SECONDS as LONG_WAIT_SECONDS,
     Communicator as Communicator,
     DistributedContext as DistributedContext,
     OnlyRank as OnlyRank,

@@ -21,6 +21,9 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from fsdp_shard.distributed.hardware import count_gpus, gpu_number
 from fsdp_shard.errors import ConfigError
 
+# For ranks that wait while one of them tokenizes, or reads all weights. The death of a rank is noticed at once, and a
+# hang by the launcher.
+LONG_WAIT_SECONDS = 30 * 24 * 3600.0
 ATTEMPT = "FSDP_SHARD_ATTEMPT"  # set for its ranks by our launcher
 ATTEMPT_KEY = "fsdp-shard/attempt"  # the same, in the store through which the launchers meet
 

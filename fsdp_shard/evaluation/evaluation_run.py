@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fsdp_shard.checkpoint import Location
-from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext
 from fsdp_shard.evaluation.config import SCORED_ROWS, EvaluateSettings, check_inputs
 from fsdp_shard.evaluation.perplexity_task.perplexity import settle_windows
 from fsdp_shard.evaluation.registry import EVALUATIONS
@@ -17,8 +17,6 @@ from fsdp_shard.evaluation.speed_task.speed import check_sizes
 from fsdp_shard.inference import KVCacheBudget, OnPlan, check_checkpoint, dispatch_model
 from fsdp_shard.models import check_causal, check_packing, load_config, load_tokenizer
 from fsdp_shard.utils import say
-
-_WAIT_SECONDS = 30 * 24 * 3600.0  # the death of a rank is noticed at once, and a hang by the launcher
 
 
 def check_evaluation(settings: EvaluateSettings) -> None:
@@ -83,7 +81,7 @@ def run_evaluation(
             check_packing(config)
     tokenizer = load_tokenizer(settings.source.tokenizer, trust)
     if context is not None:  # digests of weights, and batches of large models, take longer than a training step
-        context = context.with_new_group(_WAIT_SECONDS)
+        context = context.with_new_group(LONG_WAIT_SECONDS)
     is_main = context is None or context.is_main
     log: Callable[[str], object] = say if is_main else lambda text: None
     evaluation = EVALUATIONS[settings.task](settings, run_dir, seed, tokenizer, context)

@@ -70,10 +70,14 @@ class PlannedRun:
 
     @property
     def has_sharded_reference(self) -> bool:
-        """Whether a frozen copy of the model is sharded beside it."""
-        kind = getattr(self.objective, "chosen_reference", None)
+        """Whether a frozen copy of the model is sharded alongside it."""
+        return self.reference_kind == "sharded"
+
+    @property
+    def reference_kind(self) -> str | None:
+        """Where the reference of a preference objective comes from."""
         has_adapter = not self.adapter.trains_all
-        return kind is not None and kind(has_adapter=has_adapter, is_streamed=self.is_streamed) == "sharded"
+        return self.objective.reference_kind(has_adapter=has_adapter, is_streamed=self.is_streamed)
 
     @property
     def part_length(self) -> int:

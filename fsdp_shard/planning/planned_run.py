@@ -125,8 +125,10 @@ def _objective_line(run: PlannedRun) -> str:
     if objective.name == "sft":
         return ""
     parts = ["a sample is two sequences"] if objective.samples == "pairs" else []
-    if getattr(objective, "reference", None):
-        parts.append("a frozen reference beside it" if run.has_sharded_reference else "no second model while it trains")
+    if run.reference_kind is not None:
+        parts.append(
+            "a frozen reference alongside it" if run.has_sharded_reference else "no second model while it trains"
+        )
     parts += ["the teacher is not counted"] if objective.name == "distill" else []
     return f"objective={objective.name}: {', '.join(parts) or 'one sequence a sample'}\n"
 

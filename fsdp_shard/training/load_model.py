@@ -171,9 +171,7 @@ def unfilled_model(
         # Before names are matched, which may change the index: it is compared with that of an untouched model.
         base = run_on_main(context, lambda: _base_model(config, source, adapter, index, resumed))
         run_on_all(context, lambda: checkpoint.untie(model, index))
-        head = NewHead.of(model) if config.labels and (resumed is None or isinstance(adapter, LoraConfig)) else None
-        if head is not None:
-            head.add_to(index, seed=0)  # `load` knows the seed
+        head = _new_head(model, config, index, is_read=resumed is not None and not isinstance(adapter, LoraConfig))
         blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
         matched = run_on_all(context, lambda: checkpoint.match_names(model, index))
         names = matched.stored
@@ -181,9 +179,8 @@ def unfilled_model(
             assert base is not None
             if head is not None:
                 base = replace(base, head=_head_changes(config, model, index, matched.unused, head))
-            added, names = lora.inject_lora(
-                model, adapter, base.path, names, config.task, () if head is None else head.modules
-            )
+            modules = () if head is None else head.modules
+            added, names = lora.inject_lora(model, adapter, base.path, names, config.task, modules)
             quantized, names = quantize_base(model, adapter.quantize, shard, names)
             added = replace(added, base=base, frozen=quantized.describe() if quantized else None)
         # The adapter may add an output head.
@@ -191,18 +188,24 @@ def unfilled_model(
         tree = unit_tree(model, shard, context.world_size) if shard.explain else []
         largest = max(block.num_bytes for block in no_split_blocks(model, shard.blocks))
         rebuild_buffers(model, context.device)
+        num_params, notes = sum(block.num_params for block in blocks), [matched.note or "", str(head or "")]
         described = ModelDescription(
-            num_params=sum(block.num_params for block in blocks),
-            num_blocks=len(blocks),
-            aliases=aliases,
-            tree=tree,
-            adapter=added,
-            num_fused=num_fused,
-            config=model.config,
-            base=base,
-            notes=[*filter(None, [matched.note]), *layer_drop_notes(config, source), *([str(head)] if head else [])],
-        )
+            num_params=num_params, num_blocks=len(blocks), aliases=aliases, tree=tree, adapter=added,
+            num_fused=num_fused, config=model.config, base=base,
+            notes=[*filter(None, notes), *layer_drop_notes(config, source)],
+        )  # fmt: skip
         yield UnfilledModel(model, index, names, quantized, resumed, context, largest, described, head)
+
+
+def _new_head(
+    model: PreTrainedModel, config: ModelConfig, index: checkpoint.TensorIndex, *, is_read: bool
+) -> NewHead | None:
+    """The head that `model.labels` asks for, as entries of `index`, unless it `is_read` from a step."""
+    if not config.labels or is_read:
+        return None
+    head = NewHead.of(model)
+    head.add_to(index, seed=0)  # `load` knows the seed
+    return head
 
 
 def load_sharded(

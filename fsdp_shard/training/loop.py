@@ -207,17 +207,7 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
     norm = run.model.clip_grad_norm_(math.inf if config.max_grad_norm is None else config.max_grad_norm)
     totals = _read_totals(run, total, norm, torch.cat([counts, sums.metrics()]), loader.seconds_waited)
     loss, grad_norm, num_tokens = totals.loss, totals.grad_norm, totals.num_tokens
-    fault = ""
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        run.optimizer.step()
-        if run.average is not None:
-            run.average.update()
-    else:
-        named = _blamed(run, loaded, losses)
-        fault = f"loss {loss} and norm of the gradients {grad_norm}, not finite in the {named}"
-    run.optimizer.zero_grad()  # evaluations and saves need the memory
-    if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
-        raise LossError(_message(fault, state, config))
+    fault = _update(run, loaded, losses, totals)
     num_sources = len(run.dataset.source_names)
     by_name = dict(zip(run.dataset.source_names, map(int, totals.others[:num_sources]), strict=True))
     state.advance(len(loaded.samples), num_tokens, by_name, skipped=bool(fault))
@@ -241,6 +231,26 @@ def _train_step(run: TrainingRun, loader: BatchLoader) -> StepReport:
         total_tokens=state.num_tokens,
         metrics=sums.means(totals.others[num_sources:]),
     )
+
+
+def _update(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor], totals: "_Totals") -> str:
+    """Update the weights if loss and gradients are finite; returns why not, if they are not; a collective.
+
+    Raises:
+        LossError: On all ranks: they are not, and the settings do not allow to skip this.
+    """
+    config, state, fault = run.config, run.state, ""
+    if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
+        run.optimizer.step()
+        if run.average is not None:
+            run.average.update()
+    else:
+        named = _blamed(run, loaded, losses)
+        fault = f"loss {totals.loss} and norm of the gradients {totals.grad_norm}, not finite in the {named}"
+    run.optimizer.zero_grad()  # evaluations and saves need the memory
+    if fault and (config.non_finite == "stop" or state.num_skipped_in_row >= config.max_skips):
+        raise LossError(_message(fault, state, config))
+    return fault
 
 
 def _blamed(run: TrainingRun, loaded: LoadedStep, losses: Sequence[torch.Tensor]) -> str:

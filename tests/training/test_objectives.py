@@ -279,7 +279,7 @@ def test_every_objective_says_what_it_needs() -> None:
     for name, settings in OBJECTIVES.items():
         assert settings.name == name
         assert settings.samples in ("rows", PAIRS, LABELED)
-        assert settings.help
+        assert settings.__doc__
     assert [name for name, each in OBJECTIVES.items() if each.is_cross_entropy] == ["sft"]
 
 

@@ -17,18 +17,17 @@ from fsdp_shard.errors import LossError, ModelError
 from fsdp_shard.evaluation.config import CLASSIFICATION, EvaluateSettings, Figures
 from fsdp_shard.evaluation.earlier_results import remove_earlier
 from fsdp_shard.evaluation.model_loader import LoadModel
-from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.scored_rows.class_figures import ClassFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
-    data_row,
+    classifier_task,
     described,
     interval_text,
     left_out_lines,
+    text_provenance,
     write_predictions,
 )
 from fsdp_shard.models import (
-    ModelConfig,
     check_model_task,
     check_vocabulary,
     config_file,
@@ -37,7 +36,7 @@ from fsdp_shard.models import (
     running,
     settle_length,
 )
-from fsdp_shard.training import check_classifier, data_task
+from fsdp_shard.training import check_classifier
 from fsdp_shard.utils import format_count, report_progress
 
 
@@ -178,13 +177,7 @@ class Classification:
         return rows, dict(left_out)
 
     def _provenance(self) -> dict[str, Any]:
-        settings = self.settings
-        settled = {
-            "sequence_length": settings.data.window_length,
-            "num_resamples": settings.scoring.num_resamples,
-        }
-        found = provenance(settings, self.tokenizer, settled)
-        return found | {"data": data_row(settings, self.texts.digest), "seed": self.seed}
+        return text_provenance(self.settings, self.tokenizer, self.texts.digest, self.seed)
 
 
 def open_classification(
@@ -206,10 +199,8 @@ def open_classification(
     Raises:
         DataError: The data cannot be read, has no text with a label, or has a class that the model does not have.
     """
-    trust, source = settings.dispatch.trust_remote_code, settings.source
-    config = load_config(source.directory, trust)
-    task = data_task(ModelConfig(source.path, task=SEQUENCE_CLASSIFICATION, trust_remote_code=trust), source)
-    length = context_of(config, trust).describe(settings.data.window_length)
+    config = load_config(settings.source.directory, settings.dispatch.trust_remote_code)
+    task, length = classifier_task(settings)
     ranks = context or OnlyRank(rank=0, world_size=1)
     texts = open_labeled_texts(settings.data, tokenizer, task, ranks)
     named: dict[Any, str] = dict(config.id2label or {})

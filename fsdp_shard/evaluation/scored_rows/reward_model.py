@@ -28,18 +28,17 @@ from fsdp_shard.evaluation.model_digests import digests
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.perplexity_task.loss_log import BatchLosses, LossLog
 from fsdp_shard.evaluation.perplexity_task.window_losses import batches_of_all
-from fsdp_shard.evaluation.provenance import provenance
 from fsdp_shard.evaluation.scored_rows.reward_figures import RewardFigures
 from fsdp_shard.evaluation.scored_rows.row_scores import (
     Intervals,
-    data_row,
+    classifier_task,
     described,
     interval_text,
     left_out_lines,
+    text_provenance,
     write_predictions,
 )
 from fsdp_shard.models import (
-    ModelConfig,
     check_model_task,
     check_vocabulary,
     config_file,
@@ -48,7 +47,7 @@ from fsdp_shard.models import (
     running,
     settle_length,
 )
-from fsdp_shard.training import check_classifier, data_task
+from fsdp_shard.training import check_classifier
 from fsdp_shard.utils import format_count, report_progress, say
 
 _REWARDS_FILE = "rewards.jsonl"
@@ -222,13 +221,7 @@ class RewardEvaluation:
     @cached_property
     def _provenance(self) -> dict[str, Any]:
         """What the figures depend on, for result.json; reads all weights."""
-        settings: EvaluateSettings = self.settings
-        settled = {
-            "sequence_length": settings.data.window_length,
-            "num_resamples": settings.scoring.num_resamples,
-        }
-        found = provenance(settings, self.tokenizer, settled)
-        return found | {"data": data_row(settings, self.pairs.digest), "seed": self.seed}
+        return text_provenance(self.settings, self.tokenizer, self.pairs.digest, self.seed)
 
 
 def open_rewards(
@@ -250,9 +243,7 @@ def open_rewards(
     Raises:
         DataError: The data cannot be read, or has no pair.
     """
-    trust, source = settings.dispatch.trust_remote_code, settings.source
-    task = data_task(ModelConfig(source.path, task=SEQUENCE_CLASSIFICATION, trust_remote_code=trust), source)
-    length = context_of(load_config(source.directory, trust), trust).describe(settings.data.window_length)
+    task, length = classifier_task(settings)
     ranks = context or OnlyRank(rank=0, world_size=1)
     pairs = open_compared_pairs(settings.data, tokenizer, task, ranks)
     return RewardEvaluation(settings, Path(run_dir), seed, tokenizer, pairs, length, ranks)

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
+from fsdp_shard.data import CLASSIFICATION, Task
 from fsdp_shard.evaluation.config import EvaluateSettings
 from fsdp_shard.evaluation.earlier_results import PREDICTIONS
 from fsdp_shard.evaluation.perplexity_task.significance import LEVEL, Floats, bootstrap_interval
+from fsdp_shard.evaluation.provenance import provenance
+from fsdp_shard.models import ModelConfig, context_of, load_config
+from fsdp_shard.training import data_task
 from fsdp_shard.utils import format_count, write_atomically
 
 _NUM_NAMED = 3
@@ -73,3 +78,21 @@ def write_predictions(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 def data_row(settings: EvaluateSettings, digest: str) -> dict[str, Any]:
     """The data, for the provenance."""
     return {"path": settings.data.eval_path or settings.data.path, "kind": settings.data.kind, "digest": digest}
+
+
+def text_provenance(
+    settings: EvaluateSettings, tokenizer: PreTrainedTokenizerBase, digest: str, seed: int
+) -> dict[str, Any]:
+    """Return what the figures of a classifier depend on, for result.json; `digest` is of the data.
+
+    All weights are read.
+    """
+    settled = {"sequence_length": settings.data.window_length, "num_resamples": settings.scoring.num_resamples}
+    return provenance(settings, tokenizer, settled) | {"data": data_row(settings, digest), "seed": seed}
+
+
+def classifier_task(settings: EvaluateSettings) -> tuple[Task, str]:
+    """Return the task of a classifier, `settings.checkpoint`, and how long texts and its context are, for people."""
+    trust, source = settings.dispatch.trust_remote_code, settings.source
+    task = data_task(ModelConfig(source.path, task=CLASSIFICATION, trust_remote_code=trust), source)
+    return task, context_of(load_config(source.directory, trust), trust).describe(settings.data.window_length)

@@ -29,7 +29,6 @@ class DistillConfig(ObjectiveConfig):
     """
 
     name: ClassVar[str] = "distill"
-    help: ClassVar[str] = "distillation from the logits of a larger model"
     tasks: ClassVar[tuple[str, ...]] = ("causal_lm",)
     headline: ClassVar[tuple[str, ...]] = ("kl", "cross_entropy", "agreement")
     is_cross_entropy: ClassVar[bool] = False
@@ -50,7 +49,7 @@ class DistillConfig(ObjectiveConfig):
         PRECOMPUTED,
         "precomputed: one pass of the teacher over the samples of the run before training, kept in data.cache_dir (8 "
         "bytes for each of top_k tokens of each prediction) and never computed again; computed: the teacher runs "
-        "beside the model in each step, on every rank, also for streamed data.",
+        "alongside the model in each step, on every rank, also for streamed data.",
         choices=(PRECOMPUTED, COMPUTED),
     )
     # Any, as in DispatchConfig.

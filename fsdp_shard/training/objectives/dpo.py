@@ -21,7 +21,6 @@ class DpoConfig(ReferenceConfig, PairObjective):
     """
 
     name: ClassVar[str] = "dpo"
-    help: ClassVar[str] = "direct preference optimization"
 
     beta: float = setting(0.1, "How strongly the model is kept near the reference.", above=0.0)
     label_smoothing: float = setting(0.0, "Fraction of the preferences that is taken to be wrong.", minimum=0.0)

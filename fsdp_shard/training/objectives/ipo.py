@@ -21,7 +21,6 @@ class IpoConfig(ReferenceConfig, PairObjective):
     """
 
     name: ClassVar[str] = "ipo"
-    help: ClassVar[str] = "identity preference optimization"
 
     beta: float = setting(0.1, "How strongly the model is kept near the reference (tau of the paper).", above=0.0)
 

@@ -31,7 +31,6 @@ class KtoConfig(ReferenceConfig):
     """
 
     name: ClassVar[str] = "kto"
-    help: ClassVar[str] = "Kahneman-Tversky optimization, from answers that are good or bad"
     samples: ClassVar[str] = "labeled"
     headline: ClassVar[tuple[str, ...]] = ("rewards/chosen", "rewards/rejected", "kl")
 

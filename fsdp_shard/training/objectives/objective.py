@@ -65,7 +65,6 @@ class ObjectiveConfig:
 
     Attributes:
         name: Its option of `objective=`.
-        help: What it is, in a few words.
         samples: The shape of the samples that it needs: `rows`, `pairs` or `labeled` (`data/task.py`).
         tasks: The values of `model.task` that it trains.
         num_terms: Number of means that its loss is the sum of.
@@ -75,7 +74,6 @@ class ObjectiveConfig:
     """
 
     name: ClassVar[str] = "sft"
-    help: ClassVar[str] = "supervised fine-tuning"
     samples: ClassVar[str] = "rows"
     tasks: ClassVar[tuple[str, ...]] = ("causal_lm", "seq2seq", "masked_lm", "sequence_classification")
     num_terms: ClassVar[int] = 1
@@ -90,6 +88,15 @@ class ObjectiveConfig:
     def counts(self, batch: Batch) -> list[float]:
         """Return, for each term of the loss, the number in `batch` that the term is a mean over."""
         return [float(batch.num_predictions)]
+
+    def reference_kind(self, *, has_adapter: bool, is_streamed: bool) -> str | None:
+        """Return where a run gets its reference from: `adapter`, `precomputed` or `sharded`; None without one.
+
+        Args:
+            has_adapter: Whether the run trains an adapter.
+            is_streamed: Whether its samples are not known before.
+        """
+        return None
 
     def all_counts(self, batch: Batch) -> list[float]:
         """Return the counts of the terms, and the number of tokens."""
@@ -146,8 +153,7 @@ class ReferenceConfig(PreferenceConfig):
         choices=REFERENCES,
     )
 
-    def chosen_reference(self, *, has_adapter: bool, is_streamed: bool) -> str:
-        """What `reference=auto` stands for, or what was set."""
+    def reference_kind(self, *, has_adapter: bool, is_streamed: bool) -> str | None:
         if self.reference != "auto":
             return self.reference
         return "adapter" if has_adapter else "sharded" if is_streamed else "precomputed"

@@ -28,7 +28,6 @@ class OrpoConfig(PairObjective):
     """
 
     name: ClassVar[str] = "orpo"
-    help: ClassVar[str] = "odds ratio preference optimization, without a reference"
     num_terms: ClassVar[int] = 2
 
     beta: float = setting(0.1, "Weight of the odds ratio (lambda of the paper).", above=0.0)

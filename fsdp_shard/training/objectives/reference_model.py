@@ -1,6 +1,6 @@
 """The reference of preference objectives: the model that training began from, and the log-probabilities it gives.
 
-It is the model itself without its adapter, a frozen copy that is sharded beside it, or one pass over the data before
+It is the model itself without its adapter, a frozen copy that is sharded alongside it, or one pass over the data before
 training, whose results are kept under the digests of weights and data and never computed again.
 """
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 
 from fsdp_shard.checkpoint import model_digests
 from fsdp_shard.data import NO_WINDOW, Samples, SourceDataset, cache_directory, cache_key, with_extras
-from fsdp_shard.distributed import DistributedContext, run_on_main
+from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_main
 from fsdp_shard.errors import ConfigError, DataError, InputError, Interrupted
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training.batch_loader import evaluation_batches, to_device
@@ -28,7 +28,7 @@ from fsdp_shard.training.load_model import LoadedModel, unfilled_model
 from fsdp_shard.training.loss.device_batch import DeviceBatch
 from fsdp_shard.training.loss.forward_loss import forward_log_probs
 from fsdp_shard.training.objectives.distill import PRECOMPUTED, DistillConfig
-from fsdp_shard.training.objectives.objective import Reference, ReferenceConfig, Teacher
+from fsdp_shard.training.objectives.objective import Reference, Teacher
 from fsdp_shard.training.objectives.teachers.teacher_model import PrecomputedTeacher, add_targets, open_teacher
 from fsdp_shard.training.peft.disable_adapters import adapters_disabled
 from fsdp_shard.training.stop_signal import StopSignal
@@ -36,7 +36,6 @@ from fsdp_shard.utils import format_count, report_progress, write_atomically
 
 EXTRA = "reference_log_probs"
 _VERSION = "reference-1"  # of what the cached values are
-_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # the other ranks wait while one reads all weights for their digest
 
 
 class Start(Protocol):
@@ -92,11 +91,9 @@ class ModelReference:
 
 
 def reference_kind(config: FinetuneSettings) -> str | None:
-    """Return how a run gets its reference: `adapter`, `precomputed`, `sharded`, or None without one."""
-    objective = config.objective
-    if not isinstance(objective, ReferenceConfig):
-        return None
-    return objective.chosen_reference(has_adapter=not config.adapter.trains_all, is_streamed=config.data.streaming)
+    """Return how a run gets its reference, as `ObjectiveConfig.reference_kind` does."""
+    has_adapter, is_streamed = not config.adapter.trains_all, config.data.streaming
+    return config.objective.reference_kind(has_adapter=has_adapter, is_streamed=is_streamed)
 
 
 def open_reference(config: FinetuneSettings, start: Start, loaded: LoadedModel) -> Reference | Teacher | None:
@@ -186,7 +183,7 @@ class _CachedReference:
     def __init__(self, config: FinetuneSettings, start: Start) -> None:
         self._config, self._start = config, start
         self._reference: ModelReference | None = None
-        self.waiting = start.context.with_new_group(_TIMEOUT_SECONDS)
+        self.waiting = start.context.with_new_group(LONG_WAIT_SECONDS)
 
     def values(self, source: SourceDataset, file: Path) -> tuple[torch.Tensor, str]:
         """Return the values of a source, float32 [num_samples, 2], and a line for people; a collective."""

@@ -23,7 +23,6 @@ class RewardConfig(PreferenceConfig):
     """
 
     name: ClassVar[str] = "reward"
-    help: ClassVar[str] = "a reward model"
     tasks: ClassVar[tuple[str, ...]] = ("sequence_classification",)
 
     center: float = setting(

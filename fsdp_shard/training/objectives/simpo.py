@@ -21,7 +21,6 @@ class SimpoConfig(PairObjective):
     """
 
     name: ClassVar[str] = "simpo"
-    help: ClassVar[str] = "simple preference optimization, without a reference"
 
     beta: float = setting(2.0, "Scale of the rewards.", above=0.0)
     gamma: float = setting(1.0, "Margin by which the chosen answer's reward should exceed the other's.", minimum=0.0)

@@ -1,4 +1,4 @@
-"""The teacher of `objective=distill`: dispatched beside the model, or run once before training, its results kept.
+"""The teacher of `objective=distill`: dispatched alongside the model, or run once before training, its results kept.
 
 A dispatched model lies on GPU, CPU and disk by budgets, so a teacher may be larger than the memory.
 """
@@ -30,7 +30,7 @@ from fsdp_shard.data import (
     used_samples,
     with_token_values,
 )
-from fsdp_shard.distributed import DistributedContext, run_on_all, run_on_main
+from fsdp_shard.distributed import LONG_WAIT_SECONDS, DistributedContext, run_on_all, run_on_main
 from fsdp_shard.errors import DataError, Interrupted
 from fsdp_shard.models import load_config
 from fsdp_shard.training.batch_loader import evaluation_batches, to_device
@@ -46,7 +46,6 @@ from fsdp_shard.training.stop_signal import StopSignal
 from fsdp_shard.utils import format_count, report_progress, say
 
 _VERSION = "teacher-1"  # of what the cached values are
-_TIMEOUT_SECONDS = 30 * 24 * 3600.0  # the other ranks wait while one reads all weights for their digest
 _BATCHES_KEPT = 64  # batches of a rank after which what was computed is recorded
 
 
@@ -132,7 +131,7 @@ def add_targets(
     """
     if distill.teacher_logits != PRECOMPUTED:
         return data
-    waiting = context.with_new_group(_TIMEOUT_SECONDS)
+    waiting = context.with_new_group(LONG_WAIT_SECONDS)
     sources = [*data.train.sources, *(data.held_out.sources if data.held_out is not None else [])]
     caches = run_on_main(waiting, lambda: _caches(config, distill, sources))
     used = run_on_all(waiting, lambda: _used(config, step, data))
