@@ -108,7 +108,7 @@ def of_peft(base: Path, kind: str) -> Any:
 def plain(base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[float], Any]]:
     """By kind: the losses of the same training with peft in one process, and the logits of what came out."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    samples = Shuffled(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]
+    samples = Shuffled(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is Shuffled
     return {kind: _plain_training(of_peft(base, kind), samples) for kind in KINDS}
 
 
@@ -134,7 +134,7 @@ def _plain_training(model: Any, samples: Any, lr: float = 3e-2) -> tuple[list[fl
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(token_batch(5)).logits  # type: ignore[no-any-return]
+        return model(token_batch(5)).logits  # type: ignore[no-any-return]  # untyped in transformers
 
 
 def test_is_trained_as_by_peft(run: Any, plain: dict[str, tuple[list[float], Any]], base: Path) -> None:
@@ -185,7 +185,7 @@ def test_first_values_are_distributed_as_those_of_peft() -> None:
     """Their product is zero at first, whatever the kind, and their scale is that of peft's own draws."""
     for kind in ("default", "gaussian", "orthogonal"):
         word = True if kind == "default" else kind
-        config = peft.LoraConfig(r=8, target_modules=["up_proj"], init_lora_weights=word)  # type: ignore[arg-type]
+        config = peft.LoraConfig(r=8, target_modules=["up_proj"], init_lora_weights=word)  # type: ignore[arg-type]  # wider in fact than it is annotated
         model = peft.get_peft_model(llama(tied=False), config)
         for layer in (0, 1):
             prefix = f"base_model.model.model.layers.{layer}.mlp.up_proj.lora_"
@@ -267,7 +267,7 @@ def plain_from_weights(
 ) -> dict[str, tuple[list[float], Any]]:
     """As `plain`: with peft, whose own initialization changes the base model."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    samples = Shuffled(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]
+    samples = Shuffled(prepare_data(config, AutoTokenizer.from_pretrained(base)).train.dataset, 7)  # type: ignore[attr-defined]  # it is Shuffled
     found = {}
     for kind, word in (("pissa", "pissa"), ("pissa_fast", "pissa"), ("olora", "olora")):
         settings = peft.LoraConfig(
@@ -275,7 +275,7 @@ def plain_from_weights(
             lora_alpha=12,
             target_modules="all-linear",
             modules_to_save=["model.norm"],
-            init_lora_weights=word,  # type: ignore[arg-type]
+            init_lora_weights=word,  # type: ignore[arg-type]  # wider in fact than it is annotated
             task_type="CAUSAL_LM",
         )
         model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)

@@ -39,7 +39,7 @@ def load(context: DistributedContext, directory: Path, wrapper: str, adapter: Ad
 def logits_of(loaded: LoadedModel, context: DistributedContext) -> torch.Tensor:
     tokens = token_batch(5).chunk(context.world_size)[context.rank]
     with torch.no_grad(), running(loaded.model.module):
-        return loaded.model.module(input_ids=tokens, use_cache=False).logits.clone()  # type: ignore[no-any-return]
+        return loaded.model.module(input_ids=tokens, use_cache=False).logits.clone()  # type: ignore[no-any-return]  # untyped in transformers
 
 
 def train(context: DistributedContext, directory: Path, case: tuple[str, str], *, detour: bool) -> dict[str, Any]:

@@ -236,7 +236,7 @@ def test_values_follow_their_samples() -> None:
     assert extended.batch([3, -1, 1]).token_values["a"][:, 0].tolist() == [*range(24, 32), *range(8, 16)]
     part = extended.slice(10, 20)
     assert part.batch([2]).token_values["a"][:, 0].tolist() == [*range(96, 104)]
-    assert part.num_predictions == part.dataset.num_predictions == 80  # type: ignore[attr-defined]
+    assert part.num_predictions == part.dataset.num_predictions == 80  # type: ignore[attr-defined]  # it is Shuffled
     assert extended.head(4).batch([3]).labels.tolist() == data.batch([3]).labels.tolist()
     with pytest.raises(ValueError, match="values of 9 samples for 50"):
         with_token_values(data, {}, starts[:10])

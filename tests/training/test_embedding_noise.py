@@ -71,7 +71,7 @@ def test_losses_are_those_of_transformers_noise(
     data = DataConfig(
         path=f"{texts}/train.txt", sequence_length=32, eval_fraction=0.02, cache_dir=str(tmp_path / "cache")
     )
-    samples = Shuffled(prepare_data(data, AutoTokenizer.from_pretrained(tiny_model)).train.dataset, 7)  # type: ignore[attr-defined]
+    samples = Shuffled(prepare_data(data, AutoTokenizer.from_pretrained(tiny_model)).train.dataset, 7)  # type: ignore[attr-defined]  # it is Shuffled
     model: Any = AutoModelForCausalLM.from_pretrained(tiny_model).train()
     activate_neftune(model, ALPHA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

@@ -90,7 +90,7 @@ def peft_model(base: Path) -> Any:
 def plain(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], torch.Tensor]:
     """The same training with peft in one process: its losses, and the logits of what came out."""
     config = DataConfig(path=f"{texts}/train.txt", sequence_length=32, cache_dir=str(tmp_path_factory.mktemp("plain")))
-    windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train.dataset  # type: ignore[attr-defined]
+    windows = prepare_data(config, AutoTokenizer.from_pretrained(tiny_model)).train.dataset  # type: ignore[attr-defined]  # it is Shuffled
     samples = Shuffled(windows, 7)
     model = peft_model(tiny_model)
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -115,7 +115,7 @@ def plain(tiny_model: Path, texts: Path, tmp_path_factory: pytest.TempPathFactor
 
 def logits_of(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(token_batch(5)).logits  # type: ignore[no-any-return]
+        return model(token_batch(5)).logits  # type: ignore[no-any-return]  # untyped in transformers
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])

@@ -108,7 +108,7 @@ def decoded_peft(model: nn.Module, kind: str, rank: int = 3, alpha: int = 24) ->
         for name, linear in linears(model).items():
             linear.weight.copy_(rows_and_values(kind)[name][1])
     settings = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    wrapped = peft.get_peft_model(model, settings)  # type: ignore[arg-type]
+    wrapped = peft.get_peft_model(model, settings)  # type: ignore[arg-type]  # wider in fact than it is annotated
     for name, param in wrapped.named_parameters():
         if "lora_" in name:
             whole = LocalShard(param, param.detach().view(-1), 0, tuple(param.shape), writes=True)

@@ -78,9 +78,8 @@ def save_step(
     """
     root, save = context.broadcast_object((str(store.root), uuid.uuid4().hex))
     store = Store(Path(root))
-    target = write_plan.Target(
-        context.rank, context.world_size, step, save, max_shard_bytes, state.aliases, state.single_file
-    )
+    who = (context.rank, context.world_size, step, save)
+    target = write_plan.Target(*who, max_shard_bytes, state.aliases, state.single_file)
     # A rank may have nothing of them.
     has_folder = context.all_reduce([float(bool(part)) for part in (state.optimizer, state.average)], "max")
     plans = _plan(state, target, layout, [flag > 0 for flag in has_folder])

@@ -160,7 +160,7 @@ def _attend_by_heads(
     sinks = kwargs.get("s_aux")
     if sinks is None and kwargs.get("softcap") is None:
         own = _Heads(query.shape[1] // key.shape[1])
-        output, _ = sdpa_attention_forward(own, query, key, value, mask.whole(), dropout, scaling)  # type: ignore[arg-type]
+        output, _ = sdpa_attention_forward(own, query, key, value, mask.whole(), dropout, scaling)  # type: ignore[arg-type]  # wider in fact than it is annotated
         output = output.transpose(1, 2)
     elif dropout:
         raise ModelError(f"{type(module).__name__} has dropout in attention ({dropout}) with a cap or sinks.")

@@ -39,7 +39,7 @@ def ring_attention(
     """
     grouped = query.unflatten(1, (key.shape[1], -1))
     by_group = None if sinks is None else sinks.view(grouped.shape[1:3])
-    found: torch.Tensor = _Ring.apply(grouped, key, value, by_group, mask, how)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Ring.apply(grouped, key, value, by_group, mask, how)  # type: ignore[no-untyped-call]  # untyped in torch
     return found.flatten(1, 2)
 
 
