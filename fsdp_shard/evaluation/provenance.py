@@ -10,11 +10,12 @@ from typing import Any
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from fsdp_shard import __version__
 from fsdp_shard.data import tokenizer_state
 from fsdp_shard.evaluation.config import SPEED, EvaluateSettings
 from fsdp_shard.evaluation.model_digests import describe_model
 
-_PACKAGES = ("fsdp-shard", "torch", "transformers", "tokenizers", "numpy")
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -25,7 +26,8 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that compute the figures."""
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES}
+    ours = {"python": platform.python_version(), "fsdp-shard": __version__}  # which need not be installed
+    return ours | {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def provenance(

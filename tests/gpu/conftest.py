@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,16 +20,16 @@ import torch
 import transformers
 
 from tests.gpu.child import Bench, find_gpus, run_check
-from tests.gpu.device import IS_REHEARSAL, open_device
+from tests.gpu.device import IS_REHEARSAL, OUT, open_device
 from tests.gpu.table import Row, Table
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
-_OUT = Path(os.environ.get("OUT") or _ROOT / "build" / "gpu")
 _DEADLINE = time.monotonic() + float(os.environ.get("GPU_SECONDS", "560"))
 _LEAST_SECONDS = 5.0
 _PATIENCE = 8  # of a rehearsal, which may share two cores with other tests
 # What matters most comes first, as the time may not suffice for all.
-_ORDER = ("test_training", "test_inference", "test_saving", "test_peers", "test_ranks", "test_commands")
+_ORDER = (
+    "test_training", "test_inference", "test_saving", "test_settings", "test_peers", "test_ranks", "test_commands",
+)  # fmt: skip
 _TABLE = pytest.StashKey[Table]()
 _METHOD = pytest.StashKey[str]()
 
@@ -110,7 +109,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def _note(table: Table, name: str, outcome: str, seconds: float) -> None:
     """Keep the outcome of a test, and write the table as far as it is."""
     table.outcomes[name] = (outcome, seconds)
-    table.write(_OUT)
+    table.write(OUT)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -121,4 +120,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for line in table.lines():
         terminalreporter.write_line(line)
     failed = sum(outcome != "passed" for outcome, _ in table.outcomes.values())
-    terminalreporter.write_line(f"{len(table.outcomes)} checks, {failed} not passed; written to {_OUT}")
+    terminalreporter.write_line(f"{len(table.outcomes)} checks, {failed} not passed; written to {OUT}")

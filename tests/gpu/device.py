@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+OUT = Path(os.environ.get("OUT") or Path(__file__).resolve().parent.parent.parent / "build" / "gpu")
 IS_REHEARSAL = os.environ.get("GPU_REHEARSAL") == "1"
 
 
@@ -39,6 +40,13 @@ class Device(Protocol):
     @property
     def peak_bytes(self) -> int:
         """The peak of what tensors took since `reset`."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What torch's allocator holds, in use or not."""
+
+    def restart_peak(self) -> None:
+        """Let a new peak begin."""
 
     def reset(self) -> int:
         """Free what can be freed, let a new peak begin, and return what tensors take now."""
@@ -78,6 +86,13 @@ class Gpu:
     @property
     def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(0))
+
+    @property
+    def reserved_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(0))
+
+    def restart_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(0)
 
     def reset(self) -> int:
         gc.collect()
@@ -123,6 +138,13 @@ class StandIn:
     @property
     def peak_bytes(self) -> int:
         return resident_bytes()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return resident_bytes()
+
+    def restart_peak(self) -> None:
+        pass
 
     def reset(self) -> int:
         gc.collect()

@@ -114,11 +114,15 @@ def ours(job: Job, device: Device) -> Iterator[float]:
                 yield report.loss
 
 
-def training_run(job: Job, model: ShardedModel, context: DistributedContext, steps: int = 1 << 30) -> TrainingRun:
-    """The run of a job at its beginning; one window a rank and micro-batch."""
+def training_run(
+    job: Job, model: ShardedModel, context: DistributedContext, steps: int = 1 << 30, rows: int = 1
+) -> TrainingRun:
+    """The run of a job at its beginning; `rows` windows a rank and micro-batch."""
     optimizer, data = build_optimizer(job.optim, model, context), job.data()
-    batch = job.num_micro_batches * context.num_data_ranks
-    config = TrainConfig(steps=steps, global_batch_size=batch, schedule="constant", log_every=1 << 30)
+    batch = rows * job.num_micro_batches * context.num_data_ranks
+    config = TrainConfig(
+        steps=steps, global_batch_size=batch, micro_batch_size=rows, schedule="constant", log_every=1 << 30
+    )
     return TrainingRun(model, optimizer, data, config, context, TrainerState(0, data.identity))
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+import fsdp_shard as fs
 from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings, complete_prompts, load_dispatched
 from fsdp_shard.models import build_on_meta
-from tests.gpu.child import Bench, apart
+from tests.gpu.child import Bench, apart, apart_in_turn
 from tests.gpu.device import IS_REHEARSAL, Device, open_device, resident_bytes
 from tests.gpu.models import config_of, loaded_by_transformers, random_model, written
 from tests.support.tiny import byte_tokenizer
@@ -83,10 +84,10 @@ def _refill(device: Device) -> None:
 
 @check(seconds=60)
 def test_tokens_of_streamed_weights_are_right(bench: Bench) -> None:
-    path = str(apart(written, bench.directory, "1.2B", 8, bench.device.torch_device))
-    count = bench.size(200, 6)
-    expected = apart(greedy, path, {"*": _HERE}, count)
-    found = apart(greedy, path, _streaming(range(1, bench.size(7, 3))), count)
+    path, count = str(bench.directory / "1.2B-8"), bench.size(200, 6)
+    streamed = _streaming(range(1, bench.size(7, 3)))
+    write = (written, bench.directory, "1.2B", 8, bench.device.torch_device)
+    _, expected, found = apart_in_turn(write, (greedy, path, {"*": _HERE}, count), (greedy, path, streamed, count))
     wrong = sum(one != other for one, other in zip(found, expected, strict=True))
     bench.record(f"wrong tokens of {count} streamed ones", wrong, "tokens", at_most=0, exact=True)
 
@@ -181,10 +182,13 @@ def _seconds(device: Device, work: Callable[[], None]) -> float:
 
 @check(seconds=90)
 def test_weights_in_cpu_memory_come_at_full_speed(bench: Bench) -> None:
-    path = str(apart(written, bench.directory, "8B", 8, bench.device.torch_device))
-    bandwidth = apart(copy_bandwidth)
-    ours = apart(offloaded_speed, "ours", path, bench.size(16, 2))
-    theirs = apart(offloaded_speed, "accelerate", path, bench.size(4, 1))
+    path = str(bench.directory / "8B-8")
+    _, bandwidth, ours, theirs = apart_in_turn(
+        (written, bench.directory, "8B", 8, bench.device.torch_device),
+        (copy_bandwidth,),
+        (offloaded_speed, "ours", path, bench.size(16, 2)),
+        (offloaded_speed, "accelerate", path, bench.size(4, 1)),
+    )
     model = build_on_meta(config_of("8B", 8), torch.bfloat16)
     num_bytes = sum(param.nbytes for param in model.model.layers.parameters())
     note = f"{ours * num_bytes / 1e9:.1f} of {bandwidth / 1e9:.1f} GB/s"
@@ -192,3 +196,47 @@ def test_weights_in_cpu_memory_come_at_full_speed(bench: Bench) -> None:
     bench.record(
         "offloaded blocks: tokens/s of accelerate", ours / theirs, "x", at_least=2.0, note=f"{ours:.1f} tokens/s"
     )
+
+
+def perplexity(path: str, text: str, settings: list[str]) -> float:
+    """The perplexity of a text, in float32, by the command of that name."""
+    found = fs.evaluate([f"checkpoint={path}", f"data.path={text}", "data.sequence_length=128", *settings])
+    return float(found["perplexity"])
+
+
+_FLOAT32 = "dispatch.dtype=float32"
+_EVALUATIONS: dict[str, tuple[list[str], float]] = {
+    "resident": ([f"dispatch.device_map={{*: {_HERE}}}", _FLOAT32], 1e-4),
+    "streamed from the CPU": (
+        [f"dispatch.device_map={{*: {_HERE}, model.layers.1: {_THERE}, model.layers.2: {_THERE}}}", _FLOAT32],
+        1e-4,
+    ),
+    "layer by layer": (
+        [
+            f"dispatch.device_map={{*: {_HERE}, model.layers.1: disk, model.layers.2: disk}}",
+            "dispatch.schedule=layer_major",
+            _FLOAT32,
+        ],
+        1e-4,
+    ),
+    "int8": ([f"dispatch.device_map={{*: {_HERE}}}", "dispatch.quantize=int8", _FLOAT32], 5e-2),
+    "int4": ([f"dispatch.device_map={{*: {_HERE}}}", "dispatch.quantize=int4", "dispatch.dtype=bfloat16"], 2e-1),
+}
+
+
+@check(seconds=70)
+def test_perplexity_is_that_of_the_cpu(bench: Bench) -> None:
+    if not all(bench.has("perplexity", package) for package in ("hydra", "omegaconf", "datasets", "pyarrow", "pandas")):
+        return
+    path, text = str(bench.directory / "100M-4"), bench.directory / "evaluated.txt"
+    text.write_text(" ".join(f"line {number} of a text." for number in range(400)), encoding="utf-8")
+    has_torchao = bench.has("perplexity of quantized weights", "torchao")
+    tried = {name: each for name, each in _EVALUATIONS.items() if has_torchao or "int" not in name}
+    _, expected, *found = apart_in_turn(
+        (written, bench.directory, "100M", 4, bench.device.torch_device),
+        (perplexity, path, str(text), ["dispatch.device_map=cpu", "dispatch.dtype=float32"]),
+        *((perplexity, path, str(text), settings) for settings, _ in tried.values()),
+    )
+    for (name, (_, limit)), each in zip(tried.items(), found, strict=True):
+        label = f"perplexity, {name}: beside the CPU"
+        bench.record(label, abs(each - expected) / expected, "relative", at_most=limit, exact=True)

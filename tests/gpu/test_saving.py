@@ -33,7 +33,7 @@ from fsdp_shard.training import (
     start_run,
     train,
 )
-from tests.gpu.child import Bench, apart
+from tests.gpu.child import Bench, apart, apart_in_turn
 from tests.gpu.device import open_device, resident_bytes
 from tests.gpu.loops import LR, Job, sharded, training_run
 from tests.gpu.models import config_of, written
@@ -194,12 +194,15 @@ def resumable(run_dir: str, path: str, length: int, stop_after: int) -> tuple[li
 def test_a_resumed_run_is_bit_equal(bench: Bench) -> None:
     if not bench.has("resumed run", "omegaconf"):
         return
-    path = str(apart(written, bench.directory, "100M", 4, bench.device.torch_device))
+    path = str(bench.directory / "100M-4")
     length = bench.size(512, 32)
     runs = [(str(bench.directory / name), stop) for name, stop in (("whole", 6), ("parts", 3), ("parts", 6))]
-    (whole, digest), (first, _), (second, resumed) = (
-        apart(resumable, directory, path, length, stop) for directory, stop in runs
+    _, (whole, digest), (first, _) = apart_in_turn(
+        (written, bench.directory, "100M", 4, bench.device.torch_device),
+        *((resumable, directory, path, length, stop) for directory, stop in runs[:2]),
     )
+    directory, stop = runs[2]
+    second, resumed = apart(resumable, directory, path, length, stop)  # a process of its own, as after a kill
     different = sum(one != other for one, other in zip(whole, first + second, strict=True))
     bench.record("losses of a resumed run that differ", different, "of 6", at_most=0, exact=True)
     bench.record("weights of a resumed run that differ", float(digest != resumed), "", at_most=0, exact=True)

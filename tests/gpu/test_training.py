@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,10 +16,21 @@ from fsdp_shard.checkpoint import locate
 from fsdp_shard.distributed import DistributedContext, init_distributed
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning import PlannedRun, plan_memory
-from fsdp_shard.sharding import Fsdp2Config, ShardedModel
-from fsdp_shard.training import AdamWConfig, LoraConfig, SgdConfig, TrainConfig, load_sharded, train
-from tests.gpu.child import Bench, apart
-from tests.gpu.device import IS_REHEARSAL, open_device
+from fsdp_shard.sharding import WRAPPERS, ShardedModel
+from fsdp_shard.training import (
+    OPTIMIZERS,
+    AdamWConfig,
+    AdapterConfig,
+    LoraConfig,
+    OptimConfig,
+    SgdConfig,
+    TrainConfig,
+    TrainingRun,
+    load_sharded,
+    train,
+)
+from tests.gpu.child import Bench, apart, apart_in_turn
+from tests.gpu.device import IS_REHEARSAL, OUT, Device, open_device
 from tests.gpu.loops import LR, Job, Measured, measure, ours, sharded, training_run
 from tests.gpu.models import config_of, flops_per_token, written
 from tests.gpu.trace import Steps, read_trace, summarize
@@ -59,11 +69,11 @@ def test_tokens_per_second_beside_a_bare_loop(shape: str, bench: Bench) -> None:
         optim: Any = AdamWConfig(lr=LR) if is_ample else SgdConfig(lr=LR, momentum=0.0)
         job = replace(job, dtype=torch.bfloat16, optim=optim)
         note = f"bfloat16 weights, {job.config.num_hidden_layers} layers, {'AdamW' if is_ample else 'SGD'}"
-    sides: dict[str, Measured] = {side: apart(measure, side, job, 6) for side in ("bare", "ours")}
+    peak, *measured = apart_in_turn((matmul_flops,), *((measure, side, job, 6) for side in ("bare", "ours")))
+    sides: dict[str, Measured] = dict(zip(("bare", "ours"), measured, strict=True))
     ratio = sides["bare"].seconds / sides["ours"].seconds
     bench.record(f"{shape}: tokens/s of a bare fully_shard loop", ratio, "x", at_least=0.97, note=note)
     tokens = job.length / sides["ours"].seconds
-    peak = apart(matmul_flops)
     used = tokens * flops_per_token(job.config, job.length) / peak
     about = f"{tokens:,.0f} tokens/s, matmul {peak / 1e12:,.0f} TFLOP/s"
     bench.record(f"{shape}: MFU of the measured matmul peak", used, at_least=0.50, note=about)
@@ -72,69 +82,136 @@ def test_tokens_per_second_beside_a_bare_loop(shape: str, bench: Bench) -> None:
     assert all(map(math.isfinite, sides["ours"].losses)), sides["ours"].losses
 
 
-def profiled(job: Job, steps: int) -> Steps:
-    """The waits and the idle time of `steps` steps after four that do not count."""
+def profiled(job: Job, steps: int, name: str, *activities: ProfilerActivity) -> Steps:
+    """The waits and the idle time of `steps` steps after four that do not count; the trace stays as `name`.json.gz."""
     device = open_device()
     running = ours(job, device)
     for _ in range(1 if IS_REHEARSAL else 4):
         next(running)
     device.synchronize()
-    with TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        with profile(activities=activities) as profiler:
-            for _ in range(steps):
-                next(running)
-        profiler.export_chrome_trace(str(path))
-        running.close()  # type: ignore[attr-defined]  # it is a generator
-        return summarize(read_trace(path))
+    OUT.mkdir(parents=True, exist_ok=True)
+    path = OUT / f"{name}.json.gz"
+    with profile(activities=activities) as profiler:
+        for _ in range(steps):
+            next(running)
+    profiler.export_chrome_trace(str(path))
+    running.close()  # type: ignore[attr-defined]  # it is a generator
+    return summarize(read_trace(path))
 
 
 @check(seconds=60)
 def test_waits_and_idle_time_of_a_step(bench: Bench) -> None:
     steps = bench.size(4, 2)
     # Enough work for the host to be ahead of the GPU.
-    found = profiled(Job(config_of("1.2B"), _length(4096), num_micro_batches=2), steps)
+    job = Job(config_of("1.2B"), _length(4096), num_micro_batches=2)
+    on_gpu = [ProfilerActivity.CPU if IS_REHEARSAL else ProfilerActivity.CUDA]
+    # To name the operators takes the host time, in which the GPU would be idle.
+    both = list({ProfilerActivity.CPU, *on_gpu})
+    calls = [
+        (profiled, job, steps, "waits", *both),
+        *([] if IS_REHEARSAL else [(profiled, job, steps, "idle", *on_gpu)]),
+    ]
+    named, *last = apart_in_turn(*calls)
+    found = (last or [named])[0]
     assert IS_REHEARSAL or found.idle is not None, "the trace has no kernels, so it says nothing of the GPU"
-    often = ", ".join(f"{name} {count / steps:g}" for name, count in list(found.waits.items())[:4])
-    bench.record("waits of the host per step", found.num_waits / steps, at_most=1.0, note=often)
+    often = ", ".join(f"{name} {count / steps:g}" for name, count in list(named.waits.items())[:4])
+    bench.record("waits of the host per step", named.num_waits / steps, at_most=1.0, note=often)
     bench.record("GPU idle while training", found.idle, at_most=0.02)
 
 
-_MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "fsdp2": ({}, {}),
-    "checkpointing": ({"activation_checkpointing": True}, {}),
-    "cpu_offload": ({"cpu_offload": True}, {}),
-    "activation_offload": ({"activation_offload": True}, {}),
-    "lora": ({}, {"rank": 16}),
-    "nf4 lora": ({}, {"rank": 16, "quantize": "nf4"}),
+@dataclass(frozen=True)
+class _Mode:
+    """Settings to plan: of `shard`, of the adapter, and what else differs from the usual."""
+
+    shard: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
+    optim: OptimConfig = field(default_factory=AdamWConfig)
+    dtype: str = "float32"
+    rows: int = 1
+    num_micro_batches: int = 1
+    chunked_loss: bool | str = "auto"
+
+
+_MODES = {
+    "fsdp2": _Mode(),
+    "nf4 lora": _Mode(adapter={"rank": 16, "quantize": "nf4"}),
+    "fsdp1": _Mode({"wrapper": "fsdp1"}),
+    "ddp": _Mode({"wrapper": "ddp"}),
+    "adafactor": _Mode(optim=OPTIMIZERS["adafactor"]()),
+    "muon": _Mode(optim=OPTIMIZERS["muon"]()),
+    "sgd": _Mode(optim=SgdConfig()),
+    "logits": _Mode(chunked_loss=False),
+    "4 rows": _Mode(rows=4),
+    "accumulation": _Mode({"sync_every_micro_batch": False}, num_micro_batches=2),
+    "bfloat16": _Mode(dtype="bfloat16"),
+    "checkpointing": _Mode({"activation_checkpointing": True}),
+    "selective": _Mode({"activation_checkpointing": "selective"}),
+    "cpu_offload": _Mode({"cpu_offload": True}),
+    "activation_offload": _Mode({"activation_offload": True}),
+    "lora": _Mode(adapter={"rank": 16}),
+    "lora, checkpointing": _Mode({"activation_checkpointing": True}, {"rank": 16}, rows=4),
 }
 
 
-@check(seconds=90)
+def _planned_run(mode: _Mode, path: str, length: int) -> PlannedRun:
+    options = dict(mode.shard)
+    shard = WRAPPERS[options.pop("wrapper", "fsdp2")](**open_device().only_here(**options))
+    batch = mode.rows * mode.num_micro_batches
+    return PlannedRun(
+        ModelConfig(path=path, dtype=mode.dtype, chunked_loss=mode.chunked_loss), shard,
+        TrainConfig(global_batch_size=batch, micro_batch_size=mode.rows), mode.optim, length, 1,
+        LoraConfig(**mode.adapter) if mode.adapter else AdapterConfig(),
+    )  # fmt: skip
+
+
+def _peaks_by_phase(run: TrainingRun, device: Device, steps: int) -> dict[str, int]:
+    """Train, and return the most bytes that tensors took in each phase, of all steps."""
+    peaks: dict[str, int] = {}
+
+    def end(phase: str) -> None:
+        peaks[phase] = max(peaks.get(phase, 0), device.peak_bytes)
+        device.restart_peak()
+
+    module = run.model.module
+    hooks = [
+        module.register_forward_pre_hook(lambda *_: end("start")),
+        module.register_forward_hook(lambda *_: end("forward")),
+        run.optimizer.register_step_pre_hook(lambda *_: end("backward")),
+        run.optimizer.register_step_post_hook(lambda *_: end("optimizer")),
+    ]
+    assert len(list(train(run))) == steps
+    end("end")
+    for hook in hooks:
+        hook.remove()
+    return peaks
+
+
+@check(seconds=150)
 def test_the_plan_beside_the_measured_peak(bench: Bench) -> None:
     device, length = bench.device, _length(2048)
     path = written(bench.directory, "1.2B", 8, device.torch_device)
+    facts: dict[str, Any] = {}
     with init_distributed(device.type, timeout_seconds=60) as context:
-        for mode, (shard, adapter) in _MODES.items():
-            settings = Fsdp2Config(**device.only_here(**shard))
-            lora = LoraConfig(**adapter) if adapter else None
-            before = device.reset()
-            loaded = load_sharded(ModelConfig(path=str(path)), settings, locate(str(path)), context, lora)
-            job = Job(config_of("1.2B", 8), length)
-            run = training_run(job, loaded.model, context, steps=2)
-            assert len(list(train(run))) == 2
-            measured = device.peak_bytes - before
+        for name, mode in list(_MODES.items())[: bench.size(len(_MODES), 4)]:
+            planned = _planned_run(mode, str(path), length)
+            before, reserved = device.reset(), device.reserved_bytes
+            lora = planned.adapter if isinstance(planned.adapter, LoraConfig) else None
+            loaded = load_sharded(planned.model, planned.shard, locate(str(path)), context, lora)
+            peaks = {"load": device.peak_bytes}
+            job = Job(config_of("1.2B", 8), length, mode.num_micro_batches, optim=mode.optim)
+            run = training_run(job, loaded.model, context, steps=2, rows=mode.rows)
+            peaks |= _peaks_by_phase(run, device, 2)
+            measured, reserved = max(peaks.values()) - before, device.reserved_bytes - reserved
             del run, loaded
-            planned = PlannedRun(
-                ModelConfig(path=str(path)), settings, TrainConfig(global_batch_size=1), AdamWConfig(), length, 1,
-                *([lora] if lora else []),
-            )  # fmt: skip
             expected = plan_memory(job.config, planned).peak_bytes
+            facts[name] = {phase: num_bytes - before for phase, num_bytes in peaks.items()}
+            facts[name] |= {"planned": expected, "reserved": reserved, "context": device.used_bytes - reserved}
             ratio = None if expected is None else expected / max(measured, 1)
-            bench.record(
-                f"plan of {mode}: planned / measured peak", ratio, "x", note=f"{measured / 1e9:.2f} GB measured"
-            )
+            about = ", ".join(f"{phase} {(peak - before) / 1e9:.2f}" for phase, peak in peaks.items())
+            note = f"{measured / 1e9:.3f} GB measured ({about}), {reserved / 1e9:.2f} reserved"
+            bench.record(f"plan of {name}: planned / measured peak", ratio, "x", note=note)
+            OUT.mkdir(parents=True, exist_ok=True)
+            (OUT / "memory.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
 
 @check(seconds=100)
@@ -147,7 +224,8 @@ def test_offloading_costs_little(bench: Bench) -> None:
         "parameters": (replace(job, shard=device.only_here(cpu_offload=True), num_micro_batches=bench.size(4, 1)), 2),
         "accumulated": (replace(job, num_micro_batches=bench.size(4, 1)), 3),
     }
-    found: dict[str, Measured] = {name: apart(measure, "ours", side, steps, 2) for name, (side, steps) in sides.items()}
+    calls = [(measure, "ours", side, steps, 2) for side, steps in sides.values()]
+    found: dict[str, Measured] = dict(zip(sides, apart_in_turn(*calls), strict=True))
     ratio = found["activations"].seconds / found["plain"].seconds
     saved = (found["plain"].peak_bytes - found["activations"].peak_bytes) / 1e9
     bench.record("step with activation_offload", ratio, "x", at_most=1.3, note=f"{saved:.1f} GB less")
@@ -160,11 +238,10 @@ def test_offloading_costs_little(bench: Bench) -> None:
 @check(seconds=100)
 def test_compiled_blocks_are_faster_and_compiled_once(bench: Bench) -> None:
     job = Job(config_of("1.2B"), _length(4096))
-    eager: Measured = apart(measure, "ours", job, 6)
     backend = "eager" if IS_REHEARSAL else True
     compiled = replace(job, shard={"compile": backend})
     # Raises if anything is compiled after the first steps.
-    found: Measured = apart(_compiled, compiled)
+    eager, found = apart_in_turn((measure, "ours", job, 6), (_compiled, compiled))
     bench.record("tokens/s of compiled blocks beside eager", eager.seconds / found.seconds, "x", at_least=1.05)
     bench.record("recompilations after three steps", 0.0, at_most=0.0, exact=True)
 
@@ -182,8 +259,8 @@ def test_losses_in_float32_are_those_of_the_cpu(bench: Bench) -> None:
         for wrapper in ("fsdp2", "fsdp1")
     }
     expected = apart(small_losses, jobs["fsdp2"], "cpu", 6)
-    for wrapper, job in jobs.items():
-        found = apart(small_losses, job, bench.device.type, 6)
+    losses = apart_in_turn(*((small_losses, job, bench.device.type, 6) for job in jobs.values()))
+    for wrapper, found in zip(jobs, losses, strict=True):
         worst = max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
         bench.record(f"{wrapper}: losses in float32 beside the CPU", worst, "relative", at_most=1e-4, exact=True)
 
