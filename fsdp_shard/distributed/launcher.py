@@ -150,8 +150,8 @@ def _join_ranks(
         address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RunError(
             f"Rank {rank} of {world_size} has not reached rank 0 at MASTER_ADDR:MASTER_PORT={address} within "
-            f"launch.timeout_seconds={config.launch.timeout_seconds:g} ({first_line(error)}). Check that the name is that of a machine whose "
-            f"rank 0 runs, and that no firewall closes the port."
+            f"launch.timeout_seconds={config.launch.timeout_seconds:g} ({first_line(error).rstrip('.')}). Check that "
+            f"the name is that of the machine of rank 0, that rank 0 runs, and that no firewall closes the port."
         ) from error
     try:
         if check is not None:

@@ -1,7 +1,7 @@
 """The run itself: its directory and disk, its settings as `finetune` checks them, memory and disk space.
 
-Of the model only its config and the headers of its weights are read; text is tokenized into the cache that the run will read it from. What is written
-to try the disk is removed again.
+Of the model only its config and the headers of its weights are read; text is tokenized into the cache that the run
+will read it from. What is written to try the disk is removed again.
 """
 
 import fcntl
@@ -224,8 +224,8 @@ def _file_limits(directory: Path, num_checkpoints: int, largest_bytes: int, num_
     state, needed = os.statvfs(directory), num_checkpoints * (_SIDE_FILES + 2 * num_ranks)
     if state.f_files and state.f_favail < needed:  # 0: the file system does not count them
         yield problem(
-            f"{directory}: only {format_count(state.f_favail, 'file')} can be made (inodes), and checkpoints need about "
-            f"{needed:,}. Remove files, set checkpoint.keep_last=N, or give another run_dir."
+            f"{directory}: only {format_count(state.f_favail, 'file')} can be made (inodes), and checkpoints need "
+            f"about {needed:,}. Remove files, set checkpoint.keep_last=N, or give another run_dir."
         )
     if resource.RLIM_INFINITY != (limit := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < largest_bytes:
         yield problem(

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import resource
 import shutil
 import socket
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -21,62 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fsdp_shard.training import LOCK
-from tests.support.runs import Ended, run_recipe
+from tests.doctor.setups import Setup
 from tests.support.tiny import llama, save_adapter
 
 _CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
-
-
-@dataclass
-class Setup:
-    """A run that works, to be broken: its files are its own, and `settings` are what doctor is given."""
-
-    root: Path
-    model: Path
-    data: Path
-    monkeypatch: pytest.MonkeyPatch
-    undo: ExitStack
-    settings: dict[str, str] = field(default_factory=dict)
-
-    def write_rows(self, rows: list[object], name: str = "rows.jsonl") -> None:
-        """Train on `rows` instead."""
-        path = self.root / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self.settings["data.path"] = str(path)
-
-    def edit_config(self, **values: object) -> None:
-        """Change values of the model's config.json."""
-        path = self.model / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    def limit(self, kind: int, value: int, *, hard: bool = False) -> None:
-        """Lower a limit of this process, which doctor inherits, until the test ends; a hard one only as root."""
-        soft, most = resource.getrlimit(kind)
-        if hard and os.geteuid() != 0:
-            pytest.skip("a hard limit could not be raised again")
-        resource.setrlimit(kind, (value, value if hard else most))
-        self.undo.callback(resource.setrlimit, kind, (soft, most))
-
-    def mount(self, options: str) -> Path:
-        """A file system in memory with these options; the test is skipped where that is not allowed."""
-        directory = self.root / "mounted"
-        directory.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
-        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("mounting a file system needs privileges")
-        self.undo.callback(subprocess.run, ["umount", str(directory)], check=True)
-        return directory
-
-    def finish_a_run(self, *more: str) -> Path:
-        """Train the run to its end."""
-        given = [f"{name}={value}" for name, value in self.settings.items()]
-        assert run_recipe("finetune", self.root / "run", *given, *more).status == 0
-        return self.root / "run"
-
-    def doctor(self) -> Ended:
-        settings = {"run_dir": str(self.root / "run"), **self.settings}
-        run_dir = Path(settings.pop("run_dir"))
-        return run_recipe("doctor", run_dir, *(f"{name}={value}" for name, value in settings.items()))
 
 
 class Fault(NamedTuple):
@@ -533,11 +476,6 @@ def a_limit_of_the_size_of_files(setup: Setup) -> None:
     setup.limit(resource.RLIMIT_FSIZE, 100_000)
 
 
-@fault("warn", "only 300 files", "ulimit -n")
-def a_limit_of_open_files(setup: Setup) -> None:
-    setup.limit(resource.RLIMIT_NOFILE, 300, hard=True)  # the command raises a soft one
-
-
 @fault("warn", "ulimit -t", "seconds")
 def a_limit_of_time(setup: Setup) -> None:
     setup.limit(resource.RLIMIT_CPU, 3600)
@@ -576,21 +514,6 @@ def a_variable_that_makes_runs_slow(setup: Setup) -> None:
 def a_variable_that_checks_every_collective(setup: Setup) -> None:
     setup.monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     setup.settings["launch.ranks"] = "2"
-
-
-@pytest.fixture
-def setup(tiny_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setup]:
-    model, data = tmp_path / "model", tmp_path / "train.txt"
-    shutil.copytree(tiny_model, model)
-    shutil.copy(texts / "train.txt", data)
-    with ExitStack() as undo:
-        yield Setup(
-            tmp_path, model, data, monkeypatch, undo,
-            {
-                "model.path": str(model), "data.path": str(data), "data.cache_dir": str(tmp_path / "cache"),
-                "data.sequence_length": "64", "shard": "float32", "train.steps": "4", "launch.device": "cpu",
-            },
-        )  # fmt: skip
 
 
 def test_there_are_forty_faults_and_more() -> None:
