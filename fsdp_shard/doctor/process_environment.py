@@ -36,7 +36,9 @@ def _is_on(value: str) -> bool:
 _VARIABLES = (
     Variable("TRANSFORMERS_CACHE", bool, "is no longer read by transformers; set HF_HOME or HF_HUB_CACHE instead"),
     Variable("PYTORCH_TRANSFORMERS_CACHE", bool, "is no longer read by transformers; set HF_HOME or HF_HUB_CACHE"),
-    Variable("CUDA_LAUNCH_BLOCKING", _is_on, "is slow: it waits for each kernel, which is for debugging; unset it"),
+    Variable(
+        "CUDA_LAUNCH_BLOCKING", _is_on, "is slow: it waits for each kernel, which is for debugging; unset it", True
+    ),
     Variable(
         "TORCH_DISTRIBUTED_DEBUG",
         lambda value: value.upper() == "DETAIL",

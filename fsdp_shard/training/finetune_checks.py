@@ -114,7 +114,8 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     model = empty_model(config.model, source)
     head_is_read = resumed is not None and not isinstance(adapter, LoraConfig)
     # Matching adds entries to an index, and that of `source` is to be compared with other ones as it is.
-    match_weights(model, config.model, replace(source).model_index, head_is_read=head_is_read)
+    with replace(source).model_index as index:
+        match_weights(model, config.model, index, head_is_read=head_is_read)
     context = models.context_of(model_config, config.model.trust_remote_code)
     settle_run_length(config.data, resumed, context)
     describe_lengths(config.data, context)

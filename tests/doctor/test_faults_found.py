@@ -505,11 +505,6 @@ def a_variable_that_is_no_longer_read(setup: Setup) -> None:
     setup.monkeypatch.setenv("TRANSFORMERS_CACHE", "/scratch/models")
 
 
-@fault("warn", "CUDA_LAUNCH_BLOCKING=1", "slow")
-def a_variable_that_makes_runs_slow(setup: Setup) -> None:
-    setup.monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-
-
 @fault("warn", "TORCH_DISTRIBUTED_DEBUG=DETAIL", "slow")
 def a_variable_that_checks_every_collective(setup: Setup) -> None:
     setup.monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
