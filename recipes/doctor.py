@@ -14,6 +14,7 @@ def main(config: fs.DoctorConfig) -> None:
     samples = cache(lambda: doctor.prepare_samples(config))
     report.add("software", doctor.check_software())
     report.add("machine", doctor.check_hardware(config.launch, config.shard))
+    report.add("process", doctor.check_environment(config.launch))
     report.add("run_dir", doctor.check_run_directory(config))
     report.add("disk", doctor.check_disk(config.run_dir))
     report.add("remote", doctor.check_remote(config.checkpoint.remote))

@@ -22,11 +22,14 @@ from .kinds.kind import (
 )
 from .labeled_texts import LabeledTexts as LabeledTexts, open_labeled_texts as open_labeled_texts
 from .pipeline import (
+    RowLosses as RowLosses,
     Samples as Samples,
+    Tokenized as Tokenized,
     open_samples as open_samples,
     prepare_data as prepare_data,
     prepare_held_out as prepare_held_out,
     prepare_on_ranks as prepare_on_ranks,
+    row_losses as row_losses,
     tokenize_all as tokenize_all,
 )
 from .questions import QuestionRow as QuestionRow, read_questions as read_questions

@@ -13,7 +13,14 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from fsdp_shard.data.config import DataConfig, cache_directory, held_out_sets_of, mixture_of, sources_of
+from fsdp_shard.data.config import (
+    DataConfig,
+    cache_directory,
+    held_out_sets_of,
+    is_running_text,
+    mixture_of,
+    sources_of,
+)
 from fsdp_shard.data.kinds.chat_template import with_chat_template
 from fsdp_shard.data.kinds.kind import CAUSAL, MASKED_LM, Tokenizer
 from fsdp_shard.data.kinds.running_text import encoded_kind
@@ -129,6 +136,41 @@ def open_samples(
         listed = ", ".join(f"{name} {count:,}" for name, count in until.items())
         notes.append(f"samples of the mixture until a source repeats: {listed}")
     return Samples(mixture, all_held_out, (*tokenized.notes, *notes))
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """What of the rows of a source is not trained.
+
+    Attributes:
+        where: Setting and value of the source.
+        num_rows: Its rows or, of rows that make several samples, their samples.
+        num_dropped: Those with nothing to learn, or nothing in the tokens of a window.
+        num_truncated: Those of which something is trained, but not the end.
+    """
+
+    where: str
+    num_rows: int
+    num_dropped: int
+    num_truncated: int
+
+
+def row_losses(config: DataConfig, tokenized: Tokenized, task: Task) -> list[RowLosses]:
+    """Count what `open_samples` would leave out of each source of the training data; none of running text and streams.
+
+    Args:
+        config: The settings of the data.
+        tokenized: The files, as `tokenize_all` returned them.
+        task: The task of the model.
+    """
+    found = []
+    for name, source in sources_of(config).items():
+        if (file := tokenized.train.get(name)) is None or is_running_text(source, task.name):
+            continue
+        cut = SampleFactory(source, task, tokenized.special, 0).cut(file.examples(), file.classes)
+        num_rows, num_dropped = file.num_examples + file.num_dropped, file.num_dropped + cut.num_dropped
+        found.append(RowLosses(f"{source.where}.path={source.path}", num_rows, num_dropped, cut.num_truncated))
+    return found
 
 
 def _open_files(

@@ -6,6 +6,7 @@ from .launcher import (
     is_joined_rank as is_joined_rank,
     joined_rank as joined_rank,
     launch as launch,
+    meeting_point as meeting_point,
     shares_memory as shares_memory,
     uses_gpus as uses_gpus,
     variables_for_torch as variables_for_torch,
@@ -26,6 +27,7 @@ from .process_group import (
     init_distributed as init_distributed,
     is_restarted as is_restarted,
 )
+from .rendezvous import is_this_machine as is_this_machine
 from .signals import (
     STOP_SIGNALS as STOP_SIGNALS,
     Stopped as Stopped,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from fsdp_shard.distributed.config import LaunchConfig
 from fsdp_shard.distributed.hardware import count_gpus, num_cores
-from fsdp_shard.errors import ConfigError
-from fsdp_shard.utils import format_count, set_environment
+from fsdp_shard.errors import ConfigError, RunError
+from fsdp_shard.utils import first_line, format_count, set_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -138,11 +138,21 @@ def _join_ranks(
     work: Callable[[C], None], begin: Callable[[C], None], config: C, check: Check[C] | None = None
 ) -> None:
     """As one of several ranks described by the environment: check, take the run_dir of rank 0, begin once, and work."""
+    from torch.distributed import DistNetworkError
+
     from fsdp_shard.distributed.process_group import join_store, leave_store
 
     # The store is kept until the work is done on all ranks: rank 0 may be serving it.
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = join_store(timeout_seconds=config.launch.timeout_seconds)
+    try:
+        store = join_store(timeout_seconds=config.launch.timeout_seconds)
+    except DistNetworkError as error:
+        address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise RunError(
+            f"Rank {rank} of {world_size} has not reached rank 0 at MASTER_ADDR:MASTER_PORT={address} within "
+            f"launch.timeout_seconds={config.launch.timeout_seconds:g} ({first_line(error).rstrip('.')}). Check that "
+            f"the name is that of the machine of rank 0, that rank 0 runs, and that no firewall closes the port."
+        ) from error
     try:
         if check is not None:
             _check_once_a_machine(check, config, store, world_size)
@@ -233,6 +243,16 @@ def first_node(nodes: str) -> str:
     """Return the first name of a Slurm node list: gpu007 of `gpu[007-011,42],cpu3`, r1n04 of `r[1-2]n[04-08]`."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodes
+
+
+def meeting_point(settings: LaunchConfig, environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return where the processes of a run meet, as the names of the settings and host:port; None if they need not."""
+    if joins(settings, environment):
+        variables = {**environment, **slurm_variables(environment)}
+        return "MASTER_ADDR:MASTER_PORT", f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
+    if settings.max_nodes > 1 and settings.rendezvous is not None:
+        return "launch.rendezvous", settings.rendezvous
+    return None
 
 
 def is_joined_rank() -> bool:

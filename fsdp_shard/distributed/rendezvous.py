@@ -59,7 +59,7 @@ class Rendezvous(CountingRendezvous):
             found._is_elastic = settings.is_elastic
             return found
 
-        is_host = endpoint is None or _is_local(endpoint)
+        is_host = endpoint is None or is_this_machine(endpoint)
         try:
             return connect(is_host)
         except elastic.RendezvousConnectionError:
@@ -108,8 +108,8 @@ def _with_address(found: elastic.RendezvousInfo) -> elastic.RendezvousInfo:
     return elastic.RendezvousInfo(found.store, found.rank, found.world_size, announced)
 
 
-def _is_local(endpoint: str) -> bool:
-    """Whether the host of host:port is this machine: one of its names, or an address that a socket can bind to."""
+def is_this_machine(endpoint: str) -> bool:
+    """Return whether the host of host:port is this machine: one of its names, or an address to bind to."""
     host = endpoint.rpartition(":")[0].strip("[]")
     if host in ("localhost", socket.gethostname(), socket.getfqdn()):
         return True

@@ -1,8 +1,9 @@
+from .data_check import check_data as check_data
 from .findings import Report as Report
 from .machine import check_hardware as check_hardware, check_software as check_software
+from .process_environment import check_environment as check_environment
 from .rank_probe import check_ranks as check_ranks
 from .run import (
-    check_data as check_data,
     check_disk as check_disk,
     check_disk_space as check_disk_space,
     check_memory as check_memory,

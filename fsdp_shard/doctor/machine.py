@@ -20,6 +20,7 @@ _SHOWN = ("torch", "transformers", "accelerate", "datasets", "safetensors", "hyd
 _FEWEST_FILES = 1024  # checkpoints of many ranks, data workers and sockets are open at a time
 _SHARED_MEMORY_BYTES = 1 << 30  # for the GPUs of a machine; containers have 64 MB by default
 _CPUINFO = Path("/proc/cpuinfo")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str]:
@@ -61,6 +62,7 @@ def _unmet(requirement: Requirement) -> str | None:
 
 def check_hardware(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding]:
     """Check that there is a device for each rank, and find what would make ranks slow."""
+    yield from _hidden_gpus(launch)
     check_machine(launch)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = f"{format_size(free_cpu_bytes())} of {format_size(total)} of memory free"
@@ -69,6 +71,22 @@ def check_hardware(launch: LaunchConfig, shard: ShardConfig) -> Iterator[Finding
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FEWEST_FILES:
         yield warning(f"a process may open only {files} files; `ulimit -n 65536` allows more.")
+
+
+def _hidden_gpus(launch: LaunchConfig) -> Iterator[Finding]:
+    """Find why torch sees no GPU where the driver of some is loaded."""
+    if launch.device == "cpu" or count_gpus() or not _DRIVER.exists():
+        return
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} was built without CUDA; install a build with it"
+    elif visible is not None:
+        why = f"CUDA_VISIBLE_DEVICES={visible!r} hides them or names others; unset it, or name those that exist"
+    else:
+        why = f"the driver is perhaps older than CUDA {torch.version.cuda} of torch {torch.__version__}; see nvidia-smi"
+    yield warning(f"this machine has an NVIDIA driver ({_DRIVER}), but torch finds no GPU: {why}.")
 
 
 def _gpus() -> str:

@@ -17,8 +17,9 @@ import torch
 from fsdp_shard import data, sharding
 from fsdp_shard.config import FinetuneConfig
 from fsdp_shard.distributed import DistributedContext, init_distributed, launch, run_on_main, uses_gpus, world_sizes
-from fsdp_shard.doctor.findings import Finding, ok, problem
+from fsdp_shard.doctor.findings import PROBLEM, Finding, ok, problem
 from fsdp_shard.doctor.machine import versions
+from fsdp_shard.doctor.network import check_network
 from fsdp_shard.doctor.run import nearest_existing, scratch_directory
 from fsdp_shard.utils import format_count, format_size
 
@@ -47,6 +48,10 @@ def check_ranks(config: FinetuneConfig) -> Iterator[Finding]:
     """Start all ranks as finetune would, let them meet, and end them; on several machines, on each."""
     for num_ranks in world_sizes(config.launch):
         sharding.check_ranks(config.shard, num_ranks, on_gpu=uses_gpus(config.launch))
+    findings_before = list(check_network(config.launch))
+    yield from findings_before
+    if any(finding.mark == PROBLEM for finding in findings_before):
+        return  # ranks would wait in vain
     if world_sizes(config.launch) == [1]:
         yield ok("one rank, which communicates with no other")
         return

@@ -1,35 +1,56 @@
-"""The run itself: its directory and disk, its settings as `finetune` checks them, memory, disk space, and data.
+"""The run itself: its directory and disk, its settings as `finetune` checks them, memory and disk space.
 
-Of the model only its config is loaded; text is tokenized into the cache that the run will read it from. What is written
-to try the disk is removed again.
+Of the model only its config and the headers of its weights are read; text is tokenized into the cache that the run
+will read it from. What is written to try the disk is removed again.
 """
 
 import fcntl
 import math
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
 
 import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_shard import inference, models, sharding, training
 from fsdp_shard.checkpoint import CheckpointConfig, Location, RemoteStore
 from fsdp_shard.config import FinetuneConfig, refuse_nested
-from fsdp_shard.data import Samples, open_samples, tokenize_all
+from fsdp_shard.data import Samples, Task, Tokenized, open_samples, tokenize_all
 from fsdp_shard.distributed import gpu_number, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
 from fsdp_shard.planning import MemoryPlan, PlannedRun, plan_memory
-from fsdp_shard.utils import format_count, format_size, write_atomically
-
-PlanFunction = Callable[[], MemoryPlan | None]
-SamplesFunction = Callable[[], Samples | None]
+from fsdp_shard.utils import check_writable, format_count, format_size, write_atomically
 
 _TRIAL_BYTES = 32 << 20
 _SLOW_BYTES_PER_SECOND = 50e6
+_SIDE_FILES = 12  # of a checkpoint: config, tokenizer, manifest, ..., and its directories
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The data of a run as its ranks would open it.
+
+    Attributes:
+        samples: What is trained and what is held out.
+        tokenized: The files that they are made of.
+        task: What the model is trained to do.
+        tokenizer: The tokenizer.
+    """
+
+    samples: Samples
+    tokenized: Tokenized
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+
+
+PlanFunction = Callable[[], MemoryPlan | None]
+DataFunction = Callable[[], PreparedData | None]
 
 
 def nearest_existing(path: Path) -> Path:
@@ -65,6 +86,7 @@ def check_run_directory(config: FinetuneConfig) -> Iterator[Finding]:
 
 def check_disk(run_dir: str) -> Iterator[Finding]:
     """Check that files can be written, synced, renamed and locked in `run_dir`, and measure how fast."""
+    check_writable(run_dir, f"run_dir={run_dir}")
     directory = nearest_existing(Path(run_dir))
     with scratch_directory(directory) as scratch:
         trial, content = Path(scratch) / "trial", os.urandom(_TRIAL_BYTES)  # some file systems compress
@@ -94,7 +116,7 @@ def check_remote(url: str | None) -> Iterator[Finding]:
 
 def check_settings(config: FinetuneConfig, check: Callable[[FinetuneConfig], None]) -> Iterator[Finding]:
     """Check the settings with `check`, as finetune does before any rank starts, without a remote store."""
-    if missing := _missing(config):
+    if missing := missing_settings(config):
         yield skipped(missing)
         return
     check(replace(config, checkpoint=replace(config.checkpoint, remote=None)))
@@ -121,7 +143,7 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
     saving = config.checkpoint.asynchronous
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
     run = PlannedRun(*sections, saving, config.objective, config.data.streaming)
-    return plan_memory(training.origin_config(config.model, _source(config)), run)
+    return plan_memory(model_config(config), run)
 
 
 def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
@@ -158,14 +180,14 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
 
 
 def check_disk_space(
-    config: FinetuneConfig, plan_run: PlanFunction, prepare_samples: SamplesFunction
+    config: FinetuneConfig, plan_run: PlanFunction, prepare_samples: DataFunction
 ) -> Iterator[Finding]:
     """Check that all checkpoints that exist at a time fit on the disk. With train.epochs, the data decides how many."""
     plan = plan_run()
-    samples = None if config.train.epochs is None else prepare_samples()
-    if plan is None or (samples is None and config.train.epochs is not None):
+    data = None if config.train.epochs is None else prepare_samples()
+    if plan is None or (data is None and config.train.epochs is not None):
         return
-    train = config.train.for_data(None if samples is None else samples.train.num_samples)
+    train = config.train.for_data(None if data is None else data.samples.train.num_samples)
     # A checkpoint has one replica. Of an adapter only what is trained is saved, which is what has gradients.
     replica = plan.per_rank[: sharding.num_shards(config.shard, len(plan.per_rank))]
     is_adapter = isinstance(config.adapter, training.LoraConfig)
@@ -178,13 +200,38 @@ def check_disk_space(
     count = max_num_checkpoints(train, config.checkpoint)
     with_optimizer = min(count, (config.checkpoint.keep_optimizer_last or count) + 1)
     needed = count * weights + with_optimizer * optimizer
-    free = disk_usage(nearest_existing(Path(config.run_dir))).free
+    directory = nearest_existing(Path(config.run_dir))
+    free = disk_usage(directory).free
     number = "one checkpoint" if count == 1 else f"up to {count:,} checkpoints at a time"
     text = f"{number} of {format_size(weights + optimizer)}: {format_size(needed)} needed, {format_size(free)} free"
     if needed <= free:
         yield ok(text)
     else:
         yield problem(f"{text}. Set checkpoint.keep_last=N or a larger checkpoint.every, or give another run_dir.")
+    num_ranks = 1 if config.checkpoint.layout == "gathered" else len(replica)
+    yield from _file_limits(directory, count, max(weights, optimizer) // num_ranks, len(replica))
+
+
+def _file_limits(directory: Path, num_checkpoints: int, largest_bytes: int, num_ranks: int) -> Iterator[Finding]:
+    """Find whether checkpoints exceed what a file system and this user may have of files.
+
+    Args:
+        directory: A directory on the file system.
+        num_checkpoints: Checkpoints at a time.
+        largest_bytes: Bytes of the largest file of one, about.
+        num_ranks: Ranks that write a file each.
+    """
+    state, needed = os.statvfs(directory), num_checkpoints * (_SIDE_FILES + 2 * num_ranks)
+    if state.f_files and state.f_favail < needed:  # 0: the file system does not count them
+        yield problem(
+            f"{directory}: only {format_count(state.f_favail, 'file')} can be made (inodes), and checkpoints need "
+            f"about {needed:,}. Remove files, set checkpoint.keep_last=N, or give another run_dir."
+        )
+    if resource.RLIM_INFINITY != (limit := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) < largest_bytes:
+        yield problem(
+            f"a file may have at most {format_size(limit)} (ulimit -f), and a checkpoint has one of "
+            f"{format_size(largest_bytes)}; `ulimit -f unlimited` removes the limit."
+        )
 
 
 def max_num_checkpoints(train: training.TrainConfig, config: CheckpointConfig) -> int:
@@ -199,33 +246,17 @@ def max_num_checkpoints(train: training.TrainConfig, config: CheckpointConfig) -
     return min(before_last + 1, kept_forever + config.keep_last + 1) + best
 
 
-def prepare_samples(config: FinetuneConfig) -> Samples | None:
+def prepare_samples(config: FinetuneConfig) -> PreparedData | None:
     """Tokenize and open the data; None if the settings have no model or no data."""
-    if _missing(config):
+    if missing_settings(config):
         return None
     source = _source(config)
     tokenizer = models.load_tokenizer(source.tokenizer, config.model.trust_remote_code)
     task = training.data_task(config.model, source, config.objective.samples)
     _settle_length(config)
     tokenized = tokenize_all(config.data, tokenizer, task=task.name)
-    return open_samples(config.data, tokenized, task, config.seed, lambda: tokenizer)
-
-
-def check_data(config: FinetuneConfig, prepare_samples: SamplesFunction) -> Iterator[Finding]:
-    """Prepare the data, and find how often each sample would be trained."""
-    samples = prepare_samples()
-    if samples is None:
-        yield skipped(_missing(config))
-        return
-    yield from map(ok, samples.notes)
-    num_samples = samples.train.num_samples
-    num_steps = config.train.for_data(num_samples).num_steps
-    needed = num_steps * config.train.global_batch_size
-    text = f"{format_count(num_steps, 'step')} with {format_count(needed, 'sample')} of"
-    if num_samples is None:
-        yield ok(f"{text} the stream")
-    else:
-        yield ok(f"{text} {num_samples:,}: {format_count(needed / num_samples, 'epoch')}")
+    samples = open_samples(config.data, tokenized, task, config.seed, lambda: tokenizer)
+    return PreparedData(samples, tokenized, task, tokenizer)
 
 
 def _resumed_step(config: FinetuneConfig) -> Path | None:
@@ -236,6 +267,11 @@ def _resumed_step(config: FinetuneConfig) -> Path | None:
 def _source(config: FinetuneConfig) -> Location:
     """Where the run would take its model from."""
     return training.model_source(config, _resumed_step(config))
+
+
+def model_config(config: FinetuneConfig) -> PretrainedConfig:
+    """Return the config of the model that the run would train."""
+    return training.origin_config(config.model, _source(config))
 
 
 def _context(config: FinetuneConfig) -> models.Context:
@@ -249,6 +285,7 @@ def _settle_length(config: FinetuneConfig) -> int:
     )
 
 
-def _missing(config: FinetuneConfig) -> str:
+def missing_settings(config: FinetuneConfig) -> str:
+    """Return what is missing of the settings to check the model and the data, as text; empty if nothing is."""
     given = {"model.path=...": config.model.path, "data.path=...": config.data.path or config.data.mixture}
     return " ".join(name for name, value in given.items() if not value)

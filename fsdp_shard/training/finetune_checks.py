@@ -1,6 +1,7 @@
 """What is wrong with the settings of a run, found before any rank starts: for its machine, its data and its model."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -12,7 +13,7 @@ from fsdp_shard.training.checkpoints import resume
 from fsdp_shard.training.checkpoints.run_lock import check_free
 from fsdp_shard.training.config import FinetuneSettings, check_batch, check_held_out
 from fsdp_shard.training.held_out.sample_completions import check_samples
-from fsdp_shard.training.load_model import check_adapter, chunk_loss
+from fsdp_shard.training.load_model import check_adapter, chunk_loss, match_weights
 from fsdp_shard.training.logging.loss_plot import check_plots
 from fsdp_shard.training.logging.trackers import check_trackers
 from fsdp_shard.training.loss.fused_kernels import check_kernels, check_known
@@ -111,6 +112,10 @@ def check_model(config: FinetuneSettings, source: checkpoint.Location, resumed: 
     if any(part.kind != "text" for part in data.all_sources(config.data)):
         data.check_tokenizer(config.data, models.load_tokenizer(source.tokenizer, config.model.trust_remote_code), task)
     model = empty_model(config.model, source)
+    head_is_read = resumed is not None and not isinstance(adapter, LoraConfig)
+    # Matching adds entries to an index, and that of `source` is to be compared with other ones as it is.
+    with replace(source).model_index as index:
+        match_weights(model, config.model, index, head_is_read=head_is_read)
     context = models.context_of(model_config, config.model.trust_remote_code)
     settle_run_length(config.data, resumed, context)
     describe_lengths(config.data, context)

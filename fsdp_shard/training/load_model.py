@@ -170,10 +170,9 @@ def unfilled_model(
         run_on_all(context, lambda: checkpoint.check_loadable(index))
         # Before names are matched, which may change the index: it is compared with that of an untouched model.
         base = run_on_main(context, lambda: _base_model(config, source, adapter, index, resumed))
-        run_on_all(context, lambda: checkpoint.untie(model, index))
-        head = _new_head(model, config, index, is_read=resumed is not None and not isinstance(adapter, LoraConfig))
+        is_read = resumed is not None and not isinstance(adapter, LoraConfig)
+        head, matched = run_on_all(context, lambda: match_weights(model, config, index, head_is_read=is_read))
         blocks, aliases = no_split_blocks(model, shard.blocks), tied_names(model)
-        matched = run_on_all(context, lambda: checkpoint.match_names(model, index))
         names = matched.stored
         if isinstance(adapter, LoraConfig):
             assert base is not None
@@ -195,6 +194,28 @@ def unfilled_model(
             notes=[*filter(None, notes), *layer_drop_notes(config, source)],
         )  # fmt: skip
         yield UnfilledModel(model, index, names, quantized, resumed, context, largest, described, head)
+
+
+def match_weights(
+    model: PreTrainedModel, config: ModelConfig, index: checkpoint.TensorIndex, *, head_is_read: bool
+) -> tuple[NewHead | None, checkpoint.MatchedNames]:
+    """Match the parameters of a model on the meta device with the stored tensors. Reads headers, and tied copies.
+
+    Args:
+        model: The model, without an adapter; tied parameters that are stored with different values become two.
+        config: Its settings.
+        index: The stored tensors; gets entries for those that are computed or drawn.
+        head_is_read: Whether the head that `model.labels` asks for is among them, as in a step of the run.
+
+    Returns:
+        The head that is to be drawn, if any, and the names.
+
+    Raises:
+        CheckpointError: The tensors are not those of the model.
+    """
+    checkpoint.untie(model, index)
+    head = _new_head(model, config, index, is_read=head_is_read)
+    return head, checkpoint.match_names(model, index)
 
 
 def _new_head(

@@ -13,6 +13,7 @@ from .atomic_write import (
 )
 from .bounded_read import (
     open_regular as open_regular,
+    other_content as other_content,
     parse_json as parse_json,
     read_bounded as read_bounded,
     read_json as read_json,

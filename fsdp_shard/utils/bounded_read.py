@@ -20,6 +20,19 @@ _ZEROS = bytes(1 << 20)  # read at once
 _BYTES_OF = {b"{": 250, b"[": 64, b",": 60}
 # JSON may take this much memory, and this much for each byte of it; headers of safetensors take up to 12.
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 64 << 20, 16
+# What downloads leave in the place of a file -> what it is, and what to do.
+_OTHER_CONTENT = {
+    b"version https://git-lfs": "the pointer of Git LFS to it; fetch the file itself with `git lfs pull`",
+    b"<!doctype html": "an HTML page, perhaps of a failed download; download it again",
+    b"<html": "an HTML page, perhaps of a failed download; download it again",
+    b"<?xml": "an XML page, perhaps of a failed download; download it again",
+}
+
+
+def other_content(start: bytes) -> str | None:
+    """Say what a file is that should be weights or data, by its first bytes; None if it may be what it should be."""
+    begin = start.lstrip().lower()
+    return next((what for mark, what in _OTHER_CONTENT.items() if begin.startswith(mark)), None)
 
 
 def open_regular(path: Path) -> int:

@@ -6,6 +6,7 @@ import resource
 from importlib.metadata import version
 
 import pytest
+import torch
 
 from fsdp_shard.distributed import LaunchConfig, num_cores
 from fsdp_shard.doctor import machine as module
@@ -59,3 +60,14 @@ def test_a_cpu_that_has_to_emulate_bfloat16(flags: str, warned: bool, tmp_path, 
 def test_gpus_that_are_not_there() -> None:
     with pytest.raises(ConfigError, match="finds no GPU"):
         list(check_hardware(LaunchConfig(device="cuda"), Fsdp2Config()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds the GPUs of this machine")
+def test_gpus_that_torch_does_not_see(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    cpu = LaunchConfig(device="auto")
+    assert not any("driver" in finding.text for finding in check_hardware(cpu, Fsdp2Config(param_dtype="float32")))
+    (tmp_path / "version").write_text("NVRM version: 570.86\n")
+    monkeypatch.setattr(module, "_DRIVER", tmp_path / "version")
+    first = next(iter(check_hardware(cpu, Fsdp2Config(param_dtype="float32"))))
+    assert first.mark == WARNING
+    assert ("built without CUDA" if torch.version.cuda is None else "older than CUDA") in first.text

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_shard.errors import CheckpointError
-from fsdp_shard.utils import open_regular, parse_json, read_range, refuse_excess
+from fsdp_shard.utils import open_regular, other_content, parse_json, read_range, refuse_excess
 
 if TYPE_CHECKING:
     import torch
 
 PAGE_BYTES = 4096
 PAGED_BYTES = 1 << 20
+_NUM_FIRST = 32  # bytes of a file that say what it is
 _MAX_HEADER = 100_000_000  # safetensors' own limit
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _MAX_DIMS = 64  # torch's own limit; products of thousands of large numbers take for ever
@@ -142,7 +143,7 @@ def read_header(path: Path) -> Header:
     """
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        length = _header_length(file.read(8), size, path)
+        length = _header_length(file.read(_NUM_FIRST), size, path)
         data = read_range(file.fileno(), 8, length, f"the header of {path}", "metadata_bytes")
     refuse_excess(data.count(b'"data_offsets"'), "tensors", f"the header of {path} has too many tensors")
     document = parse_json(data, f"the header of {path}")
@@ -157,9 +158,11 @@ def read_header(path: Path) -> Header:
 
 
 def _header_length(data: bytes, size: int, path: Path) -> int:
+    if (found := other_content(data)) is not None:
+        raise CheckpointError(f"{path} is not a safetensors file but {found}.")
     if len(data) < 8:
         raise CheckpointError(f"{path} has {size} bytes, too few for a safetensors file: it is empty or truncated.")
-    length: int = struct.unpack("<Q", data)[0]
+    length: int = struct.unpack("<Q", data[:8])[0]
     if length > size - 8:
         raise CheckpointError(
             f"{path} says that its header takes {length} bytes, but the file has only {size}: "

@@ -19,7 +19,7 @@ from fsdp_shard.data.sources.data_files import TABLES, DataFile, is_url
 from fsdp_shard.data.sources.datasets_private import quiet_datasets
 from fsdp_shard.data.sources.row import Header, Row
 from fsdp_shard.errors import DataError
-from fsdp_shard.utils import first_line, format_size, redact
+from fsdp_shard.utils import first_line, format_size, other_content, redact
 
 # Byte offset in the decompressed file, and number of lines before it; in tables and JSON arrays 0 and number of rows.
 Position = tuple[int, int]
@@ -163,6 +163,8 @@ def _read_json_lines(file: DataFile, sample_by: str, columns: Sequence[str], sta
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:  # integers of thousands of digits, a thousand levels
+                if (found := other_content(line.encode())) is not None:
+                    raise DataError(f"{file} has no rows: it is {found}.") from error
                 expected = (
                     "an array of objects, or one per line" if file.format[0] == ".json" else "one object per line"
                 )

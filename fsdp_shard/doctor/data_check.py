@@ -1,0 +1,86 @@
+"""What becomes of the data of a run: how often each sample is trained, what is cut or dropped, or held out in vain."""
+
+from collections.abc import Iterator
+
+from fsdp_shard import models
+from fsdp_shard.config import FinetuneConfig
+from fsdp_shard.data import RowLosses, row_losses
+from fsdp_shard.doctor.findings import Finding, ok, skipped, warning
+from fsdp_shard.doctor.run import DataFunction, PreparedData, missing_settings, model_config
+from fsdp_shard.utils import format_count
+
+_MANY_TRUNCATED, _MANY_DROPPED = 0.25, 0.1
+_NUM_LOOKED_AT = 256  # samples whose tokens are compared with the vocabulary
+
+
+def check_data(config: FinetuneConfig, prepare_samples: DataFunction) -> Iterator[Finding]:
+    """Prepare the data, and find how often each sample would be trained, and which never.
+
+    Args:
+        config: Settings of the run.
+        prepare_samples: Returns the data, or None without a model or data.
+    """
+    prepared = prepare_samples()
+    if prepared is None:
+        yield skipped(missing_settings(config))
+        return
+    samples = prepared.samples
+    yield from map(ok, samples.notes)
+    for losses in row_losses(config.data, prepared.tokenized, prepared.task):
+        yield from _lost_rows(losses, config.data.window_length)
+    yield from _trained_held_out(config, prepared)
+    yield from _vocabulary(config, prepared)
+    num_samples, batch = samples.train.num_samples, config.train.global_batch_size
+    num_steps = config.train.for_data(num_samples).num_steps
+    needed = num_steps * batch
+    text = f"{format_count(num_steps, 'step')} with {format_count(needed, 'sample')} of"
+    if num_samples is None:
+        yield ok(f"{text} the stream")
+        return
+    if num_samples < batch:
+        yield warning(
+            f"each step would train some of {num_samples:,} samples twice, as train.global_batch_size={batch} is more; "
+            f"give more data, or a smaller batch."
+        )
+    yield ok(f"{text} {num_samples:,}: {format_count(needed / num_samples, 'epoch')}")
+
+
+def _lost_rows(losses: RowLosses, length: int) -> Iterator[Finding]:
+    if losses.num_dropped > _MANY_DROPPED * losses.num_rows:
+        yield warning(
+            f"{losses.where}: {losses.num_dropped:,} of {format_count(losses.num_rows, 'row')} are dropped with "
+            f"nothing to learn in the first {length} tokens; set a larger data.sequence_length, or look at the rows."
+        )
+    if losses.num_truncated > _MANY_TRUNCATED * losses.num_rows:
+        yield warning(
+            f"{losses.where}: {losses.num_truncated:,} of {format_count(losses.num_rows, 'row')} are cut to {length} "
+            f"tokens, so that their ends are never trained; set a larger data.sequence_length."
+        )
+
+
+def _trained_held_out(config: FinetuneConfig, prepared: PreparedData) -> Iterator[Finding]:
+    """Held-out data that are training data: their loss says nothing about other text."""
+    trained = {file.digest for file in prepared.tokenized.train.values()}
+    for name, file in prepared.tokenized.held_out.items():
+        if file.digest in trained:
+            what = f"data.eval_sets.{name}" if name else f"data.eval_path={config.data.eval_path}"
+            yield warning(
+                f"{what} has the tokens of the training data itself (data.path={config.data.path}), so that the "
+                f"held-out loss would be one of training; give other data, or data.eval_fraction."
+            )
+
+
+def _vocabulary(config: FinetuneConfig, prepared: PreparedData) -> Iterator[Finding]:
+    """Tokens without an embedding: the tokenizer is another model's, or was extended and the model was not."""
+    known = model_config(config)
+    train = prepared.samples.train
+    if train.num_samples is not None:
+        batch = train.batch(range(min(_NUM_LOOKED_AT, train.num_samples)))
+        models.check_vocabulary(batch.inputs["input_ids"], known)
+    num_tokens, num_embeddings = len(prepared.tokenizer), getattr(known.get_text_config(), "vocab_size", None)
+    if isinstance(num_embeddings, int) and num_tokens > num_embeddings:
+        yield warning(
+            f"the tokenizer has {num_tokens:,} tokens, and {models.config_file(known)} a vocabulary of "
+            f"{num_embeddings:,}: a text with one of the others would end the run. Copy the tokenizer files of that "
+            f"model."
+        )
