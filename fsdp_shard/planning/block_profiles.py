@@ -75,6 +75,7 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.is_reference = False
         self._live: dict[int, int] = {}  # bytes by the address of the storage
+        self._kept: list[UntypedStorage] = []
         self._ignored: set[int] = set()
         self._accumulated: dict[int, int] = {}  # bytes by the id of the parameter
         self._saved: dict[int, int] = {}
@@ -91,8 +92,9 @@ class Recorder(TorchDispatchMode):
         return result
 
     def ignore(self, value: Any) -> None:
-        """Do not count the tensors in `value`, which stay alive."""
-        self._ignored |= {storage._cdata for storage in storages_of(value)}
+        """Do not count the tensors in `value`."""
+        self._kept += storages_of(value)  # or others get their addresses
+        self._ignored = {storage._cdata for storage in self._kept}
 
     def accumulated(self, param: torch.Tensor) -> None:
         """Take the gradient of `param`, which was just accumulated, for one."""

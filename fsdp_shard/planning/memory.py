@@ -402,7 +402,7 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
         prefetch_forward=shard.prefetch_forward or 0,
         prefetch_backward=backward,
         num_micro_batches=run.num_micro_batches,
-        sync_every_micro_batch=shard.sync_every_micro_batch or not shard.is_sharded,
+        sync_every_micro_batch=shard.sync_every_micro_batch,
         casts_gradients=shard.param_dtype != shard.reduce_dtype,
         casts_reduced=shard.reduce_dtype != stored,
         keeps_reduced=shard.replicas > 1,

@@ -113,8 +113,6 @@ class Player:
     terms: dict[str, int]
     moments: list[Moment] = field(default_factory=list)
 
-    accumulates_in_place = False  # whether gradients of a micro-batch go into memory that is there
-
     def __post_init__(self) -> None:
         self.by_fqn = {unit.fqn: unit for unit in self.units}
         self.micro_batch = 0
@@ -148,7 +146,7 @@ class Player:
         self.moments.append(Moment(phase or self.phase, where, terms))
 
     def _play(self, event: Event) -> None:
-        self._play_bytes(event)
+        self.play_bytes(event)
         unit, key = self.by_fqn.get(event.module), (event.is_reference, event.module)
         match event.kind:
             case "loss":
@@ -173,15 +171,18 @@ class Player:
         if self.rules.offloads_activations:
             self._offload(event)
 
-    def _play_bytes(self, event: Event) -> None:
+    def play_bytes(self, event: Event) -> None:
         """The activations and gradients since the event before."""
-        is_alone = self.accumulates_in_place or (self.micro_batch > 0 and self.keeps_autograd_gradients)
-        rise = event.rise_alone if is_alone else event.rise
+        is_alone = self.micro_batch > 0 and self.keeps_autograd_gradients
+        self.note_rise(event, event.rise_alone if is_alone else event.rise)
+        if not is_alone:
+            self.add(UNREDUCED, event.gradients)
+
+    def note_rise(self, event: Event, rise: int) -> None:
+        """The most since the event before, and what is left."""
         term = LOSS_TERM if self.phase == "loss" else ACTIVATIONS
         self.note(event.module, extra={term: rise})
         self.add(ACTIVATIONS, event.change)
-        if not is_alone:
-            self.add(UNREDUCED, event.gradients)
 
     @property
     def keeps_autograd_gradients(self) -> bool:
@@ -222,9 +223,19 @@ class Player:
 
 
 class DdpPlayer(Player):
-    """DistributedDataParallel: gradients are views of buckets that are there all the time; nothing is gathered."""
+    """DistributedDataParallel: gradients are views of buckets that are there all the time; nothing is gathered.
 
-    accumulates_in_place = True
+    Those of micro-batches that are not reduced are beside the buckets until the last one.
+    """
+
+    def play_bytes(self, event: Event) -> None:
+        is_first = self.micro_batch == 0
+        rise = event.rise if is_first and not self.is_synced else event.rise_alone
+        self.note_rise(event, rise)
+        if is_first and not self.is_synced:
+            self.add(UNREDUCED, event.gradients)
+        elif not is_first and self.is_synced and not self.rules.sync_every_micro_batch:
+            self.add(UNREDUCED, -event.gradients)
 
 
 class _GatheringPlayer(Player):

@@ -42,7 +42,7 @@ from fsdp_shard.training.optim.weight_average import WeightAverage
 from tests.support.ranks import on_ranks
 
 # A thread of gloo holds the tensors of a collective a moment longer than whoever waits for it.
-_SETTLE_SECONDS = 0.004
+_SETTLE_SECONDS = 0.002
 
 # A storage that grew: its bytes, and what made it.
 _Entry = tuple[int, str]
@@ -66,7 +66,7 @@ class LiveBytes(TorchDispatchMode):
         self.most_by_phase: dict[str, int] = {}
         self.by_maker: Counter[str] = Counter()
         self._explains = explains
-        self._after_collective = False
+        self._num_waits = 0
         self._live: dict[int, _Entry] = {}  # by the address of the C++ object
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._ignored: set[int] = set()
@@ -79,11 +79,13 @@ class LiveBytes(TorchDispatchMode):
         maker = ""
         if self._explains:
             maker = f"{self._phase_now()} {func.name()}"
-        if self._after_collective:
+        if self._num_waits:
             time.sleep(_SETTLE_SECONDS)
+            self._num_waits -= 1
         self._poll()
         result = func(*args, **(kwargs or {}))
-        self._after_collective = func.namespace in ("c10d", "_c10d_functional")
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._num_waits = 4  # some operators are part of waiting
         for tensor in _tensors((result, args, kwargs)):
             self._count(tensor, maker)
         self._poll()
