@@ -178,7 +178,7 @@ def record_tape(
         _make_fake(model, dtypes if settings.is_sharded else {})
         recorder = Recorder()
         recorder.ignore([*model.parameters(), *model.buffers()])
-        watched = {fqn: None for fqn in [*blocks, *(unit.fqn for unit in units), ""]}
+        watched = dict.fromkeys([*blocks, *(unit.fqn for unit in units), ""])
         inside = tuple(f"{fqn}." for fqn in passed_over)
         by_fqn = {unit.fqn: unit for unit in units}
         for fqn in (fqn for fqn in watched if fqn not in passed_over and not fqn.startswith(inside or ("\0",))):

@@ -14,7 +14,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
-from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.block_profiles import Event, record_tape
 from fsdp_shard.planning.micro_batch import batch_bytes, micro_batch_loss
 from fsdp_shard.planning.optimizer import exchange_bytes, step_bytes, whole_update_bytes
@@ -329,6 +328,10 @@ def _states(model: PreTrainedModel, units: Sequence[sharding.Unit], run: Planned
     def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
         return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
 
+    with_gradient = [name for name in local_shapes[0] if name in trained]
+    if run.shard.flattens_units and run.num_shards > 1:  # one gradient of a unit, of its frozen parameters too
+        flat = [(number, unit) for number, unit in enumerate(units) if any(name in trained for name in unit.parameters)]
+        with_gradient = [name for number, unit in flat for name in (*unit.parameters, f"(padding of unit {number})")]
     contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
     known: dict[tuple[object, ...], _State] = {}
     states = []
@@ -336,15 +339,18 @@ def _states(model: PreTrainedModel, units: Sequence[sharding.Unit], run: Planned
     for index, (local, owned) in enumerate(zip(local_shapes, owned_by_rank, strict=True)):
         content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
         if (key := (content, tuple(owned))) not in known:
-            gradients = {name: shape for name, shape in local.items() if name in trained}
-            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else gradients
+            own = {name: shape for name, shape in local.items() if name in trained}
+            gradients = {name: local[name] for name in with_gradient}
+            # Under FSDP1 a part without elements has no gradient.
+            has_gradient = {name: shape for name, shape in own.items() if prod(shape) or not run.shard.flattens_units}
+            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else has_gradient
             optimizer, taken = (
                 step_bytes(run.optim, updated, shapes, dtypes, uses_foreach=foreach) if updated else (0, 0)
             )
             if run.optim.needs_full_params:
-                held = {name: prod(shape) * dtypes[name].itemsize for name, shape in gradients.items()}
+                held = {name: prod(shape) * dtypes[name].itemsize for name, shape in own.items()}
                 taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates)
-            average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, gradients.values()))  # in float32
+            average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, own.values()))  # in float32
             known[key] = _State(num_bytes(local), num_bytes(gradients), optimizer, average, taken)
         states.append(known[key])
     return states
@@ -403,6 +409,7 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
         prefetch_backward=backward,
         num_micro_batches=run.num_micro_batches,
         sync_every_micro_batch=shard.sync_every_micro_batch,
+        gradient_itemsize=sharding.itemsize(shard.param_dtype),
         casts_gradients=shard.param_dtype != shard.reduce_dtype,
         casts_reduced=shard.reduce_dtype != stored,
         keeps_reduced=shard.replicas > 1,

@@ -44,7 +44,7 @@ def _rows_bytes(
 ) -> tuple[UnitBytes, int]:
     """Of `fully_shard`: the rows of each parameter are divided, and filled up to as many on each rank."""
     compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
-    stored = cast = largest = gathered = gradients = reduced = kept = 0
+    stored = cast = largest = gathered = gradients = reduced = kept = last = 0
     for param in params:
         padded = padded_elements(tuple(param.shape), num_shards)
         stored += padded * param.element_size()
@@ -57,15 +57,13 @@ def _rows_bytes(
             largest = max(largest, padded * wide)
         gathered += padded * num_shards * wide
         if param.requires_grad:
-            gradients += param.numel() * wide
+            last = param.numel()
+            gradients += last * wide
             reduced += padded * reduce
             kept += padded * param.element_size()
-    return (
-        UnitBytes(
-            unit.fqn, num_shards, cast, largest, gathered, gradients, reduced * num_shards, reduced, kept, is_kept
-        ),
-        stored,
-    )
+    reduced_from = reduced * num_shards
+    sizes = cast, largest, gathered, gradients, reduced_from, reduced, kept, last
+    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept), stored
 
 
 def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
@@ -90,10 +88,8 @@ def _flat_bytes(
     gradients = end * compute if trained else 0
     reduced_from, reduced, kept = (whole * reduce, length * reduce, length * wide) if trained else (0, 0, 0)
     cast = length * compute if is_cast else 0
-    return (
-        UnitBytes(unit.fqn, num_shards, cast, cast, gathered, gradients, reduced_from, reduced, kept, is_kept),
-        length * wide,
-    )
+    sizes = cast, cast, gathered, gradients, reduced_from, reduced, kept
+    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept), length * wide
 
 
 def trained_dtype(model: nn.Module) -> torch.dtype:
