@@ -1,8 +1,9 @@
 """Plays a training step of one rank over the units of its model: what is in memory at each moment, term by term.
 
 Pure Python: `block_profiles` has measured what activations and gradients of the unsharded model take, and here the
-wrapper's own memory is added as torch's code handles it (torch 2.13: `_fsdp_param_group.py` and `_fsdp_collectives.py` of
-`fully_shard`, `_runtime_utils.py` and `_flat_param.py` of FullyShardedDataParallel, `reducer.cpp` of DDP).
+wrapper's own memory is added as torch's code handles it (torch 2.13: `_fsdp_param_group.py` and
+`_fsdp_collectives.py` of `fully_shard`, `_runtime_utils.py` and `_flat_param.py` of FullyShardedDataParallel,
+`reducer.cpp` of DDP).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,6 +51,7 @@ class UnitBytes:
         kept: This rank's part in the dtype of the parameters.
         last: Elements of its last trained parameter, whose unsharded gradient a loop of torch's holds a little longer.
         is_kept: Whether it stays gathered after the forward pass whatever the settings say.
+        is_scaled: Whether its gradient is divided by another number than that of its ranks.
     """
 
     fqn: str
@@ -63,6 +65,7 @@ class UnitBytes:
     kept: int
     last: int = 0
     is_kept: bool = False
+    is_scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -343,7 +346,8 @@ class Fsdp2Player(_GatheringPlayer):
         self.add(UNREDUCED, -held)
         self.add(BUFFERS, unit.reduced)
         is_divided = unit.num_shards > 1
-        copy = unit.reduced_from if self.rules.copies_reduced and is_divided else 0
+        copies = self.rules.copies_reduced if is_divided else unit.is_scaled
+        copy = unit.reduced_from if copies else 0
         self.note(unit.fqn, "reduce", {BUFFERS: copy, UNREDUCED: unit.last * itemsize if is_divided else 0})
         if self.rules.keeps_reduced and self.rules.casts_reduced:
             self.add(BUFFERS, unit.reduced)
