@@ -75,6 +75,8 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.is_reference = False
         self._live: dict[int, int] = {}  # bytes by the address of the storage
+        self._born: dict[int, int] = {}  # number of events before a storage was made
+        self._entered = 0, 0  # numbers of events before the last two modules were entered
         self._kept: list[UntypedStorage] = []
         self._ignored: set[int] = set()
         self._accumulated: dict[int, int] = {}  # bytes by the id of the parameter
@@ -95,6 +97,7 @@ class Recorder(TorchDispatchMode):
         """Do not count the tensors in `value`."""
         self._kept += storages_of(value)  # or others get their addresses
         self._ignored = {storage._cdata for storage in self._kept}
+        self._now -= sum(self._live.pop(key, 0) for key in self._ignored)
 
     def accumulated(self, param: torch.Tensor) -> None:
         """Take the gradient of `param`, which was just accumulated, for one."""
@@ -103,9 +106,9 @@ class Recorder(TorchDispatchMode):
             self._gradients += size
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Know a tensor that autograd saves."""
+        """Know a tensor that autograd saves, if it was made in this block or in the one before."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._ignored:
+        if self._born.get(storage._cdata, -1) > self._entered[0]:
             self._saved[storage._cdata] = storage.nbytes()
         return tensor
 
@@ -115,6 +118,8 @@ class Recorder(TorchDispatchMode):
         saved = sum(self._saved.values()) if kind == LEAVE else 0
         if kind in (ENTER, LEAVE):
             self._saved.clear()
+        if kind == ENTER:
+            self._entered = self._entered[1], len(self.events)
         rises = max(self._most, self._now) - self._then, max(self._most_alone, alone) - alone_then
         gradients = self._gradients - self._gradients_then
         self.events.append(Event(kind, module, *rises, alone - alone_then, gradients, saved, self.is_reference))
@@ -125,12 +130,13 @@ class Recorder(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._live or key in self._ignored or not size:
             return
-        self._live[key] = size
+        self._live[key], self._born[key] = size, len(self.events)
         self._now += size
         finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
-        self._now -= self._live.pop(key)
+        self._now -= self._live.pop(key, 0)
+        self._born.pop(key, None)
 
 
 def storages_of(value: Any) -> Iterator[UntypedStorage]:

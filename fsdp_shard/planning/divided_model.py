@@ -3,7 +3,7 @@
 Parameters get the shapes of this rank's part, and modules do what a rank does with its part on its own: instead of a
 collective they make a tensor of the size that the collective would return. So the model runs on fake tensors without
 other ranks, and keeps what a real one keeps. Where a size does not divide, the part is that of the first rank, the
-largest. Tokens are taken to be sent to experts evenly.
+largest. Tokens are taken to be sent to the experts of a rank nearly evenly: a sixteenth more than that.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from fsdp_shard.sharding import ShardConfig, Unit
 
 _BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")
 _SENDS = "ep_dispatch_experts"
+_UNEVEN = 16  # of so many tokens that a rank's experts would get, they are taken to get one more
 
 
 def divide_model(model: PreTrainedModel, shard: ShardConfig) -> frozenset[str]:
@@ -134,10 +135,11 @@ class _Dispatch:
     def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         num_top_k = top_k_index.size(-1)
         order = torch.argsort(top_k_index.reshape(-1))
-        received = _Exchanged.apply(hidden_states[order // num_top_k])  # type: ignore[no-untyped-call]
-        ids = torch.zeros((len(order), 1), dtype=torch.long, device=hidden_states.device)
+        num_received = len(order) + -(-len(order) // _UNEVEN)
+        received = _Exchanged.apply(hidden_states[order // num_top_k], num_received)  # type: ignore[no-untyped-call]
+        ids = torch.zeros((num_received, 1), dtype=torch.long, device=hidden_states.device)
         output = self._forward(received, ids, torch.ones_like(ids, dtype=received.dtype))
-        back = _Exchanged.apply(output)  # type: ignore[no-untyped-call]
+        back = _Exchanged.apply(output, len(order))  # type: ignore[no-untyped-call]
         tokens = torch.empty_like(back)
         tokens[order] = back
         tokens = tokens.view(*top_k_weights.shape, hidden_states.size(-1))
@@ -145,12 +147,13 @@ class _Dispatch:
 
 
 class _Exchanged(torch.autograd.Function):
-    """An all-to-all in both passes."""
+    """An all-to-all in both passes, after which a rank has `num_rows` rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+    def forward(ctx: Any, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+        ctx.num_rows = len(tensor)
+        return tensor.new_empty((num_rows, *tensor.shape[1:]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0].clone()
+        return gradients[0].new_empty((ctx.num_rows, *gradients[0].shape[1:])), None

@@ -163,9 +163,10 @@ def test_the_forward_pass_leaves_what_autograd_keeps(
     rows: int, length: int, dtype: torch.dtype, checkpointing: bool
 ) -> None:
     tape = tape_of(3, rows, length, dtype, activation_checkpointing=checkpointing)
-    # Besides: the states of random generators that recomputation keeps, and flat token ids.
+    # Besides: the angles of positions, which recomputation keeps as arguments of blocks, and flat token ids.
     real = saved_bytes(rows, length, dtype, checkpointing=checkpointing)
-    assert kept_by_forward(tape) == pytest.approx(real, rel=0.02, abs=17 * rows * length)
+    tokens = 8 * rows * length  # which are part of the batch
+    assert real - tokens <= kept_by_forward(tape) <= real + 2 * 12 * length * dtype.itemsize + tokens
 
 
 def test_the_tape_ends_with_nothing_alive() -> None:
@@ -177,14 +178,14 @@ def test_the_tape_ends_with_nothing_alive() -> None:
 
 @pytest.mark.parametrize("kind", [False, True, 2, "selective"])
 def test_blocks_that_are_alike_are_run_three_times_and_repeated(kind: bool | int | str) -> None:
-    nine, ten = (tape_of(layers, 2, 64, torch.bfloat16, activation_checkpointing=kind) for layers in (9, 11))
-    extra = [event for event in ten if event.module not in {each.module for each in nine}]
+    nine, eleven = (tape_of(layers, 2, 64, torch.bfloat16, activation_checkpointing=kind) for layers in (9, 11))
+    extra = [event for event in eleven if event.module not in {each.module for each in nine}]
     assert {event.module for event in extra} == {"model.layers.9", "model.layers.10"}
-    assert len(ten) - len(nine) == len(extra) == 8
+    assert len(eleven) - len(nine) == len(extra) == 8
     one = kept_by_forward(tape_of(2, 2, 64, torch.bfloat16, activation_checkpointing=kind))
     two = kept_by_forward(tape_of(4, 2, 64, torch.bfloat16, activation_checkpointing=kind))
     # Of an odd and an even block together, the same whether they were run or repeated.
-    assert kept_by_forward(ten) - kept_by_forward(nine) == two - one
+    assert kept_by_forward(eleven) - kept_by_forward(nine) == two - one
 
 
 def test_offloaded_activations_are_not_on_the_device() -> None:
@@ -193,7 +194,10 @@ def test_offloaded_activations_are_not_on_the_device() -> None:
         found = plan(llama_config(layers=layers), shard=shard, sequence_length=128, on_gpu=True)
         return found.per_rank[0].activations_bytes or 0
 
-    assert most(8, True) == most(6, True) < most(6, False) < most(8, False)
+    layers = [most(number, True) for number in (6, 8, 10)]
+    assert layers[2] - layers[1] == layers[1] - layers[0]
+    assert 0 <= layers[1] - layers[0] < (most(8, False) - most(6, False)) / 8
+    assert layers[0] < most(6, False) / 2
 
 
 def test_settings_change_what_they_should() -> None:
@@ -241,7 +245,9 @@ def test_what_is_whole_for_a_while() -> None:
     assert kept == sorted(set(kept))
     whole = plan(config, num_ranks=4, shard=DdpConfig()).per_rank
     assert {rank.parameters_bytes for rank in whole} == {plan(config).bytes_by_dtype["float32"]}
-    assert whole[0].unsharded_bytes == 0
+    assert whole[0].unsharded_bytes == whole[0].gradients_bytes, "of earlier micro-batches, beside the buckets"
+    once = plan(config, num_ranks=4, shard=DdpConfig(), train=TrainConfig(global_batch_size=4)).per_rank
+    assert once[0].unsharded_bytes == 0
     with pytest.raises(ConfigError, match=r"reshard_after_forward=3 must divide the 4 ranks"):
         gathered(Fsdp2Config(reshard_after_forward=3), "loss")
 
