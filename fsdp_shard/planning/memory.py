@@ -101,6 +101,11 @@ class PlannedRun:
         """Number of tokens that a rank has of each sequence."""
         return -(-self.sequence_length // self.shard.context_parallel)
 
+    @property
+    def padded_length(self) -> int:
+        """The same, with what is filled up so that all ranks have two chunks of one length."""
+        return self.part_length + (self.part_length % 2 if self.shard.context_parallel > 1 else 0)
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -440,7 +445,9 @@ def plan_step(config: PretrainedConfig, part: _Part, run: PlannedRun) -> tuple[t
         tape = record()
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         return (load,), first_line(error)
-    terms["batch"] = batch_bytes(model, run.num_rows, run.part_length) * run.num_micro_batches
+    terms["batch"] = (
+        batch_bytes(model, run.num_rows, run.padded_length, run.shard.context_parallel) * run.num_micro_batches
+    )
     if not run.shard.is_sharded:
         terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
@@ -483,5 +490,9 @@ def _tape(config: PretrainedConfig, run: PlannedRun) -> Callable[[], list[Event]
         use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
     experts = divide_model(model, run.shard)
     units = tuple(with_expert_units(units, experts))
-    compute = micro_batch_loss(model, run.objective, run.reference_kind, run.num_rows, run.part_length)
+    num_parts = run.shard.context_parallel
+    if num_parts > 1:
+        sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
+    sizes = run.num_rows, run.padded_length, num_parts
+    compute = micro_batch_loss(model, run.objective, run.reference_kind, *sizes)
     return partial(record_tape, model, run.shard, units, compute, uncast=experts)
