@@ -158,6 +158,8 @@ def record_tape(
     units: Sequence[Unit],
     compute_loss: Callable[[Recorder], torch.Tensor],
     uncast: Collection[str] = (),
+    *,
+    is_packed: bool = False,
 ) -> list[Event]:
     """Run one micro-batch of `model` on fake tensors.
 
@@ -167,6 +169,7 @@ def record_tape(
         units: The units that it would be sharded in.
         compute_loss: Runs the forward pass and returns the loss; called in a fake tensor mode, with the recorder.
         uncast: FQNs of the units whose inputs keep the dtypes that they have.
+        is_packed: Whether rows hold several documents, which attention is kept apart by a mask.
 
     Returns:
         The tape of one micro-batch, from its first forward pass to the end of its backward pass.
@@ -182,7 +185,7 @@ def record_tape(
     for fqn in passed_over:
         _pass_over(model, fqn, next(run for run in runs if fqn in run.passed_over))
     dtypes = {name: getattr(torch, unit.dtype) for unit in units for name in unit.parameters}
-    with _causal_without_mask(model), FakeTensorMode():
+    with _attending(model, is_packed=is_packed), FakeTensorMode():
         _make_fake(model, dtypes if settings.is_sharded else {})
         recorder = Recorder()
         recorder.ignore([*model.parameters(), *model.buffers()])
@@ -426,14 +429,19 @@ def _renamed(events: Sequence[Event], run: _Run, numbers: Mapping[int, int]) -> 
     return [replace(event, module=name(event.module)) for event in events]
 
 
+def _document_mask(*, batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torch.Tensor:
+    """A mask of the size of that of packed documents, bool [batch_size, 1, q_length, kv_length]."""
+    return torch.ones((batch_size, 1, q_length, kv_length), dtype=torch.bool)
+
+
 @contextmanager
-def _causal_without_mask(model: PreTrainedModel) -> Iterator[None]:
-    """Have a model with sdpa attention use its causal flag instead of a mask."""
+def _attending(model: PreTrainedModel, *, is_packed: bool) -> Iterator[None]:
+    """Have a model with sdpa attention use its causal flag instead of a mask, or a mask if documents are packed."""
     if attention_implementations(model) != ["sdpa"]:
         yield
         return
     AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
-    AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(_ATTENTION, _document_mask if is_packed else lambda *args, **kwargs: None)
     model.set_attn_implementation(_ATTENTION)
     try:
         yield

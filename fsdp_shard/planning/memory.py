@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
-from fsdp_shard.planning.block_profiles import Event, record_tape
+from fsdp_shard.planning.block_profiles import LOSS, Event, record_tape
+from fsdp_shard.planning.device_overhead import CUBLAS_WORKSPACE_BYTES, device_overhead
 from fsdp_shard.planning.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.micro_batch import batch_bytes, micro_batch_loss
 from fsdp_shard.planning.optimizer import exchange_bytes, step_bytes, whole_update_bytes
@@ -40,6 +42,7 @@ from fsdp_shard.training import (
     ObjectiveConfig,
     OptimConfig,
     TrainConfig,
+    cross_entropy_chunk_bytes,
     inject_lora,
     quantize_base,
     use_loss_head,
@@ -51,7 +54,17 @@ BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The settings of the planned run, as in `finetune`; `sequence_length` is in tokens."""
+    """The settings of the planned run, as in `finetune`.
+
+    Attributes:
+        model: As in `finetune`, like the others that are not described here.
+        sequence_length: In tokens.
+        num_ranks: Number of ranks.
+        saves_asynchronously: Whether saves may copy the state into host memory.
+        is_streamed: Whether samples are not known before.
+        on_gpu: Whether ranks have GPUs, whose collectives make no copies of what they reduce, as those of gloo do.
+        is_packed: Whether rows hold several documents, which sdpa keeps apart by a mask.
+    """
 
     model: models.ModelConfig
     shard: sharding.ShardConfig
@@ -64,6 +77,7 @@ class PlannedRun:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     is_streamed: bool = False
     on_gpu: bool = False
+    is_packed: bool = False
 
     @property
     def num_shards(self) -> int:
@@ -187,6 +201,7 @@ class MemoryPlan:
         per_rank: The memory of each rank.
         problem: Why the activations could not be measured, if so.
         tree: The table of units, with `shard.explain`.
+        overhead: Bytes by term that a GPU holds besides tensors; none on CPUs.
     """
 
     model_class: str
@@ -196,6 +211,7 @@ class MemoryPlan:
     per_rank: tuple[RankMemory, ...]
     problem: str | None = None
     tree: tuple[str, ...] = ()
+    overhead: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
@@ -215,8 +231,15 @@ class MemoryPlan:
         return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
     def fits(self, memory_bytes: int | None) -> bool | None:
-        """Whether the peak of every rank is at most `memory_bytes`; None when either is unknown."""
-        return None if memory_bytes is None or self.peak_bytes is None else self.peak_bytes <= memory_bytes
+        """Whether `memory_bytes` hold the peak of every rank and what a GPU has besides; None when unknown."""
+        if memory_bytes is None or self.peak_bytes is None:
+            return None
+        return self.peak_bytes + self.overhead_bytes <= memory_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes that a GPU holds besides tensors."""
+        return sum(self.overhead.values())
 
 
 def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
@@ -253,7 +276,8 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     ]
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
-    return MemoryPlan(type(model).__name__, num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree)
+    sizes = num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree
+    return MemoryPlan(type(model).__name__, *sizes, overhead=_overhead(part, run, per_rank))
 
 
 def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedModel:
@@ -440,20 +464,50 @@ def plan_step(config: PretrainedConfig, part: _Part, run: PlannedRun) -> tuple[t
     if run.has_sharded_reference and not run.shard.cpu_offload:
         terms["reference"] = parameters
     load = Moment("load", "", dict(terms))
-    record = _tape(config, run)
+    record, has_loss_head = _tape(config, run)
     try:
         tape = record()
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         return (load,), first_line(error)
-    terms["batch"] = (
-        batch_bytes(model, run.num_rows, run.padded_length, run.shard.context_parallel) * run.num_micro_batches
-    )
+    if run.on_gpu:
+        terms["cuBLAS workspace"] = CUBLAS_WORKSPACE_BYTES
+        if run.objective.is_cross_entropy and not has_loss_head:
+            tape = _with_chunks_of_gpus(tape, model, run)
+    batch = batch_bytes(model, run.num_rows, run.padded_length, run.shard.context_parallel, is_packed=run.is_packed)
+    terms["batch"] = batch * run.num_micro_batches
     if not run.shard.is_sharded:
         terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
     player.step(tape)
     player.note("", "optimizer")
     return (load, *player.moments), None
+
+
+def _with_chunks_of_gpus(tape: Sequence[Event], model: PreTrainedModel, run: PlannedRun) -> list[Event]:
+    """The tape, which was made on a CPU, with the larger chunks in which a GPU upcasts logits.
+
+    A chunk is there four times: upcast, its log-softmax, and the gradients of both.
+    """
+    text: Any = model.config.get_text_config()
+    logits = 4 * run.num_rows * run.padded_length * int(getattr(text, "vocab_size", 1))
+    cpu, gpu = (min(logits, cross_entropy_chunk_bytes(device)) for device in ("cpu", "cuda"))
+    extra = 4 * (gpu - cpu)
+    return [
+        replace(event, rise=event.rise + extra, rise_alone=event.rise_alone + extra) if event.kind == LOSS else event
+        for event in tape
+    ]
+
+
+def _overhead(part: _Part, run: PlannedRun, per_rank: Sequence[RankMemory]) -> Mapping[str, int]:
+    """What the GPU of the fullest rank holds besides tensors; nothing on CPUs."""
+    peaks = [rank.peak_bytes for rank in per_rank]
+    if not run.on_gpu or None in peaks:
+        return {}
+    shard = run.shard
+    divided = (shard.replicas, shard.tensor_parallel, shard.expert_parallel, shard.context_parallel, run.num_shards)
+    num_params = sum(1 for _ in part.model.parameters())
+    num_groups = 1 + sum(ranks > 1 for ranks in divided) if run.num_ranks > 1 else 0
+    return device_overhead(max(peak for peak in peaks if peak is not None), 4 * num_params, num_groups)
 
 
 def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
@@ -476,8 +530,8 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
     )
 
 
-def _tape(config: PretrainedConfig, run: PlannedRun) -> Callable[[], list[Event]]:
-    """What measures what one micro-batch keeps in memory."""
+def _tape(config: PretrainedConfig, run: PlannedRun) -> tuple[Callable[[], list[Event]], bool]:
+    """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
     model = _build(config, run, run.shard.param_dtype)
     units = sharding.plan_units(model, run.shard)
     if run.shard.flattens_units:
@@ -486,13 +540,15 @@ def _tape(config: PretrainedConfig, run: PlannedRun) -> Callable[[], list[Event]
             if any(param.requires_grad for param in params):
                 for param in params:
                     param.requires_grad_(True)
-    if run.shard.tensor_parallel == 1:  # else the head is divided
-        use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
+    has_loss_head = run.shard.tensor_parallel == 1 and use_loss_head(  # else the head is divided
+        model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy
+    )
     experts = divide_model(model, run.shard)
     units = tuple(with_expert_units(units, experts))
     num_parts = run.shard.context_parallel
     if num_parts > 1:
         sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
     sizes = run.num_rows, run.padded_length, num_parts
-    compute = micro_batch_loss(model, run.objective, run.reference_kind, *sizes)
-    return partial(record_tape, model, run.shard, units, compute, uncast=experts)
+    compute = micro_batch_loss(model, run.objective, run.reference_kind, *sizes, is_packed=run.is_packed)
+    record = partial(record_tape, model, run.shard, units, compute, uncast=experts, is_packed=run.is_packed)
+    return record, has_loss_head

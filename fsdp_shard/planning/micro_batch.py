@@ -79,6 +79,8 @@ def micro_batch_loss(
     num_rows: int,
     length: int,
     num_parts: int = 1,
+    *,
+    is_packed: bool = False,
 ) -> Callable[[Recorder], torch.Tensor]:
     """What computes the loss of one micro-batch in a fake tensor mode.
 
@@ -89,11 +91,14 @@ def micro_batch_loss(
         num_rows: Number of sequences.
         length: Number of tokens that this rank has of each.
         num_parts: Number of ranks that divide each sequence.
+        is_packed: Whether rows hold several documents, and so have positions.
     """
 
     def compute(recorder: Recorder) -> torch.Tensor:
         batch, plain = _batch(model, num_rows, length, num_parts), _Plain(model)
         divisors, context = torch.ones(objective.num_terms), SimpleNamespace(device=torch.device("cpu"))
+        if is_packed and num_parts == 1:
+            batch.inputs["position_ids"] = torch.zeros((num_rows, length), dtype=torch.long)
         recorder.ignore([*batch.tensors(), divisors])
         reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
         sums = StepSums(OwnFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
@@ -126,11 +131,14 @@ def _batch(model: PreTrainedModel, num_rows: int, length: int, num_parts: int) -
     return DeviceBatch(inputs, labels, counted, sequence=WholeSequence(ranks, whole))
 
 
-def batch_bytes(model: PreTrainedModel, num_rows: int, length: int, num_parts: int = 1) -> int:
+def batch_bytes(
+    model: PreTrainedModel, num_rows: int, length: int, num_parts: int = 1, *, is_packed: bool = False
+) -> int:
     """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count.
 
-    Where `num_parts` ranks divide sequences: the positions of the rank's tokens and of all, and a mask of ones.
+    With packed documents positions too. Where `num_parts` ranks divide sequences: the positions of the rank's tokens
+    and of all, and a mask of ones.
     """
     config: Any = model.config
-    num_arrays = 3 + bool(config.is_encoder_decoder) + (2 + num_parts if num_parts > 1 else 0)
+    num_arrays = 3 + bool(config.is_encoder_decoder) + is_packed + (2 + num_parts if num_parts > 1 else 0)
     return num_rows * length * _TOKEN_BYTES * num_arrays

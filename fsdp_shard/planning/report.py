@@ -1,6 +1,6 @@
 """A memory plan as text and as the figures of result.json."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -22,6 +22,7 @@ def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
         "blocks": [asdict(block) for block in plan.blocks],
         "per_rank": [_rank_figures(rank) for rank in plan.per_rank],
         "peak_bytes": plan.peak_bytes,
+        "overhead_bytes": dict(plan.overhead),
         "device_memory_bytes": memory_bytes,
         "fits": plan.fits(memory_bytes),
         "balance": plan.balance,
@@ -62,6 +63,7 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             "",
             *([staged] if staging else ()),
             *_peak_lines(plan.per_rank),
+            *_overhead_lines(plan.overhead),
             _verdict(plan, memory_bytes),
         ]
     )
@@ -108,16 +110,24 @@ def _peak_lines(ranks: Sequence[RankMemory]) -> list[str]:
     return [f"The peak of rank {fullest.rank} is in the phase {peak.phase}{where}: {sizes}."]
 
 
+def _overhead_lines(overhead: Mapping[str, int]) -> list[str]:
+    """What a GPU holds besides tensors."""
+    sizes = ", ".join(f"{name} {format_size(num)}" for name, num in overhead.items() if num)
+    return [f"Besides tensors a GPU holds about: {sizes}. The peak does not include it; whether it fits does."][
+        : bool(overhead)
+    ]
+
+
 def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
     if plan.peak_bytes is None:
         return f"Activations could not be measured ({plan.problem}), so there is no peak."
     balance = f"The fullest rank holds {plan.balance:.2f} x the mean."
     if memory_bytes is None:
         return f"{balance} Set device.memory, such as device.memory=80GB, to see whether it fits."
-    memory = format_size(memory_bytes)
+    memory, needed = format_size(memory_bytes), plan.peak_bytes + plan.overhead_bytes
     if plan.fits(memory_bytes):
-        return f"{balance} Fits in {memory} with {format_size(memory_bytes - plan.peak_bytes)} to spare."
+        return f"{balance} Fits in {memory} with {format_size(memory_bytes - needed)} to spare."
     return (
-        f"{balance} Does NOT fit in {memory}: {format_size(plan.peak_bytes - memory_bytes)} too much. Try "
+        f"{balance} Does NOT fit in {memory}: {format_size(needed - memory_bytes)} too much. Try "
         f"more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true or shard.cpu_offload=true."
     )

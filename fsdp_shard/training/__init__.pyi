@@ -29,7 +29,10 @@ from .logging.metrics_log import (
 )
 from .logging.run_log import RunLog as RunLog
 from .loop import StepReport as StepReport, TrainingRun as TrainingRun, train as train
-from .loss.cross_entropy import cross_entropy as cross_entropy
+from .loss.cross_entropy import (
+    cross_entropy as cross_entropy,
+    cross_entropy_chunk_bytes as cross_entropy_chunk_bytes,
+)
 from .loss.device_batch import DeviceBatch as DeviceBatch
 from .loss.distillation import Targets as Targets
 from .loss.forward_loss import forward_log_probs as forward_log_probs

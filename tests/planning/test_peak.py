@@ -68,10 +68,11 @@ class Setting:
     train: dict[str, Any] = field(default_factory=dict)
     optim: str = "adamw"
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    objective: Any = field(default_factory=ObjectiveConfig)
     rows: int = 2
     length: int = 64
     micro_batches: int = 1
+    is_packed: bool = False
 
     def run(self) -> PlannedRun:
         shard = WRAPPERS[self.wrapper](**self.shard)
@@ -80,12 +81,13 @@ class Setting:
         train = TrainConfig(micro_batch_size=self.rows, global_batch_size=batch, **self.train)
         return PlannedRun(
             ModelConfig(path="x", **self.settings), shard, train, OPTIMIZERS[self.optim](), self.length, self.ranks,
-            self.adapter, objective=self.objective,
+            self.adapter, objective=self.objective, is_packed=self.is_packed,
         )  # fmt: skip
 
 
 _LONG: dict[str, Any] = {"rows": 4, "length": 128}
 _LORA = LoraConfig(rank=8)
+_DPO: Any = OBJECTIVES["dpo"]
 _SETTINGS = {
     "one rank": Setting(1),
     "two ranks": Setting(),
@@ -131,10 +133,12 @@ _SETTINGS = {
     "loss in chunks": Setting(model=lambda: llama(4096), settings={"chunked_loss": True}),
     "logits of a large vocabulary": Setting(model=lambda: llama(16384), **_LONG),
     "large vocabulary, tied": Setting(model=lambda: llama(16384, tied=True)),
-    "dpo": Setting(objective=OBJECTIVES["dpo"](reference="sharded")),  # type: ignore[call-arg]  # of this objective
+    "dpo": Setting(objective=_DPO(reference="sharded")),
     "dpo, LoRA": Setting(objective=OBJECTIVES["dpo"](), adapter=_LORA),
     "simpo": Setting(objective=OBJECTIVES["simpo"]()),
     "orpo": Setting(objective=OBJECTIVES["orpo"]()),
+    "packed documents": Setting(is_packed=True),
+    "packed documents, recomputation": Setting(is_packed=True, shard={"activation_checkpointing": True}),
     "gpt2": Setting(model=gpt2),
     "t5": Setting(model=t5),
     "t5, recomputation": Setting(model=t5, shard={"activation_checkpointing": True}, rows=4),
@@ -161,7 +165,7 @@ def test_a_planned_run_takes_what_was_planned(name: str) -> None:
     if setting.optim == "adamw8bit" and find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
     config, run = setting.model(), setting.run()
-    plan, measured = plan_memory(config, run), measure_run(config, run)
+    plan, measured = plan_memory(config, run), measure_run(config, run, packed=run.is_packed)
     for rank, found in zip(plan.per_rank, measured, strict=True):
         assert rank.parameters_bytes == found.parameters
         assert rank.gradients_bytes == found.gradients
