@@ -138,6 +138,8 @@ class RankMemory:
         reference_bytes: Its shard of the reference model of a preference objective.
         average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
         schedule: The moments of a run, without what only some ranks have; shared by ranks.
+        highest_moments: Those of `schedule` with the most bytes in their phase: what a rank has besides is the same
+            within a phase, so that its peak is one of them.
         own: Bytes by term that this rank has besides, at each moment after the model is loaded.
         updates_bytes: The most that a step of the optimizer takes for a moment.
     """
@@ -153,6 +155,7 @@ class RankMemory:
     reference_bytes: int = 0
     average_bytes: int = 0
     schedule: tuple[Moment, ...] = ()
+    highest_moments: tuple[Moment, ...] = ()
     own: Mapping[str, int] = field(default_factory=dict)
     updates_bytes: int = 0
 
@@ -169,13 +172,9 @@ class RankMemory:
     @property
     def peak(self) -> Moment | None:
         """The moment with the most bytes on the device; None when the activations could not be measured."""
-        if self.activations_bytes is None or not self.schedule:
+        if self.activations_bytes is None or not self.highest_moments:
             return None
-        by_phase: dict[str, Moment] = {}  # what a rank has besides is the same within a phase
-        for moment in self.schedule:
-            if moment.phase not in by_phase or moment.total_bytes > by_phase[moment.phase].total_bytes:
-                by_phase[moment.phase] = moment
-        return highest(self._complete(moment) for moment in by_phase.values())
+        return highest(self._complete(moment) for moment in self.highest_moments)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -268,10 +267,14 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     part = _part_of_rank(config, run, units, model)
     states = _states(part, run)
     schedule, problem = plan_step(config, part, run)
+    by_phase: dict[str, list[Moment]] = {}
+    for moment in schedule:
+        by_phase.setdefault(moment.phase, []).append(moment)
+    moments = schedule, tuple(map(highest, by_phase.values()))
     unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in schedule), default=0)
     activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in schedule), default=0)
     per_rank = [
-        _rank_memory(rank, states[_shard_of(rank, run)], run, schedule, unsharded, None if problem else activations)
+        _rank_memory(rank, states[_shard_of(rank, run)], run, moments, unsharded, None if problem else activations)
         for rank in range(run.num_ranks)
     ]
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
@@ -303,11 +306,11 @@ def _rank_memory(
     rank: int,
     state: "_State",
     run: PlannedRun,
-    schedule: tuple[Moment, ...],
+    moments: tuple[tuple[Moment, ...], tuple[Moment, ...]],
     unsharded: int,
     activations: int | None,
 ) -> RankMemory:
-    """The memory of one rank."""
+    """The memory of one rank; `moments` are those of all phases, and the highest of each."""
     is_offloaded = run.shard.cpu_offload
     total = state.parameters + state.gradients + state.optimizer + state.average
     own = {} if is_offloaded else {"optimizer": state.optimizer, "average": state.average}
@@ -323,7 +326,8 @@ def _rank_memory(
         staging_bytes=state.gradients + state.optimizer + state.average if run.saves_asynchronously else 0,
         reference_bytes=state.parameters if run.has_sharded_reference and not is_offloaded else 0,
         average_bytes=state.average,
-        schedule=schedule,
+        schedule=moments[0],
+        highest_moments=moments[1],
         own={name: num for name, num in own.items() if num},
         updates_bytes=0 if is_offloaded else state.updates,
     )
@@ -464,7 +468,7 @@ def plan_step(config: PretrainedConfig, part: _Part, run: PlannedRun) -> tuple[t
     if run.has_sharded_reference and not run.shard.cpu_offload:
         terms["reference"] = parameters
     load = Moment("load", "", dict(terms))
-    record, has_loss_head = _tape(config, run)
+    record, has_loss_head = _tape(config, run, part)
     try:
         tape = record()
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
@@ -530,12 +534,11 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
     )
 
 
-def _tape(config: PretrainedConfig, run: PlannedRun) -> tuple[Callable[[], list[Event]], bool]:
+def _tape(config: PretrainedConfig, run: PlannedRun, part: _Part) -> tuple[Callable[[], list[Event]], bool]:
     """What measures what one micro-batch keeps in memory, and whether the output head computes the loss."""
     model = _build(config, run, run.shard.param_dtype)
-    units = sharding.plan_units(model, run.shard)
     if run.shard.flattens_units:
-        for unit in units:  # one flat gradient, also of what is frozen
+        for unit in part.units:  # one flat gradient, also of what is frozen
             params = [model.get_parameter(name) for name in unit.parameters]
             if any(param.requires_grad for param in params):
                 for param in params:
@@ -543,12 +546,11 @@ def _tape(config: PretrainedConfig, run: PlannedRun) -> tuple[Callable[[], list[
     has_loss_head = run.shard.tensor_parallel == 1 and use_loss_head(  # else the head is divided
         model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy
     )
-    experts = divide_model(model, run.shard)
-    units = tuple(with_expert_units(units, experts))
+    divide_model(model, run.shard)
     num_parts = run.shard.context_parallel
     if num_parts > 1:
         sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
     sizes = run.num_rows, run.padded_length, num_parts
     compute = micro_batch_loss(model, run.objective, run.reference_kind, *sizes, is_packed=run.is_packed)
-    record = partial(record_tape, model, run.shard, units, compute, uncast=experts, is_packed=run.is_packed)
+    record = partial(record_tape, model, run.shard, part.units, compute, uncast=part.experts, is_packed=run.is_packed)
     return record, has_loss_head

@@ -1,5 +1,6 @@
 """Bytes of an optimizer's state and of what a step takes for a moment, measured by the real one on fake tensors."""
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import zip_longest
@@ -46,15 +47,26 @@ def step_bytes(
 ) -> tuple[int, int]:
     """Bytes of the state, and the most that a step of all these parameters takes besides it.
 
+    Of parameters that are alike, one is updated, unless a step takes all of them at one time.
+
     The arguments are those of `optimizer_bytes`; `uses_foreach` is whether one call updates all parameters, which torch
     chooses for plain tensors on a GPU.
     """
     with one_thread():
         _step(optim, {"weight": nn.Parameter(torch.zeros(64, 64))})  # torchao computes tables at first use
+    alike: dict[object, list[str]] = {}
+    for name, shape in local.items():
+        key = name if uses_foreach else re.sub(r"\d+", "*", name)
+        alike.setdefault((key, shape, shapes[name], dtypes[name]), []).append(name)
+    numbers = {names[0]: len(names) for names in alike.values()}
     with FakeTensorMode():
-        params = {name: nn.Parameter(torch.empty(shape, dtype=dtypes[name])) for name, shape in local.items()}
+        params = {name: nn.Parameter(torch.empty(local[name], dtype=dtypes[name])) for name in numbers}
         optimizer = _step(optim, params, shapes)
-        state = sum(_num_bytes(value) for held in optimizer.state.values() for value in held.values())
+        state = sum(
+            numbers[name] * _num_bytes(value)
+            for name, param in params.items()
+            for value in optimizer.state.get(param, {}).values()
+        )
         for group in optimizer.param_groups if uses_foreach else ():
             if "foreach" in group and not group.get("fused"):
                 group["foreach"] = True
