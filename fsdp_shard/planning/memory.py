@@ -49,6 +49,8 @@ from fsdp_shard.training import (
 )
 from fsdp_shard.utils import balanced_partition, first_line
 
+_FIGURES_BYTES = 1024  # counts, losses and sums of metrics of a step: some dozens of numbers
+
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
 
 
@@ -479,6 +481,7 @@ def plan_step(config: PretrainedConfig, part: _Part, run: PlannedRun) -> tuple[t
             tape = _with_chunks_of_gpus(tape, model, run)
     batch = batch_bytes(model, run.num_rows, run.padded_length, run.shard.context_parallel, is_packed=run.is_packed)
     terms["batch"] = batch * run.num_micro_batches
+    terms["buffers"] = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) + _FIGURES_BYTES
     if not run.shard.is_sharded:
         terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
