@@ -200,7 +200,7 @@ def record_tape(
         with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor):
             loss = compute_loss(recorder)
             recorder.mark(LOSS, "")
-            loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+            loss.backward()
             del loss
             recorder.mark(END, "")
     tape = recorder.events
