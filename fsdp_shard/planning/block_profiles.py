@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fsdp_shard.models import attention_implementations, no_split_blocks
 from fsdp_shard.sharding import ShardConfig, Unit, recompute_blocks, recomputed_fqns
-from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, replace_tensors
+from fsdp_shard.utils import FakeTensorMode, TorchDispatchMode, replace_tensors, storage_key
 
 # transformers builds a causal mask whenever it meets fake tensors; real training without padding has none, so that
 # kernels with a causal flag are used. This attention is sdpa without a mask.
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
     def ignore(self, value: Any) -> None:
         """Do not count the tensors in `value`."""
         self._kept += storages_of(value)  # or others get their addresses
-        self._ignored = {storage._cdata for storage in self._kept}
+        self._ignored = {storage_key(storage) for storage in self._kept}
         self._now -= sum(self._live.pop(key, 0) for key in self._ignored)
 
     def accumulated(self, param: torch.Tensor) -> None:
@@ -108,8 +108,8 @@ class Recorder(TorchDispatchMode):
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Know a tensor that autograd saves, if it was made in this block or in the one before."""
         storage = tensor.untyped_storage()
-        if self._born.get(storage._cdata, -1) > self._entered[0]:
-            self._saved[storage._cdata] = storage.nbytes()
+        if self._born.get(storage_key(storage), -1) > self._entered[0]:
+            self._saved[storage_key(storage)] = storage.nbytes()
         return tensor
 
     def mark(self, kind: str, module: str) -> None:
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
         self._most_alone = alone
 
     def _count(self, storage: UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
         if key in self._live or key in self._ignored or not size:
             return
         self._live[key], self._born[key] = size, len(self.events)

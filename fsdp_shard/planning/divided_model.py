@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_shard.models import parallel_plan, tied_names
+from fsdp_shard.models import keep_experts, parallel_plan, tied_names
 from fsdp_shard.sharding import ShardConfig, Unit
 
 _BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")
@@ -120,8 +120,7 @@ def _divide_experts(model: PreTrainedModel, num_ranks: int) -> frozenset[str]:
         for name, param in list(module.named_parameters(recurse=False)):
             part = param.detach()[: len(param) // num_ranks].contiguous()
             setattr(module, name, nn.Parameter(part, requires_grad=param.requires_grad))
-        module.num_experts //= num_ranks
-        module._is_expert_parallel = True  # as transformers marks it: rows of other ranks' experts are masked
+        keep_experts(module, module.num_experts // num_ranks)
         module.forward = _Dispatch(module.forward, module.num_experts, num_ranks)
     return experts
 

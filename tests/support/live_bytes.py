@@ -29,16 +29,16 @@ from fsdp_shard.planning import PlannedRun
 from fsdp_shard.sharding import ShardedModel
 from fsdp_shard.training import (
     LoraConfig,
+    ModelReference,
     TrainerState,
     TrainingRun,
+    WeightAverage,
     build_optimizer,
     inject_lora,
     quantize_base,
     train,
     use_loss_head,
 )
-from fsdp_shard.training.objectives.reference_model import ModelReference
-from fsdp_shard.training.optim.weight_average import WeightAverage
 from tests.support.ranks import on_ranks
 
 # A thread of gloo holds the tensors of a collective a moment longer than whoever waits for it.
