@@ -1,6 +1,6 @@
 """A memory plan as text and as the figures of result.json."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -20,12 +20,25 @@ def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
         "num_trained_params": plan.num_trained,
         "bytes_by_dtype": plan.bytes_by_dtype,
         "blocks": [asdict(block) for block in plan.blocks],
-        "per_rank": [asdict(rank) | {"peak_bytes": rank.peak_bytes} for rank in plan.per_rank],
+        "per_rank": [_rank_figures(rank) for rank in plan.per_rank],
         "peak_bytes": plan.peak_bytes,
+        "overhead_bytes": dict(plan.overhead),
         "device_memory_bytes": memory_bytes,
         "fits": plan.fits(memory_bytes),
         "balance": plan.balance,
     }
+
+
+_FIGURES = (
+    "rank", "parameters_bytes", "gradients_bytes", "optimizer_bytes", "unsharded_bytes", "activations_bytes",
+    "host_bytes", "staging_bytes", "reference_bytes", "average_bytes", "peak_bytes",
+)  # fmt: skip
+
+
+def _rank_figures(rank: RankMemory) -> dict[str, Any]:
+    """The figures of a rank, with the moment of its peak."""
+    peak = None if rank.peak is None else asdict(rank.peak)
+    return {name: getattr(rank, name) for name in _FIGURES} | {"peak": peak}
 
 
 def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
@@ -49,6 +62,8 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             *format_table(_rank_rows(plan.per_rank)),
             "",
             *([staged] if staging else ()),
+            *_peak_lines(plan.per_rank),
+            *_overhead_lines(plan.overhead),
             _verdict(plan, memory_bytes),
         ]
     )
@@ -81,16 +96,38 @@ def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
     return rows
 
 
+def _peak_lines(ranks: Sequence[RankMemory]) -> list[str]:
+    """When the fullest rank has the most in memory, and what."""
+    peaks = [rank for rank in ranks if rank.peak is not None]
+    if not peaks:
+        return []
+    fullest = max(peaks, key=lambda rank: rank.peak_bytes or 0)
+    peak = fullest.peak
+    assert peak is not None
+    terms = sorted(peak.terms.items(), key=lambda term: -term[1])
+    sizes = ", ".join(f"{name} {format_size(num)}" for name, num in terms if num)
+    where = f" at {peak.where}" if peak.where else ""
+    return [f"The peak of rank {fullest.rank} is in the phase {peak.phase}{where}: {sizes}."]
+
+
+def _overhead_lines(overhead: Mapping[str, int]) -> list[str]:
+    """What a GPU holds besides tensors."""
+    sizes = ", ".join(f"{name} {format_size(num)}" for name, num in overhead.items() if num)
+    return [f"Besides tensors a GPU holds about: {sizes}. The peak does not include it; whether it fits does."][
+        : bool(overhead)
+    ]
+
+
 def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
     if plan.peak_bytes is None:
         return f"Activations could not be measured ({plan.problem}), so there is no peak."
     balance = f"The fullest rank holds {plan.balance:.2f} x the mean."
     if memory_bytes is None:
         return f"{balance} Set device.memory, such as device.memory=80GB, to see whether it fits."
-    memory = format_size(memory_bytes)
+    memory, needed = format_size(memory_bytes), plan.peak_bytes + plan.overhead_bytes
     if plan.fits(memory_bytes):
-        return f"{balance} Fits in {memory} with {format_size(memory_bytes - plan.peak_bytes)} to spare."
+        return f"{balance} Fits in {memory} with {format_size(memory_bytes - needed)} to spare."
     return (
-        f"{balance} Does NOT fit in {memory}: {format_size(plan.peak_bytes - memory_bytes)} too much. Try "
+        f"{balance} Does NOT fit in {memory}: {format_size(needed - memory_bytes)} too much. Try "
         f"more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true or shard.cpu_offload=true."
     )

@@ -93,6 +93,7 @@ from .torch_private import (
     persistent_buffers as persistent_buffers,
     record_memory_history as record_memory_history,
     restore_frozen_parameters as restore_frozen_parameters,
+    storage_key as storage_key,
     uncompiled as uncompiled,
     version as version,
     view_base as view_base,

@@ -93,6 +93,11 @@ def local_shape_and_offset(
     return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from all others that are alive. Without `_cdata`, `plan` could not count each one once."""
+    return int(storage._cdata)
+
+
 def int8_matmul(inputs: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """`inputs` [rows, in] times the transpose of int8 `weight` [out, in], scaled by `scales` [out]; for CPUs.
 

@@ -160,7 +160,7 @@ def _planned_run(mode: _Mode, path: str, length: int) -> PlannedRun:
     return PlannedRun(
         ModelConfig(path=path, dtype=mode.dtype, chunked_loss=mode.chunked_loss), shard,
         TrainConfig(global_batch_size=batch, micro_batch_size=mode.rows), mode.optim, length, 1,
-        LoraConfig(**mode.adapter) if mode.adapter else AdapterConfig(),
+        LoraConfig(**mode.adapter) if mode.adapter else AdapterConfig(), on_gpu=not IS_REHEARSAL,
     )  # fmt: skip
 
 
