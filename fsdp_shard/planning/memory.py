@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import models, sharding
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.activations import measure_activations, take_out_head
-from fsdp_shard.planning.optimizer import optimizer_bytes
+from fsdp_shard.planning.optimizer import OptimizerSizes
 from fsdp_shard.training import (
     AdapterConfig,
     LoraConfig,
@@ -272,7 +272,7 @@ def _unsharded_bytes(shard: sharding.ShardConfig, units: Sequence[sharding.Unit]
 def _state_bytes(
     model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun
 ) -> list[tuple[int, int, int, int]]:
-    """Bytes of parameters, gradients, optimizer state and averages of each shard; equal shards are computed once."""
+    """Bytes of parameters, gradients, optimizer state and averages of each shard; shared shards are computed once."""
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
@@ -285,18 +285,19 @@ def _state_bytes(
     def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
         return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
 
-    contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
-    known: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
+    optimizers = OptimizerSizes(run.optim, shapes, dtypes)
+    known: dict[int, tuple[int, int, int, int]] = {}  # by the identity of dicts that ranks share
     sizes = []
     for local, owned in zip(local_shapes, owned_by_rank, strict=True):
-        content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
-        if (key := (content, tuple(owned))) not in known:
+        if id(local) not in known:
             gradients = {name: shape for name, shape in local.items() if name in trained}
-            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else gradients
-            optimizer = optimizer_bytes(run.optim, updated, shapes, dtypes) if updated else 0
+            optimizer = 0 if run.optim.needs_full_params else optimizers.num_bytes(gradients)
             average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, gradients.values()))  # in float32
-            known[key] = num_bytes(local), num_bytes(gradients), optimizer, average
-        sizes.append(known[key])
+            known[id(local)] = num_bytes(local), num_bytes(gradients), optimizer, average
+        parameters, of_gradients, optimizer, average = known[id(local)]
+        if run.optim.needs_full_params:
+            optimizer = optimizers.num_bytes({name: shapes[name] for name in owned})
+        sizes.append((parameters, of_gradients, optimizer, average))
     return sizes
 
 
