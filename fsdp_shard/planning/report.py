@@ -10,6 +10,9 @@ from fsdp_shard.planning.memory import MemoryPlan, RankMemory
 from fsdp_shard.utils import format_number, format_size, format_table
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "average", "reference", "unsharded", "activations", "peak")
+_NOT_COUNTED = (
+    "Not counted: the CUDA context, what the allocator cannot reuse, buffers of collectives, inputs and model buffers."
+)
 _OPTIONAL = ("average", "reference")  # shown where a run has them
 
 
@@ -49,6 +52,7 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             *format_table(_rank_rows(plan.per_rank)),
             "",
             *([staged] if staging else ()),
+            _NOT_COUNTED,
             _verdict(plan, memory_bytes),
         ]
     )
@@ -86,7 +90,7 @@ def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
         return f"Activations could not be measured ({plan.problem}), so there is no peak."
     balance = f"The fullest rank holds {plan.balance:.2f} x the mean."
     if memory_bytes is None:
-        return f"{balance} Set device.memory, such as device.memory=80GB, to see whether it fits."
+        return f"{balance} Set device.memory, such as device.memory=80GiB, to see whether it fits."
     memory = format_size(memory_bytes)
     if plan.fits(memory_bytes):
         return f"{balance} Fits in {memory} with {format_size(memory_bytes - plan.peak_bytes)} to spare."
