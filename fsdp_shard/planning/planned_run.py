@@ -114,7 +114,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     run = PlannedRun(*sections, saving, config.objective)
     with only_errors_of("transformers"):
         plan = plan_memory(model_config, run)
-    dispatch_text, dispatched = _plan_dispatch(config, model, length)
+        dispatch_text, dispatched = _plan_dispatch(config, model, length)
     head = f"{context.describe(length)}\n{_quantization_line(model)}{_objective_line(run)}"
     text = f"{head}{plan_report(plan, memory_bytes)}{dispatch_text}"
     if model.step is not None:
