@@ -121,7 +121,8 @@ FIGURES: dict[str, tuple[Run, float, str, float]] = {
     "Llama-3-70B, QLoRA, 1 GPU of 80 GB": (
         Run(UNSLOTH, LLAMA_3_70B, FULL, 6916, adapter=lora(32, "nf4"), dtype="bfloat16",
             outside_of_torch=OUTSIDE_OF_TORCH), 80 * GIB,
-        "the longest that fits, so a little less; 4.13 bits a weight by double quantization; embeddings and copies of logits in float32", 0.8,
+        "the longest that fits; 4.13 bits a weight by double quantization; embeddings and copies of logits in float32",
+        0.8,
     ),
     "LLaMA-65B, QLoRA, 1 GPU of 48 GB": (
         Run(QLORA, LLAMA_65B, FULL, 512, adapter=lora(64, "nf4"), dtype="bfloat16"), 48 * GIB,
