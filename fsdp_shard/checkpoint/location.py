@@ -16,7 +16,12 @@ from fsdp_shard.checkpoint.formats.registry import recognize
 from fsdp_shard.checkpoint.formats.trainer_layouts import find_checkpoint, latest_step_directory
 from fsdp_shard.checkpoint.index import TensorIndex
 from fsdp_shard.checkpoint.io import has_file
-from fsdp_shard.checkpoint.keys.quantized_weights import configured_quantization, quantization, refuse_quantized
+from fsdp_shard.checkpoint.keys.quantized_weights import (
+    DEQUANTIZED,
+    configured_quantization,
+    quantization,
+    refuse_quantized,
+)
 from fsdp_shard.checkpoint.lora_merge import merge_adapter
 from fsdp_shard.checkpoint.model_files import (
     CONFIG,
@@ -212,11 +217,20 @@ class Location:
             raise self._unreadable_base(location.path, error) from error
         return merge_adapter(adapter, base, self.model_directory)
 
-    def check_unquantized(self) -> None:
-        """Raise CheckpointError if the weights are quantized: those that are here, or according to the config."""
+    def check_dequantizable(self) -> str | None:
+        """Check that the weights, those that are here or according to the config, are or can be made plain numbers.
+
+        Returns:
+            The method that they are quantized by, such as fp8; None if they are not.
+
+        Raises:
+            CheckpointError: `convert dequantize=true` does not know the method.
+        """
         has_weights = self.format is not None and not self.is_adapter
         method = quantization(self.index) if has_weights else configured_quantization(self.model_directory)
-        refuse_quantized(self.weights, method)
+        if method not in DEQUANTIZED:
+            refuse_quantized(self.weights, method)
+        return method
 
     def file_states(self) -> list[tuple[str, int, int]]:
         """Name, bytes and modification time (ns) of each file that defines the model: weights, config, tokenizer, and

@@ -6,11 +6,9 @@ doi:10.5281/zenodo.12608602), with its own seeds, so that results compare with t
 
 import importlib.metadata
 import json
-import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from fsdp_shard.evaluation.harness_model import harness_model
 from fsdp_shard.evaluation.model_digests import digests
 from fsdp_shard.evaluation.model_loader import LoadModel
 from fsdp_shard.evaluation.provenance import provenance
-from fsdp_shard.utils import format_count, nearest, shipped
+from fsdp_shard.utils import format_count, nearest, only_errors_of, shipped
 
 TaskManager = Any  # the harness's, which may not be installed
 
@@ -67,7 +65,7 @@ class LmEval:
         asked, model = self.settings.lm_eval, load(self.settings.source)
         known = run_on_main(self.ranks, self._provenance)
         start = time.perf_counter()
-        with _only_errors():
+        with only_errors_of("lm_eval"):
             results: Any = simple_evaluate(
                 harness_model(model, self.tokenizer, self.settings.batch_size, self.ranks),
                 use_cache=self._cache(known) if asked.cache else None,
@@ -147,7 +145,7 @@ def open_tasks(
         )
     if asked.chat_template and not tokenizer.chat_template:
         raise ConfigError("lm_eval.chat_template=true, but the model's tokenizer has no chat template; remove it.")
-    with _only_errors():
+    with only_errors_of("lm_eval"):
         own = [asked.include_path] if asked.include_path is not None else []
         manager = tasks.TaskManager(include_path=[str(shipped("conf") / "lm_eval"), *own])
         loaded = _load(manager, _known(asked.names, manager))
@@ -212,15 +210,3 @@ def _write_samples(path: Path, rows: list[Any]) -> None:
 def _plain(value: dict[str, Any]) -> Any:
     """`value` in JSON types: numpy's numbers as Python's, and null for those that are not finite."""
     return json.loads(json.dumps(value, default=lambda number: number.item()), parse_constant=lambda name: None)
-
-
-@contextmanager
-def _only_errors() -> Iterator[None]:
-    """Silence the harness's warnings about what is intended here, such as a model not given by its name."""
-    logger = logging.getLogger("lm_eval")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

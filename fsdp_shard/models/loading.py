@@ -78,10 +78,18 @@ def _check_values(config: PretrainedConfig) -> None:
 
 
 def named_class(config: PretrainedConfig) -> tuple[str, Any]:
-    """Return the name of the class that a config names, or else of its type; and the class, if transformers has it."""
+    """Return the name of the class that a config names, or else of its type; and the class, if transformers has it.
+
+    Of an encoder-decoder model whose class transformers no longer has (T5WithLMHeadModel), that is the one of its type.
+    """
     name = next(iter(config.architectures or ()), "")
     found = getattr(transformers, name, None)
-    return name or config.model_type, found if is_model_class(found) else None
+    if is_model_class(found):
+        return name, found
+    if config.is_encoder_decoder and not hasattr(config, "auto_map"):
+        for cls in model_classes(_AUTO_CLASSES["seq2seq"], config):
+            return cls.__name__, cls
+    return name or config.model_type, None
 
 
 def is_model_class(value: Any) -> bool:

@@ -20,6 +20,7 @@ from fsdp_shard.utils import (
     format_size,
     is_out_of_memory,
     non_persistent_buffers,
+    only_errors_of,
     read_json,
     refuse_excess,
     run_limited,
@@ -57,7 +58,7 @@ def try_config(directory: Path, build: Callable[[], object]) -> None:
     if key not in _tried:
         _import_classes(read_json(path))
         try:
-            run_limited(lambda: _try(build), f"building the model of {path}", kind="build", error=ModelError)
+            run_limited(lambda: _in_silence(build), f"building the model of {path}", kind="build", error=ModelError)
             _tried[key] = None
         except ModelError as error:
             _tried[key] = error
@@ -109,6 +110,11 @@ def _try(use: Callable[[], object]) -> None:
     except Exception as error:
         if is_out_of_memory(error):
             raise
+
+
+def _in_silence(build: Callable[[], object]) -> None:
+    with only_errors_of("transformers"):  # whoever builds the model hears it
+        _try(build)
 
 
 def _tokenize(tokenizer: Any) -> None:

@@ -12,7 +12,7 @@ from fsdp_shard.utils import Parsed, parse_size, setting
 class DeviceConfig:
     """The devices that the run would have."""
 
-    memory: str | None = setting(None, "Memory of each device, such as 80GB, to check whether the run fits.")
+    memory: str | None = setting(None, "Memory of each device, such as 80GiB, to check whether the run fits.")
     memory_bytes = Parsed("memory", lambda size, name: None if size is None else parse_size(size, name))
 
 

@@ -16,6 +16,7 @@ from fsdp_shard.models import ModelConfig, check_model_config
 from fsdp_shard.planning.config import DeviceConfig, PlanDataConfig, PlanSavingConfig
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
+from fsdp_shard.utils import only_errors_of
 
 if TYPE_CHECKING:
     from fsdp_shard.inference import DispatchConfig
@@ -77,7 +78,7 @@ def check_plan(config: PlannedSettings) -> None:
     config.optim.check_installed()
     source = planned_model(config).source
     check_model_config(source.directory)
-    source.check_unquantized()
+    source.check_dequantizable()
 
 
 def plan_run(config: PlannedSettings) -> RunPlan:
@@ -104,21 +105,33 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     from fsdp_shard.training import origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
-    model_config = origin_config(config.model, model.source)
+    with only_errors_of("transformers"):  # kernels that are missing on this machine say nothing of the planned one
+        model_config = origin_config(config.model, model.source)
+        context = context_of(model_config, trusted)
     check_model_task(model_config, config.model.task)
-    context = context_of(model_config, trusted)
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
     saving, memory_bytes = config.checkpoint.asynchronous, config.device.memory_bytes
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
     on_gpu, packs = uses_gpus(config.launch), config.data.packing
     run = PlannedRun(*sections, saving, config.objective, on_gpu=on_gpu, is_packed=packs)
-    plan = plan_memory(model_config, run)
-    dispatch_text, dispatched = _plan_dispatch(config, model, length)
-    text = f"{context.describe(length)}\n{_objective_line(run)}{plan_report(plan, memory_bytes)}{dispatch_text}"
+    with only_errors_of("transformers"):
+        plan = plan_memory(model_config, run)
+        dispatch_text, dispatched = _plan_dispatch(config, model, length)
+    head = f"{context.describe(length)}
+{_quantization_line(model)}{_objective_line(run)}"
+    text = f"{head}{plan_report(plan, memory_bytes)}{dispatch_text}"
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
     return RunPlan(model, text, figures(plan, memory_bytes) | dispatched | {"sequence_length": length})
+
+
+def _quantization_line(model: PlannedModel) -> str:
+    """Which model is planned, for people, where the one that is given is stored quantized."""
+    method = model.source.check_dequantizable()
+    if method is None:
+        return ""
+    return f"The weights are quantized ({method}); this is the plan of what convert dequantize=true makes of them.\n"
 
 
 def _objective_line(run: PlannedRun) -> str:

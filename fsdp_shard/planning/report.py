@@ -10,6 +10,9 @@ from fsdp_shard.planning.memory import MemoryPlan, RankMemory
 from fsdp_shard.utils import format_number, format_size, format_table
 
 _COLUMNS = ("parameters", "gradients", "optimizer", "average", "reference", "unsharded", "activations", "peak")
+_NOT_COUNTED = (
+    "Not counted: what is not a tensor of the run, such as Python, libraries, and buffers of the collectives."
+)
 _OPTIONAL = ("average", "reference")  # shown where a run has them
 
 
@@ -63,7 +66,7 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             "",
             *([staged] if staging else ()),
             *_peak_lines(plan.per_rank),
-            *_overhead_lines(plan.overhead),
+            *(_overhead_lines(plan.overhead) or [_NOT_COUNTED]),
             _verdict(plan, memory_bytes),
         ]
     )
@@ -123,7 +126,7 @@ def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
         return f"Activations could not be measured ({plan.problem}), so there is no peak."
     balance = f"The fullest rank holds {plan.balance:.2f} x the mean."
     if memory_bytes is None:
-        return f"{balance} Set device.memory, such as device.memory=80GB, to see whether it fits."
+        return f"{balance} Set device.memory, such as device.memory=80GiB, to see whether it fits."
     memory, needed = format_size(memory_bytes), plan.peak_bytes + plan.overhead_bytes
     if plan.fits(memory_bytes):
         return f"{balance} Fits in {memory} with {format_size(memory_bytes - needed)} to spare."

@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from fsdp_shard.utils.text import printable
@@ -15,6 +17,22 @@ def say(text: object, stream: TextIO | None = None) -> None:
 def make_logs_printable() -> None:
     """Make the messages of every logger of this process `printable`: libraries quote what they read from files."""
     logging.setLogRecordFactory(_PrintableRecord)
+
+
+@contextmanager
+def only_errors_of(library: str) -> Iterator[None]:
+    """Drop what the loggers of a library have to say besides errors.
+
+    Args:
+        library: Name of its logger, such as `transformers`.
+    """
+    logger = logging.getLogger(library)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class _PrintableRecord(logging.LogRecord):

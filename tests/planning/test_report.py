@@ -36,7 +36,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps() -> None:
     assert "Does NOT fit" in last
     assert "1.00 MiB too much" in last
     assert "shard.activation_checkpointing=true" in last
-    assert "Set device.memory, such as device.memory=80GB" in plan_report(found, None)
+    assert "Set device.memory, such as device.memory=80GiB" in plan_report(found, None)
 
 
 def test_the_recipe_needs_only_a_config(tmp_path: Path) -> None:

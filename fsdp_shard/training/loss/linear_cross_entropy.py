@@ -219,11 +219,11 @@ def _install(model: PreTrainedModel, head: nn.Module | None) -> str | None:
         return "its output head is not a plain linear layer"
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
-    if softcap is not None:
-        config.final_logit_softcapping = None  # the head applies it
+    if softcap is not None:  # past the check of Gemma3n's config, which wants a number there
+        vars(config)["final_logit_softcapping"] = None  # the head applies it
     if not _returns_logits(model, head):
         if softcap is not None:
-            config.final_logit_softcapping = softcap
+            vars(config)["final_logit_softcapping"] = softcap
         return "it changes the logits after its output head"
     head.forward = LossHead(head, softcap)  # type: ignore[assignment]  # is one
     return None

@@ -17,6 +17,7 @@ from fsdp_shard.checkpoint.location import open_checkpoint
 from fsdp_shard.cli import run_command
 from fsdp_shard.errors import CheckpointError
 from fsdp_shard.inference import load_dispatched
+from tests.support.runs import run_recipe
 from tests.support.tiny import byte_tokenizer, llama, llama_config
 
 Tensors = dict[str, torch.Tensor]
@@ -78,7 +79,7 @@ def test_quantized_weights_are_never_cast(method: str, has_config: bool, tmp_pat
         load_dispatched(source)
 
 
-@pytest.mark.parametrize("command", ["generate", "evaluate", "finetune", "plan"])
+@pytest.mark.parametrize("command", ["generate", "evaluate", "finetune"])
 def test_the_commands_say_so(command: str, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_shard.cli.recipes.start_garbage_collection", lambda: None)
     source = write(tmp_path / "model", fp8, "fp8")
@@ -87,17 +88,34 @@ def test_the_commands_say_so(command: str, tmp_path: Path, texts: Path, monkeypa
         "generate": [f"checkpoint={source}", "prompt=abc"],
         "evaluate": [f"checkpoint={source}", *text],
         "finetune": [f"model.path={source}", *text],
-        "plan": [f"model.path={source}"],
     }[command]
     with pytest.raises(CheckpointError, match=r"is quantized \(fp8\).*; convert it with dequantize=true first"):
         run_command([command, *settings, f"run_dir={tmp_path / 'run'}"])
 
 
-def test_a_plan_needs_only_the_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_plan_is_of_what_a_conversion_makes(has_weights: bool, tmp_path: Path) -> None:
+    source = write(tmp_path / "model", fp8, "fp8")
+    convert(source, tmp_path / "plain", dequantize=True)
+    if not has_weights:
+        (source / "model.safetensors").unlink()
+    plans = [
+        run_recipe("plan", tmp_path / f"run of {path.name}", f"model.path={path}")
+        for path in (source, tmp_path / "plain")
+    ]
+    note = "The weights are quantized (fp8); this is the plan of what convert dequantize=true makes of them."
+    assert [note in plan.out for plan in plans] == [True, False]
+    assert plans[0].result["per_rank"] == plans[1].result["per_rank"]
+
+
+def test_no_plan_of_what_cannot_be_converted(tmp_path: Path) -> None:
     source = write(tmp_path / "model", fp8, "fp8")
     (source / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"is quantized \(fp8\)"):
-        locate(source).check_unquantized()
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq"}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"is quantized \(gptq\).*give the model that it was made from"):
+        locate(source).check_dequantizable()
 
 
 def test_a_config_that_was_left_behind(tmp_path: Path) -> None:
