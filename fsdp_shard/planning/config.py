@@ -5,15 +5,8 @@ from typing import Any
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference import DispatchConfig
-from fsdp_shard.utils import Parsed, parse_size, setting
-
-
-@dataclass
-class DeviceConfig:
-    """The devices that the run would have."""
-
-    memory: str | None = setting(None, "Memory of each device, such as 80GB, to check whether the run fits.")
-    memory_bytes = Parsed("memory", lambda size, name: None if size is None else parse_size(size, name))
+from fsdp_shard.planning.devices import AutoDeviceConfig, DeviceConfig
+from fsdp_shard.utils import setting
 
 
 @dataclass
@@ -55,7 +48,7 @@ class PlannedDispatchConfig(DispatchConfig):
 class PlanSettings:
     """The settings of `fsdp-shard plan` besides `model`, `shard`, `train`, `optim` and `launch`."""
 
-    device: DeviceConfig = field(default_factory=DeviceConfig)
+    device: DeviceConfig = field(default_factory=AutoDeviceConfig)
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
     checkpoint: PlanSavingConfig = field(default_factory=PlanSavingConfig)
     dispatch: DispatchConfig = field(default_factory=PlannedDispatchConfig)

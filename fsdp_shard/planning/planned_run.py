@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fsdp_shard.checkpoint import CHECKPOINTS, Location, Store
 from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.models import ModelConfig, check_model_config
-from fsdp_shard.planning.config import DeviceConfig, PlanDataConfig, PlanSavingConfig
+from fsdp_shard.planning.config import PlanDataConfig, PlanSavingConfig
+from fsdp_shard.planning.devices import DeviceConfig, check_device, hardware_of
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 
@@ -98,8 +99,12 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         8437268480
     """
     from fsdp_shard.models import check_model_task, context_of
+    from fsdp_shard.planning.costs.model_facts import model_facts
+    from fsdp_shard.planning.costs.step_cost import step_cost
+    from fsdp_shard.planning.costs.step_report import step_figures, step_report
     from fsdp_shard.planning.memory import PlannedRun, plan_memory
     from fsdp_shard.planning.report import figures, plan_report
+    from fsdp_shard.planning.step_time import missing_figures
     from fsdp_shard.training import origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
@@ -107,16 +112,20 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     check_model_task(model_config, config.model.task)
     context = context_of(model_config, trusted)
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
-    saving, memory_bytes = config.checkpoint.asynchronous, config.device.memory_bytes
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
-    run = PlannedRun(*sections, saving, config.objective)
+    run = PlannedRun(*sections, config.checkpoint.asynchronous, config.objective)
     plan = plan_memory(model_config, run)
+    cost = step_cost(model_facts(model_config, config.model, config.adapter, config.shard), run)
+    hardware = hardware_of(config.device, ranks_per_node=config.launch.ranks if config.launch.max_nodes > 1 else None)
+    check_device(config.device, hardware, missing_figures(cost, hardware))
     dispatch_text, dispatched = _plan_dispatch(config, model, length)
-    text = f"{context.describe(length)}\n{_objective_line(run)}{plan_report(plan, memory_bytes)}{dispatch_text}"
+    text = f"{context.describe(length)}\n{_objective_line(run)}{plan_report(plan, hardware.memory_bytes)}"
+    text += f"\n\n{step_report(cost, hardware)}{dispatch_text}"
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
-    return RunPlan(model, text, figures(plan, memory_bytes) | dispatched | {"sequence_length": length})
+    found = figures(plan, hardware.memory_bytes) | {"step": step_figures(cost, hardware)}
+    return RunPlan(model, text, found | dispatched | {"sequence_length": length})
 
 
 def _objective_line(run: PlannedRun) -> str:
