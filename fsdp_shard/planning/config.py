@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference import DispatchConfig
-from fsdp_shard.planning.devices import AutoDeviceConfig, DeviceConfig
+from fsdp_shard.planning.devices import DeviceConfig
 from fsdp_shard.utils import setting
 
 
@@ -48,7 +48,7 @@ class PlannedDispatchConfig(DispatchConfig):
 class PlanSettings:
     """The settings of `fsdp-shard plan` besides `model`, `shard`, `train`, `optim` and `launch`."""
 
-    device: DeviceConfig = field(default_factory=AutoDeviceConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
     checkpoint: PlanSavingConfig = field(default_factory=PlanSavingConfig)
     dispatch: DispatchConfig = field(default_factory=PlannedDispatchConfig)

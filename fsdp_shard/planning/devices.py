@@ -1,4 +1,4 @@
-"""What is known about the devices that a run would have: the settings `device.*`, their presets, and this machine's GPU.
+"""What is known about the devices that a run would have: the settings `device.*`, presets, and this machine's GPU.
 
 Presets are the YAML files in conf/device/, each figure with its source. Imports no torch before it looks at a GPU.
 """

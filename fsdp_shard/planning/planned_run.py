@@ -114,8 +114,9 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
     run = PlannedRun(*sections, config.checkpoint.asynchronous, config.objective)
-    plan = plan_memory(model_config, run)
-    cost = step_cost(model_facts(model_config, config.model, config.adapter, config.shard), run)
+    facts = model_facts(model_config, config.model, config.adapter, config.shard)
+    plan = plan_memory(model_config, run, facts.model)
+    cost = step_cost(facts, run)
     hardware = hardware_of(config.device, ranks_per_node=config.launch.ranks if config.launch.max_nodes > 1 else None)
     check_device(config.device, hardware, missing_figures(cost, hardware))
     dispatch_text, dispatched = _plan_dispatch(config, model, length)

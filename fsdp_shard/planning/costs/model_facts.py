@@ -30,6 +30,7 @@ class ModelFacts:
 
     Attributes:
         config: Its config.
+        model: The model on meta.
         params: FQN -> parameter.
         amounts: FLOPs and saved bytes; None where they cannot be measured.
         problem: Why not, if so.
@@ -47,7 +48,7 @@ class ModelFacts:
     expert_plan: Mapping[str, str]
     head: str
     base_bytes: int
-    _model: PreTrainedModel = field(repr=False)
+    model: PreTrainedModel = field(repr=False)
     _units: dict[object, tuple[sharding.Unit, ...]] = field(default_factory=dict)
     _states: dict[str, int] = field(default_factory=dict)
 
@@ -63,14 +64,14 @@ class ModelFacts:
             *(tuple(shard.blocks), shard.min_params),
         )
         if key not in self._units:
-            self._units[key] = sharding.plan_units(self._model, shard)
+            self._units[key] = sharding.plan_units(self.model, shard)
         return self._units[key]
 
     def state_bytes(self, optim: OptimConfig) -> int:
         """Bytes of the state of `optim` for all trained parameters, computed once for each config."""
         if (key := repr(optim)) not in self._states:
-            shapes = {name: tuple(param.shape) for name, param in self._model.named_parameters()}
-            dtypes = {name: param.dtype for name, param in self._model.named_parameters()}
+            shapes = {name: tuple(param.shape) for name, param in self.model.named_parameters()}
+            dtypes = {name: param.dtype for name, param in self.model.named_parameters()}
             trained = {name: shapes[name] for name, param in self.params.items() if param.is_trained}
             self._states[key] = optimizer_bytes(optim, trained, shapes, dtypes) if trained else 0
         return self._states[key]

@@ -109,7 +109,7 @@ def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
         flops=flops,
         model_flops=model_flops,
         precision=precision,
-        traffic=step_traffic(facts, run),
+        traffic=step_traffic(facts, run, shares),
         memory_bytes=_memory_bytes(facts, run, shares, kept),
         to_host_bytes=to_host,
         to_device_bytes=to_device,

@@ -5,7 +5,7 @@ sends the share (N-1)/N, of one that is all-reduced twice that. Not counted are 
 losses. Experts are taken to get as many tokens each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -13,7 +13,7 @@ from fsdp_shard import sharding
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.costs.block_flops import Attention
 from fsdp_shard.planning.costs.model_facts import ModelFacts, text_setting
-from fsdp_shard.planning.costs.unit_shares import COLUMN_STYLES, ROW_STYLES, unit_shares
+from fsdp_shard.planning.costs.unit_shares import COLUMN_STYLES, ROW_STYLES, UnitShare, unit_shares
 from fsdp_shard.planning.memory import PlannedRun
 
 _SENDS_TO_EXPERTS = "ep_dispatch_experts"
@@ -52,12 +52,13 @@ class Traffic:
         return int(Fraction(self.num_ranks - 1, self.num_ranks) * _SENT[self.collective] * self.payload_bytes)
 
 
-def step_traffic(facts: ModelFacts, run: PlannedRun) -> tuple[Traffic, ...]:
+def step_traffic(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare] | None = None) -> tuple[Traffic, ...]:
     """What each rank sends in a step.
 
     Args:
         facts: The model.
         run: The settings of the run.
+        shares: `unit_shares(facts, run)`; computed if None.
 
     Returns:
         The traffic, added up by collective and ranks, without what has no bytes.
@@ -66,7 +67,13 @@ def step_traffic(facts: ModelFacts, run: PlannedRun) -> tuple[Traffic, ...]:
         ConfigError: The config of a mixture does not say how many experts a token goes to.
     """
     found: dict[tuple[str, str], Traffic] = {}
-    for traffic in (*_of_units(facts, run), *_of_layers(facts, run), *_of_experts(facts, run), *_of_parts(facts, run)):
+    units = unit_shares(facts, run) if shares is None else shares
+    for traffic in (
+        *_of_units(facts, run, units),
+        *_of_layers(facts, run),
+        *_of_experts(facts, run),
+        *_of_parts(facts, run),
+    ):
         if traffic.num_ranks > 1 and traffic.payload_bytes:
             key = traffic.collective, traffic.over
             before = found[key].payload_bytes if key in found else 0
@@ -74,12 +81,12 @@ def step_traffic(facts: ModelFacts, run: PlannedRun) -> tuple[Traffic, ...]:
     return tuple(found.values())
 
 
-def _of_units(facts: ModelFacts, run: PlannedRun) -> Iterator[Traffic]:
+def _of_units(facts: ModelFacts, run: PlannedRun, shares: Iterable[UnitShare]) -> Iterator[Traffic]:
     """Of parameters and gradients."""
     shard, num_copies = run.shard, run.shard.replicas
     if not shard.is_sharded:
         num_copies = run.num_ranks
-    for unit in unit_shares(facts, run):
+    for unit in shares:
         num, stride = unit.num_chunks, unit.stride
         over = "expert shard" if unit.is_expert else "shard"
         gathered = num * unit.gathered_bytes

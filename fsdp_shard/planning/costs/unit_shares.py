@@ -66,30 +66,41 @@ def _share(
     stride = shard.expert_parallel if is_expert else shard.tensor_parallel
     num_chunks = run.num_ranks // (shard.replicas * stride) if shard.is_sharded else 1
     shapes = {name: _local_shape(facts, run, name) for name in names}
-    trained = [name for name in names if facts.params[name].is_trained]
 
     def chunk(chosen: Mapping[str, tuple[int, ...]]) -> int:
         return shard.chunk_length(chosen, unit.dtype, num_chunks)
 
     if shard.flattens_units:  # of a unit that is trained in part, gradients are of the whole
         elements, stored = chunk(shapes), max((facts.params[name].itemsize for name in names), default=0)
-        reduced = elements if trained else 0
+        reduced = elements if any(facts.params[name].is_trained for name in names) else 0
         gathered_bytes = elements * (stored if unit.is_bytes else sharding.itemsize(unit.dtype))
         stored_bytes = elements * stored
     else:
-        each = {name: chunk({name: shape}) for name, shape in shapes.items()}
-        gathered_bytes = sum(count * _gathered_itemsize(facts, unit, name) for name, count in each.items())
-        stored_bytes = sum(count * facts.params[name].itemsize for name, count in each.items())
-        reduced = sum(each[name] for name in trained)
+        sizes = [0, 0, 0]  # gathered, stored, trained
+        for (gathered_size, stored_size, is_trained), chosen in _alike(facts, unit, shapes).items():
+            elements = chunk(chosen)
+            sizes = [
+                sizes[0] + elements * gathered_size,
+                sizes[1] + elements * stored_size,
+                sizes[2] + elements * is_trained,
+            ]
+        gathered_bytes, stored_bytes, reduced = sizes
     num_reductions = run.num_micro_batches if shard.sync_every_micro_batch else 1
     reduced_bytes = reduced * sharding.itemsize(shard.reduce_dtype)
-    sizes = gathered_bytes, stored_bytes, reduced_bytes
-    return UnitShare(num_chunks, stride, *sizes, *num_gathers, num_reductions, is_expert)
+    figures = gathered_bytes, stored_bytes, reduced_bytes
+    return UnitShare(num_chunks, stride, *figures, *num_gathers, num_reductions, is_expert)
 
 
-def _gathered_itemsize(facts: ModelFacts, unit: sharding.Unit, name: str) -> int:
-    param = facts.params[name]
-    return sharding.itemsize(unit.dtype) if param.is_floating and not unit.is_bytes else param.itemsize
+def _alike(
+    facts: ModelFacts, unit: sharding.Unit, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[tuple[int, int, bool], dict[str, tuple[int, ...]]]:
+    """`shapes` by the bytes of an element when it is gathered and as it is stored, and by whether it is trained."""
+    computed, found = sharding.itemsize(unit.dtype), dict[tuple[int, int, bool], dict[str, tuple[int, ...]]]()
+    for name, shape in shapes.items():
+        param = facts.params[name]
+        gathered = computed if param.is_floating and not unit.is_bytes else param.itemsize
+        found.setdefault((gathered, param.itemsize, param.is_trained), {})[name] = shape
+    return found
 
 
 def _num_gathers(
