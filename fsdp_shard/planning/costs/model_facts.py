@@ -11,7 +11,7 @@ from fsdp_shard import models, sharding
 from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
 from fsdp_shard.planning.optimizer import optimizer_bytes
 from fsdp_shard.training import AdapterConfig, LoraConfig, NewHead, OptimConfig, inject_lora, quantize_base
-from fsdp_shard.utils import first_line
+from fsdp_shard.utils import FakeTensorMode, first_line
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,10 @@ def model_facts(
     file_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
     frozen = sum(param.numel() for param in computing.parameters() if not param.requires_grad)
     amounts, problem = _measured(computing, shard)
+    if amounts is None:
+        computing = _build(config, model, adapter, shard.param_dtype)
+        with FakeTensorMode():
+            amounts, problem = _measured(computing, shard, "cpu")
     params = {
         name: ParamFacts(tuple(param.shape), param.element_size(), param.is_floating_point(), param.requires_grad)
         for name, param in stored.named_parameters()
@@ -124,10 +128,12 @@ def _build(config: PretrainedConfig, model: models.ModelConfig, adapter: Adapter
     return built
 
 
-def _measured(model: PreTrainedModel, shard: sharding.ShardConfig) -> tuple[ModelAmounts | None, str | None]:
+def _measured(
+    model: PreTrainedModel, shard: sharding.ShardConfig, device: str = "meta"
+) -> tuple[ModelAmounts | None, str | None]:
     blocks = [block.fqn for block in models.no_split_blocks(model, shard.blocks) if block.repeated]
     try:
-        return measure_amounts(model, blocks), None
+        return measure_amounts(model, blocks, device), None
     # What models that were not written for this raise: they take no text, or depend on values.
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
         return None, first_line(error)
