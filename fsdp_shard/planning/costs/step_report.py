@@ -66,7 +66,10 @@ def _time_lines(cost: StepCost, hardware: Hardware) -> list[str]:
         if cost.flops is None:
             return []
         missing = ", ".join(f"device.{name}" for name in missing_figures(cost, hardware))
-        return [f"No time of a step, as {missing} is not known. Set a preset, such as device=h100, for a lower bound."]
+        return [
+            f"No time of a step, because too little is known of the device ({missing}). Set a preset, such as "
+            f"device=h100, for a lower bound."
+        ]
     parts = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in time.parts.items() if seconds)
     name = f" on {hardware.name}" if hardware.name else ""
     rate = f"{format_number(round(time.tokens_per_second))} tokens/s, {_tokens(time.tokens_per_day)} tokens a day"
