@@ -6,8 +6,6 @@ Presets are the YAML files in conf/device/, each figure with its source. Imports
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.utils import Parsed, parse_size, setting, shipped
 
@@ -156,6 +154,8 @@ def _gpu_name() -> str:
 
 def _completed(config: DeviceConfig, preset: str) -> DeviceConfig:
     """`config` with the figures of a preset where it has none."""
+    from omegaconf import OmegaConf
+
     # Not PyYAML, which takes 989.4e12 for text.
     values: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "device" / f"{preset}.yaml"))
     names = {item.name for item in fields(DeviceConfig)}

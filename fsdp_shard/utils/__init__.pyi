@@ -92,6 +92,8 @@ from .torch_private import (
     persistent_buffers as persistent_buffers,
     record_memory_history as record_memory_history,
     restore_frozen_parameters as restore_frozen_parameters,
+    tree_leaves as tree_leaves,
+    tree_map as tree_map,
     uncompiled as uncompiled,
     version as version,
     view_base as view_base,

@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fsdp_shard.models import attention_implementations
 from fsdp_shard.sharding import is_saved_operator
-from fsdp_shard.utils import TorchDispatchMode, replace_tensors
+from fsdp_shard.utils import TorchDispatchMode, replace_tensors, tree_leaves, tree_map
 
 _LENGTHS = (64, 128, 192)  # multiples of the chunks that linear attention computes in
 _ATTENTION = "fsdp_shard_flops"
@@ -393,8 +392,14 @@ def _amounts(measured: Sequence[_BlockCounts]) -> BlockAmounts:
     def size(name: str) -> Amount:
         return Amount(_polynomial([getattr(found, name) for found in measured]))
 
-    phases = ("forward", "backward", "recomputed", "recomputed selectively")
-    return BlockAmounts(*map(of, phases), size("saved_bytes"), size("input_bytes"))
+    return BlockAmounts(
+        forward=of("forward"),
+        backward=of("backward"),
+        recomputed=of("recomputed"),
+        recomputed_selectively=of("recomputed selectively"),
+        saved_bytes=size("saved_bytes"),
+        input_bytes=size("input_bytes"),
+    )
 
 
 def _polynomial(values: Sequence[int]) -> tuple[Fraction, Fraction, Fraction]:

@@ -113,10 +113,19 @@ def model_facts(
         name: ParamFacts(tuple(param.shape), param.element_size(), param.is_floating_point(), param.requires_grad)
         for name, param in stored.named_parameters()
     }
-    plans = (models.parallel_plan(stored, kind) for kind in ("tp_plan", "ep_plan"))
     head = stored.get_output_embeddings()
     fqn = next((fqn for fqn, module in stored.named_modules() if module is head), "")
-    return ModelFacts(config, params, amounts, problem, *plans, fqn, frozen * file_dtype.itemsize, stored)
+    return ModelFacts(
+        config=config,
+        params=params,
+        amounts=amounts,
+        problem=problem,
+        tensor_plan=models.parallel_plan(stored, "tp_plan"),
+        expert_plan=models.parallel_plan(stored, "ep_plan"),
+        head=fqn,
+        base_bytes=frozen * file_dtype.itemsize,
+        model=stored,
+    )
 
 
 def _build(config: PretrainedConfig, model: models.ModelConfig, adapter: AdapterConfig, dtype: str) -> PreTrainedModel:
