@@ -13,7 +13,7 @@ from fsdp_shard.errors import ConfigError
 from fsdp_shard.evaluation import EvaluateSettings
 from fsdp_shard.inference import DispatchConfig, GenerateSettings, GenerationSettings
 from fsdp_shard.models import ModelConfig
-from fsdp_shard.planning import PlannedDispatchConfig, PlanSettings
+from fsdp_shard.planning import AutoDeviceConfig, DeviceConfig, PlannedDispatchConfig, PlanSettings
 from fsdp_shard.sharding import WRAPPERS, ShardConfig
 from fsdp_shard.training import (
     OBJECTIVES,
@@ -361,6 +361,7 @@ OPTIONS: dict[str, dict[str, type]] = {
     "optim": dict(OPTIMIZERS),
     "adapter": {"none": AdapterConfig, "lora": LoraConfig},
     "train": {"default": TrainConfig},
+    "device": {"auto": AutoDeviceConfig, "custom": DeviceConfig},
     "dispatch": {"default": DispatchConfig, "planned": PlannedDispatchConfig},
     "generation": {"default": GenerationSettings},
 }

@@ -29,7 +29,14 @@ def quote_text(arguments: Sequence[str], settings: Sequence[Setting], *, is_swee
         ConfigError: A required text is empty, as `model.path=$UNSET` is.
     """
     texts = {setting.name: setting for setting in settings if setting.is_text}
-    return [_quote(argument, texts, is_sweep) for argument in arguments]
+    groups = {setting.name.partition(".")[0] for setting in settings if "." in setting.name}
+    return [_quote_option(argument, groups) or _quote(argument, texts, is_sweep) for argument in arguments]
+
+
+def _quote_option(argument: str, groups: set[str]) -> str:
+    """An option that is a number, such as `device=4090`, in quotes, which Hydra wants; empty for other arguments."""
+    name, _, option = argument.partition("=")
+    return f'{name}="{option}"' if name in groups and option.isdecimal() else ""
 
 
 def _quote(argument: str, texts: dict[str, Setting], is_sweep: bool) -> str:

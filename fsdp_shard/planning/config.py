@@ -5,15 +5,8 @@ from typing import Any
 
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.inference import DispatchConfig
-from fsdp_shard.utils import Parsed, parse_size, setting
-
-
-@dataclass
-class DeviceConfig:
-    """The devices that the run would have."""
-
-    memory: str | None = setting(None, "Memory of each device, such as 80GiB, to check whether the run fits.")
-    memory_bytes = Parsed("memory", lambda size, name: None if size is None else parse_size(size, name))
+from fsdp_shard.planning.devices import DeviceConfig
+from fsdp_shard.utils import setting
 
 
 @dataclass

@@ -243,12 +243,13 @@ class MemoryPlan:
         return sum(self.overhead.values())
 
 
-def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
+def plan_memory(config: PretrainedConfig, run: PlannedRun, built: PreTrainedModel | None = None) -> MemoryPlan:
     """Plan the memory of a run.
 
     Args:
         config: The transformers config of the model.
         run: The settings of the run.
+        built: The model on meta, in its dtypes and with its adapter (`ModelFacts.model`); built if None.
 
     Returns:
         The plan.
@@ -258,7 +259,7 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
         ModelError: No blocks are found in the model.
     """
     sharding.check_mesh(run.shard, run.num_ranks)
-    model = _build(config, run, run.model.dtype)
+    model = _build(config, run, run.model.dtype) if built is None else built
     sharding.check_shardable(model, run.shard)
     sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
     blocks = [

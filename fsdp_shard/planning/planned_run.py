@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fsdp_shard.checkpoint import CHECKPOINTS, Location, Store
 from fsdp_shard.distributed import LaunchConfig
 from fsdp_shard.models import ModelConfig, check_model_config
-from fsdp_shard.planning.config import DeviceConfig, PlanDataConfig, PlanSavingConfig
+from fsdp_shard.planning.config import PlanDataConfig, PlanSavingConfig
+from fsdp_shard.planning.devices import DeviceConfig, check_device, hardware_of
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
 from fsdp_shard.utils import only_errors_of
@@ -100,8 +101,12 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     """
     from fsdp_shard.distributed import uses_gpus
     from fsdp_shard.models import check_model_task, context_of
+    from fsdp_shard.planning.costs.model_facts import model_facts
+    from fsdp_shard.planning.costs.step_cost import step_cost
+    from fsdp_shard.planning.costs.step_report import step_figures, step_report
     from fsdp_shard.planning.memory import PlannedRun, plan_memory
     from fsdp_shard.planning.report import figures, plan_report
+    from fsdp_shard.planning.step_time import missing_figures
     from fsdp_shard.training import origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
@@ -110,20 +115,23 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         context = context_of(model_config, trusted)
     check_model_task(model_config, config.model.task)
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
-    saving, memory_bytes = config.checkpoint.asynchronous, config.device.memory_bytes
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
+    hardware = hardware_of(config.device, ranks_per_node=config.launch.ranks if config.launch.max_nodes > 1 else None)
     on_gpu, packs = uses_gpus(config.launch), config.data.packing
-    run = PlannedRun(*sections, saving, config.objective, on_gpu=on_gpu, is_packed=packs)
+    run = PlannedRun(*sections, config.checkpoint.asynchronous, config.objective, on_gpu=on_gpu, is_packed=packs)
     with only_errors_of("transformers"):
-        plan = plan_memory(model_config, run)
+        facts = model_facts(model_config, config.model, config.adapter, config.shard)
+        plan = plan_memory(model_config, run, facts.model)
+        cost = step_cost(facts, run)
         dispatch_text, dispatched = _plan_dispatch(config, model, length)
-    head = f"{context.describe(length)}
-{_quantization_line(model)}{_objective_line(run)}"
-    text = f"{head}{plan_report(plan, memory_bytes)}{dispatch_text}"
+    check_device(config.device, hardware, missing_figures(cost, hardware))
+    head = f"{context.describe(length)}\n{_quantization_line(model)}{_objective_line(run)}"
+    text = f"{head}{plan_report(plan, hardware.memory_bytes)}\n\n{step_report(cost, hardware)}{dispatch_text}"
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
-    return RunPlan(model, text, figures(plan, memory_bytes) | dispatched | {"sequence_length": length})
+    found = figures(plan, hardware.memory_bytes) | {"step": step_figures(cost, hardware)}
+    return RunPlan(model, text, found | dispatched | {"sequence_length": length})
 
 
 def _quantization_line(model: PlannedModel) -> str:

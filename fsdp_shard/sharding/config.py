@@ -1,8 +1,8 @@
 """The shard settings that all wrappers have in common, and the interface of a wrapper.
 
-A wrapper is its settings, in `registry.py`, and a module of its name with the functions `shard`, `local_shapes` and
-`check_supported`, which is imported when one of them is needed. This file imports no torch, so that a config can be
-checked without it.
+A wrapper is its settings, in `registry.py`, and a module of its name with the functions `shard`, `local_shapes`,
+`chunk_length` and `check_supported`, which is imported when one of them is needed. This file imports no torch, so that
+a config can be checked without it.
 """
 
 from __future__ import annotations
@@ -168,6 +168,16 @@ class ShardConfig:
         """
         local: list[dict[str, Shape]] = self._module().local_shapes(shapes, units, num_shards)
         return local
+
+    def chunk_length(self, shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
+        """Number of elements of a unit that a rank sends when it is gathered, with padding.
+
+        Args:
+            shapes: The unsharded shapes of its parameters, in order.
+            dtype: The dtype that it computes in.
+            num_shards: Number of ranks that one replica is sharded over.
+        """
+        return int(self._module().chunk_length(shapes, dtype, num_shards))
 
     def shard(self, model: nn.Module, context: DistributedContext) -> ShardedModel:
         """Wrap `model` (on meta, buffers on the device) over the ranks of `context`; parameters are left unfilled."""

@@ -6,6 +6,7 @@ It loads, trains and saves like the others, in the same formats, so that a run m
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ def check_supported(model: nn.Module, settings: DdpConfig) -> None:
 def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards: int) -> list[dict[str, Shape]]:
     """The shapes as they are, for each rank."""
     return [dict(shapes) for _ in range(num_shards)]
+
+
+def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
+    """All of it."""
+    return sum(map(prod, shapes.values()))
 
 
 def shard(model: nn.Module, settings: DdpConfig, context: DistributedContext) -> ShardedModel:

@@ -69,11 +69,7 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
         return [{name: (prod(shape),) for name, shape in shapes.items()}]
     shards: list[dict[str, Shape]] = [{} for _ in range(num_shards)]
     for number, unit in enumerate(units):
-        multiple, spans, end = max(1, _FLAT_ALIGN_BYTES // itemsize(unit.dtype)), {}, 0
-        for name in unit.parameters:
-            start = -(-end // multiple) * multiple
-            end = start + prod(shapes[name])
-            spans[name] = start, end
+        spans, end = _flat_spans({name: shapes[name] for name in unit.parameters}, unit.dtype)
         length = -(-end // num_shards)
         for index, local in enumerate(shards):
             low, high = index * length, (index + 1) * length
@@ -81,6 +77,21 @@ def local_shapes(shapes: Mapping[str, Shape], units: Sequence[Unit], num_shards:
             local.update({name: (count,) for name, count in held.items()})
             local[f"(padding of unit {number})"] = (length - sum(held.values()),)
     return shards
+
+
+def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
+    """The flattened parameters of a unit, divided evenly."""
+    return -(-_flat_spans(shapes, dtype)[1] // num_shards)
+
+
+def _flat_spans(shapes: Mapping[str, Shape], dtype: str) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where each parameter of a unit is in the flat one, and the length of that."""
+    multiple, spans, end = max(1, _FLAT_ALIGN_BYTES // itemsize(dtype)), {}, 0
+    for name, shape in shapes.items():
+        start = -(-end // multiple) * multiple
+        end = start + prod(shape)
+        spans[name] = start, end
+    return spans, end
 
 
 def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) -> ShardedModel:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -122,6 +123,11 @@ def _rows(shape: Shape, num_shards: int, index: int) -> Shape:
         return ()
     per_shard = -(-shape[0] // num_shards)
     return (len(range(shape[0])[index * per_shard : (index + 1) * per_shard]), *shape[1:])
+
+
+def chunk_length(shapes: Mapping[str, Shape], dtype: str, num_shards: int) -> int:
+    """The rows of the first shard, to whose size all are padded; scalars are on every rank."""
+    return sum(-(-shape[0] // num_shards) * prod(shape[1:]) for shape in shapes.values() if shape)
 
 
 def shard(model: nn.Module, settings: ShardConfig, context: DistributedContext) -> ShardedModel:

@@ -94,6 +94,8 @@ from .torch_private import (
     record_memory_history as record_memory_history,
     restore_frozen_parameters as restore_frozen_parameters,
     storage_key as storage_key,
+    tree_leaves as tree_leaves,
+    tree_map as tree_map,
     uncompiled as uncompiled,
     version as version,
     view_base as view_base,

@@ -24,6 +24,9 @@ from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+# Without them `plan` would know the tensors of few arguments of blocks.
+from torch.utils._pytree import tree_leaves as tree_leaves, tree_map as tree_map
+
 # Without the private ones, selective checkpointing recomputes attention, products in 8 bits and collectives.
 _COSTLY_OPERATORS = frozenset((
     "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm",

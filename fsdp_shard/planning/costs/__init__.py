@@ -1,0 +1,1 @@
+"""What a step costs: FLOPs, bytes between ranks, memory traffic and checkpoints."""

@@ -1,0 +1,411 @@
+"""FLOPs and saved bytes of a forward and backward pass, measured on one block of each kind, for any sequence length.
+
+The model runs on the meta device or on fake tensors, which compute nothing. Blocks that are alike run once: others of
+their kind only pass shapes on. Every operator is a polynomial of degree two in the length, which three lengths tell;
+attention that goes through transformers' interface is a formula of its own, so that what its mask hides does not count.
+
+Counted are the matrix products, convolutions and attention that `torch.utils.flop_counter` counts, and grouped products
+of experts. Scores that a flash kernel computes again in its backward pass do not count.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from fsdp_shard.models import attention_implementations
+from fsdp_shard.sharding import is_saved_operator
+from fsdp_shard.utils import TorchDispatchMode, replace_tensors, tree_leaves, tree_map
+
+_LENGTHS = (64, 128, 192)  # multiples of the chunks that linear attention computes in
+_ATTENTION = "fsdp_shard_flops"
+_GROUPED = "aten::_grouped_mm"
+_NUMBERS_OF_A_LAYER = ("layer_idx", "layer_index", "layer_number", "block_idx")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one layer to one sequence.
+
+    Attributes:
+        flops_per_pair: FLOPs for each pair of a query and a key, over all heads.
+        is_causal: Whether a query attends to no later key.
+        window: Number of keys that a query attends to at most; None for all.
+        heads: Number of heads of the queries, and of the keys and values.
+        widths: Width of a head of the queries and keys, and of the values.
+    """
+
+    flops_per_pair: int
+    is_causal: bool
+    window: int | None
+    heads: tuple[int, int]
+    widths: tuple[int, int]
+
+    def flops(self, length: int, *, masked: bool = False) -> int:
+        """FLOPs for a sequence of `length` tokens; with `masked`, of the pairs that the mask hides too."""
+        if masked:
+            return self.flops_per_pair * length * length
+        window = min(length, self.window or length)
+        before = window * length - window * (window - 1) // 2
+        return self.flops_per_pair * (before if self.is_causal else length * length)
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number that depends on the length of a sequence: a polynomial, and attention.
+
+    Attributes:
+        terms: Coefficients of 1, of the length, and of its square.
+        attention: Attention that is counted by its formula.
+    """
+
+    terms: tuple[Fraction, Fraction, Fraction] = (Fraction(0), Fraction(0), Fraction(0))
+    attention: tuple[Attention, ...] = ()
+
+    def at(self, length: int, *, masked: bool = False) -> int:
+        """The number for one sequence of `length` tokens; with `masked`, with what masks of attention hide."""
+        constant, linear, quadratic = self.terms
+        found = round(constant + linear * length + quadratic * length * length)
+        return found + sum(attention.flops(length, masked=masked) for attention in self.attention)
+
+
+@dataclass(frozen=True)
+class BlockAmounts:
+    """What a block, or the model outside of its blocks, takes for one sequence.
+
+    Attributes:
+        forward: FLOPs of the forward pass.
+        backward: FLOPs of the backward pass, without those of `recomputed`.
+        recomputed: FLOPs of the forward pass in the backward pass, if all of the block is recomputed. torch ends it
+            where nothing more is needed, often before the last product.
+        recomputed_selectively: Those of the operators that selective checkpointing recomputes.
+        saved_bytes: What autograd saves between the two passes, if nothing is recomputed.
+        input_bytes: The input of the block.
+    """
+
+    forward: Amount = Amount()
+    backward: Amount = Amount()
+    recomputed: Amount = Amount()
+    recomputed_selectively: Amount = Amount()
+    saved_bytes: Amount = Amount()
+    input_bytes: Amount = Amount()
+
+
+@dataclass(frozen=True)
+class ModelAmounts:
+    """What the blocks of a model take, by FQN, and what is `outside` of them."""
+
+    blocks: Mapping[str, BlockAmounts]
+    outside: BlockAmounts
+
+
+@dataclass
+class _Counts:
+    """Counts of one phase at one length."""
+
+    flops: int = 0
+    attention: list[Attention] = field(default_factory=list)
+
+
+@dataclass
+class _BlockCounts:
+    phases: dict[str, _Counts] = field(default_factory=dict)
+    saved_bytes: int = 0
+    input_bytes: int = 0
+    output: Any = None  # shapes and dtypes, for the blocks that only pass them on
+
+    def phase(self, name: str) -> _Counts:
+        return self.phases.setdefault(name, _Counts())
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up the FLOPs of operators, by what runs and in which phase.
+
+    Attributes:
+        counts: Those of what runs.
+        phase: `forward`, `backward` or `recomputed`.
+    """
+
+    def __init__(self, counts: _BlockCounts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.counts, self.phase = counts, "forward"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "aten::_local_scalar_dense":  # a value that control flow depends on
+            return 1.0 if args[0].is_floating_point() else 1
+        output = _grouped_product(args, kwargs) if func.name() == _GROUPED else func(*args, **(kwargs or {}))
+        if flops := _operator_flops(func, args, kwargs or {}, output):
+            self.counts.phase(self.phase).flops += flops
+            if self.phase == "recomputed" and not is_saved_operator(func):
+                self.counts.phase("recomputed selectively").flops += flops
+        return output
+
+    @contextmanager
+    def counting(self, counts: _BlockCounts, phase: str) -> Iterator[None]:
+        """Count what runs within the block for `counts`."""
+        before = self.counts, self.phase
+        self.counts, self.phase = counts, phase
+        try:
+            yield
+        finally:
+            self.counts, self.phase = before
+
+    def attend(self, attention: Attention) -> None:
+        if attention.flops_per_pair:
+            self.counts.phase(self.phase).attention.append(attention)
+
+
+def _operator_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
+    name = str(func.name())
+    if name == _GROUPED:  # of a product whose groups divide the rows of the first factor, or else what is summed over
+        left, right = args[0].shape, args[1].shape
+        return int(2 * left[-2] * left[-1] * right[-1])
+    if name == "aten::convolution_backward":  # torch's formula multiplies all channels, of grouped ones too
+        grad, given, weight, is_transposed = args[0], args[1], args[2], args[7]
+        each = 2 * (given if is_transposed else grad).numel() * prod(weight.shape[1:])
+        return int(each * sum(args[10][:2]))
+    formula = flop_registry.get(func.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+
+
+def _grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> torch.Tensor:
+    """The shape of a grouped product; the operator itself has shapes for few dtypes and widths only."""
+    left, right = args[:2]
+    ends = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+    shape = {
+        (2, 2): (len(ends), left.shape[0], right.shape[1]),
+        (2, 3): (left.shape[0], right.shape[-1]),
+        (3, 2): (left.shape[1 % left.ndim], right.shape[1]),
+    }
+    return torch.empty(shape[left.ndim, right.ndim], dtype=left.dtype, device=left.device)
+
+
+class _Attend(torch.autograd.Function):
+    """Has the shapes of attention, saves what flash attention does, and counts the products that are needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counter: _Counter, mask: Any
+    ) -> torch.Tensor:
+        ctx.counter, ctx.mask = counter, mask
+        heads, width, value_width = query.shape[1], query.shape[-1], value.shape[-1]
+        ctx.sizes = (heads, key.shape[1]), (width, value_width)
+        output = query.new_empty((*query.shape[:2], query.shape[2], value_width))
+        log_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        counter.attend(Attention(2 * heads * (width + value_width), *mask, *ctx.sizes))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, _, _ = ctx.saved_tensors
+        (heads, _), (width, value_width) = ctx.sizes
+        of_query, of_key, of_value = ctx.needs_input_grad[:3]
+        widths = value_width * of_value + (value_width if of_query or of_key else 0) + width * (of_query + of_key)
+        ctx.counter.attend(Attention(2 * heads * widths, *ctx.mask, *ctx.sizes))
+        needed = ((query, of_query), (key, of_key), (value, of_value))
+        return *(torch.empty_like(tensor) if needs else None for tensor, needs in needed), None, None
+
+
+def measure_amounts(model: PreTrainedModel, blocks: Sequence[str], device: str = "meta") -> ModelAmounts:
+    """Measure what the blocks of `model` take for one sequence.
+
+    Args:
+        model: The model on meta, in the dtype that it computes in. It is changed: it cannot be used afterwards.
+        blocks: FQNs of the blocks that activation checkpointing recomputes, none inside another.
+        device: Where it runs: `meta`, or `cpu` within a `FakeTensorMode`, which is slower, and knows more operators.
+
+    Returns:
+        The amounts for sequences of any length; of an encoder-decoder, for as many tokens on both sides.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: The model cannot run there,
+            because it takes no text, or because its control flow depends on values.
+    """
+    replace_tensors(model.train(), lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    runs = _Runs(model, blocks, device)
+    measured = [runs.measure(length) for length in _LENGTHS]
+    amounts = {key: _amounts([counts[key] for counts in measured]) for key in measured[0]}
+    return ModelAmounts({fqn: amounts[runs.kinds[fqn]] for fqn in blocks if fqn in runs.kinds}, amounts[None])
+
+
+class _Runs:
+    """Forward and backward passes of a model in which one block of each kind runs.
+
+    Attributes:
+        kinds: FQN -> what blocks of one kind have in common.
+    """
+
+    def __init__(self, model: PreTrainedModel, blocks: Sequence[str], device: str) -> None:
+        self.kinds: dict[str, Any] = {}
+        self._model, self._device = model, device
+        self._found: dict[Any, _BlockCounts] = {}
+        self._counter = _Counter(_BlockCounts())
+        for fqn in blocks:
+            module = model.get_submodule(fqn)
+            module.forward = partial(self._run_block, fqn, module, module.forward)
+
+    def measure(self, length: int) -> dict[Any, _BlockCounts]:
+        """Counts of each kind of block, and under None of what is outside of blocks, for `length` tokens."""
+        self._found = {None: _BlockCounts()}
+        names = ["input_ids", *(["decoder_input_ids"] if self._model.config.is_encoder_decoder else [])]
+        inputs = {name: torch.zeros((1, length), dtype=torch.long, device=self._device) for name in names}
+        outside = self._found[None]
+        with _attending(self._model, self._counter), torch.device(self._device), torch.enable_grad(), self._counter:
+            with self._counter.counting(outside, "forward"):
+                logits = self._model(**inputs, use_cache=False).logits
+            with self._counter.counting(outside, "backward"):
+                _backward([logits])
+        return self._found
+
+    def _run_block(self, fqn: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        kind = self.kinds[fqn] = _kind(module, given)
+        if kind not in self._found:
+            self._found[kind] = self._measure_block(forward, args, kwargs)
+        sources = [tensor for tensor in given if tensor.requires_grad]
+
+        def pass_on(template: Any) -> Any:
+            if not isinstance(template, torch.Tensor):
+                return template
+            made = torch.empty_like(template, requires_grad=template.requires_grad and not sources)
+            # What is before this block gets its gradients.
+            return made + sum(source.sum().to(made.dtype) for source in sources) if template.requires_grad else made
+
+        return tree_map(pass_on, self._found[kind].output)
+
+    def _measure_block(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> _BlockCounts:
+        counts = _BlockCounts()
+        args, kwargs = tree_map(_alone, (args, kwargs))
+        counts.input_bytes = _num_bytes(leaf for leaf in tree_leaves((args, kwargs)) if _is_activation(leaf))
+        passes = iter(("forward", "recomputed"))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._counter.counting(counts, next(passes)):
+                return forward(*args, **kwargs)
+
+        output = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        with self._counter.counting(counts, "backward"):
+            _backward(tree_leaves(output))
+        counts.saved_bytes = self._saved_bytes(forward, args, kwargs)
+        counts.output = tree_map(_alone, output)
+        return counts
+
+    def _saved_bytes(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> int:
+        weights = {tensor.untyped_storage() for tensor in (*self._model.parameters(), *self._model.buffers())}
+        saved: dict[torch.UntypedStorage, int] = {}
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            if (storage := tensor.untyped_storage()) not in weights:
+                saved[storage] = storage.nbytes()
+            return tensor
+
+        nowhere = _BlockCounts()
+        with (
+            self._counter.counting(nowhere, "forward"),
+            torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+        ):
+            output = forward(*args, **kwargs)
+            del output
+        return sum(saved.values())
+
+
+def _kind(module: nn.Module, given: Sequence[torch.Tensor]) -> Any:
+    """What tells blocks apart that take other amounts: parameters, plain settings of modules, and what they are given.
+
+    Lengths of what is given do not matter: all of it has the length of the run.
+    """
+    params = tuple((name, tuple(param.shape), param.requires_grad) for name, param in module.named_parameters())
+    plain = tuple(
+        (type(part).__name__, *((name, value) for name, value in vars(part).items() if _is_plain(name, value)))
+        for part in module.modules()
+    )
+    return params, plain, tuple((tensor.ndim, tensor.requires_grad) for tensor in given)
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return name not in _NUMBERS_OF_A_LAYER and isinstance(value, int | float | str | bool | None)
+
+
+def _alone(value: Any) -> Any:
+    """A tensor without its history."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _num_bytes(tensors: Iterator[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _backward(outputs: Sequence[Any]) -> None:
+    trained = [output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+    if trained:
+        torch.autograd.backward(trained, [torch.empty_like(output) for output in trained])
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, counter: _Counter) -> Iterator[None]:
+    """Have a model that uses transformers' interface of attention only count it, without a mask."""
+    before = attention_implementations(model)
+    if before not in (["sdpa"], ["flash_attention_2"]):
+        yield
+        return
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        is_causal = kwargs.get("is_causal")
+        hides = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        attended = _Attend.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            query, key, value, counter, (hides, kwargs.get("sliding_window") if hides else None)
+        )
+        return attended.transpose(1, 2), None
+
+    AttentionInterface.register(_ATTENTION, attend)
+    AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
+    model.set_attn_implementation(_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before[0])
+
+
+def _amounts(measured: Sequence[_BlockCounts]) -> BlockAmounts:
+    """What a block takes, by its counts at the three lengths."""
+
+    def of(phase: str) -> Amount:
+        counts = [at_length.phases.get(phase, _Counts()) for at_length in measured]
+        return Amount(_polynomial([found.flops for found in counts]), tuple(counts[0].attention))
+
+    def size(name: str) -> Amount:
+        return Amount(_polynomial([getattr(found, name) for found in measured]))
+
+    return BlockAmounts(
+        forward=of("forward"),
+        backward=of("backward"),
+        recomputed=of("recomputed"),
+        recomputed_selectively=of("recomputed selectively"),
+        saved_bytes=size("saved_bytes"),
+        input_bytes=size("input_bytes"),
+    )
+
+
+def _polynomial(values: Sequence[int]) -> tuple[Fraction, Fraction, Fraction]:
+    """Coefficients of the polynomial that has these values at the three lengths, which are evenly spaced."""
+    one, two, three = values
+    start, step = _LENGTHS[0], _LENGTHS[1] - _LENGTHS[0]
+    quadratic = Fraction(three - 2 * two + one, 2 * step * step)
+    linear = Fraction(two - one, step) - quadratic * (2 * start + step)
+    return one - linear * start - quadratic * start * start, linear, quadratic

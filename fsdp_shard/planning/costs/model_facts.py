@@ -1,0 +1,155 @@
+"""What the cost of a step depends on besides the settings: measured once for a model, then used for many plans."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_shard import models, sharding
+from fsdp_shard.planning.costs.block_flops import ModelAmounts, measure_amounts
+from fsdp_shard.planning.optimizer import optimizer_bytes
+from fsdp_shard.training import AdapterConfig, LoraConfig, NewHead, OptimConfig, inject_lora, quantize_base
+from fsdp_shard.utils import FakeTensorMode, first_line
+
+
+@dataclass(frozen=True)
+class ParamFacts:
+    """A parameter: its shape, the bytes of an element as it is stored, and whether it is trained."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    is_floating: bool
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as a step sees it, with its adapter, in the dtypes of its parameters.
+
+    Attributes:
+        config: Its config.
+        model: The model on meta.
+        params: FQN -> parameter.
+        amounts: FLOPs and saved bytes; None where they cannot be measured.
+        problem: Why not, if so.
+        tensor_plan: FQN of a module or parameter -> how tensor parallelism divides it.
+        expert_plan: Likewise for experts.
+        head: FQN of the output head; empty if it has none.
+        base_bytes: Bytes of what is frozen, in the dtype of the config.
+    """
+
+    config: PretrainedConfig
+    params: Mapping[str, ParamFacts]
+    amounts: ModelAmounts | None
+    problem: str | None
+    tensor_plan: Mapping[str, str]
+    expert_plan: Mapping[str, str]
+    head: str
+    base_bytes: int
+    model: PreTrainedModel = field(repr=False)
+    _units: dict[object, tuple[sharding.Unit, ...]] = field(default_factory=dict)
+    _states: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> list[str]:
+        """FQNs of the repeated blocks; none where the amounts could not be measured."""
+        return [] if self.amounts is None else list(self.amounts.blocks)
+
+    def units(self, shard: sharding.ShardConfig) -> tuple[sharding.Unit, ...]:
+        """The units of the model, computed once for all settings that they depend on."""
+        key = (
+            *(type(shard), shard.param_dtype, shard.norms_in_float32),
+            *(tuple(shard.blocks), shard.min_params),
+        )
+        if key not in self._units:
+            self._units[key] = sharding.plan_units(self.model, shard)
+        return self._units[key]
+
+    def state_bytes(self, optim: OptimConfig) -> int:
+        """Bytes of the state of `optim` for all trained parameters, computed once for each config."""
+        if (key := repr(optim)) not in self._states:
+            shapes = {name: tuple(param.shape) for name, param in self.model.named_parameters()}
+            dtypes = {name: param.dtype for name, param in self.model.named_parameters()}
+            trained = {name: shapes[name] for name, param in self.params.items() if param.is_trained}
+            self._states[key] = optimizer_bytes(optim, trained, shapes, dtypes) if trained else 0
+        return self._states[key]
+
+
+def model_facts(
+    config: PretrainedConfig,
+    model: models.ModelConfig,
+    adapter: AdapterConfig,
+    shard: sharding.ShardConfig,
+) -> ModelFacts:
+    """Build a model on meta and measure what a step of it takes.
+
+    Args:
+        config: The transformers config of the model.
+        model: The settings `model.*`.
+        adapter: The settings `adapter.*`.
+        shard: Of the settings `shard.*`, the blocks, the dtype to compute in, and how quantized weights are stored.
+
+    Returns:
+        The facts, good for plans with any other settings.
+
+    Raises:
+        ModelError: The model cannot be built.
+        ConfigError: It has no modules for the adapter.
+    """
+    computing = _build(config, model, adapter, shard.param_dtype)
+    stored = _build(config, model, adapter, model.dtype)
+    if isinstance(adapter, LoraConfig):
+        quantize_base(stored, adapter.quantize, shard, {})
+    file_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    frozen = sum(param.numel() for param in computing.parameters() if not param.requires_grad)
+    amounts, problem = _measured(computing, shard)
+    if amounts is None:
+        computing = _build(config, model, adapter, shard.param_dtype)
+        with FakeTensorMode():
+            amounts, problem = _measured(computing, shard, "cpu")
+    params = {
+        name: ParamFacts(tuple(param.shape), param.element_size(), param.is_floating_point(), param.requires_grad)
+        for name, param in stored.named_parameters()
+    }
+    head = stored.get_output_embeddings()
+    fqn = next((fqn for fqn, module in stored.named_modules() if module is head), "")
+    return ModelFacts(
+        config=config,
+        params=params,
+        amounts=amounts,
+        problem=problem,
+        tensor_plan=models.parallel_plan(stored, "tp_plan"),
+        expert_plan=models.parallel_plan(stored, "ep_plan"),
+        head=fqn,
+        base_bytes=frozen * file_dtype.itemsize,
+        model=stored,
+    )
+
+
+def _build(config: PretrainedConfig, model: models.ModelConfig, adapter: AdapterConfig, dtype: str) -> PreTrainedModel:
+    attention = "sdpa" if model.attention == "flash_attention_2" else model.attention  # its package is not needed here
+    built = models.build_on_meta(config, dtype, trust_remote_code=model.trust_remote_code, attention=attention)
+    if isinstance(adapter, LoraConfig):
+        head = NewHead.of(built).modules if model.labels else ()
+        inject_lora(built, adapter, model.path, {}, model.task, head)
+    return built
+
+
+def _measured(
+    model: PreTrainedModel, shard: sharding.ShardConfig, device: str = "meta"
+) -> tuple[ModelAmounts | None, str | None]:
+    blocks = [block.fqn for block in models.no_split_blocks(model, shard.blocks) if block.repeated]
+    try:
+        return measure_amounts(model, blocks, device), None
+    # What models that were not written for this raise: they take no text, or depend on values.
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, KeyError) as error:
+        return None, first_line(error)
+
+
+def text_setting(config: PretrainedConfig, *names: str) -> int | None:
+    """The first of these settings of the language model that is a number."""
+    text: Any = config.get_text_config()
+    found = (getattr(text, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), None)

@@ -1,0 +1,205 @@
+"""What each rank computes, sends, reads and writes in a step, whatever it runs on.
+
+Pure arithmetic on `ModelFacts`, a few milliseconds for any number of ranks, so that a search can ask for thousands.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from fsdp_shard import sharding
+from fsdp_shard.planning.costs.block_flops import Amount, BlockAmounts
+from fsdp_shard.planning.costs.model_facts import ModelFacts
+from fsdp_shard.planning.costs.step_traffic import Traffic, step_traffic
+from fsdp_shard.planning.costs.unit_shares import UnitShare, unit_shares
+from fsdp_shard.planning.memory import PlannedRun
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CheckpointCost:
+    """Bytes of a saved step.
+
+    Attributes:
+        weights_bytes: The weights, or those of the adapter.
+        optimizer_bytes: The state of the optimizer.
+        average_bytes: The average of the weights (`train.ema_decay`).
+        base_bytes: What a run with an adapter reads in addition when it resumes: its base.
+        num_writers: Number of ranks that write a part each.
+    """
+
+    weights_bytes: int
+    optimizer_bytes: int
+    average_bytes: int
+    base_bytes: int
+    num_writers: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is written."""
+        return self.weights_bytes + self.optimizer_bytes + self.average_bytes
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one rank does in a step; ranks differ by padding only.
+
+    Attributes:
+        num_ranks: Number of ranks.
+        num_steps: Number of steps of the run; None where it depends on the data.
+        tokens: Tokens of a step, over all ranks.
+        flops: FLOPs that a rank must compute, recomputation included; None where they cannot be measured. Attention
+            counts the pairs that its mask allows. Elementwise work and the optimizer's do not count.
+        model_flops: FLOPs of the forward and backward pass, as model FLOPs utilization counts them: without
+            recomputation, and with all pairs of attention.
+        precision: What is multiplied: `bf16`, `tf32` or `fp32`.
+        traffic: What it sends to other ranks.
+        memory_bytes: Device memory that it reads and writes at least: parameters once a pass, what gathers write,
+            gradients, activations between the passes, and the state that the optimizer updates.
+        to_host_bytes: Bytes that offload copies from the device.
+        to_device_bytes: Bytes that offload copies back.
+        checkpoint: A saved step.
+        problem: Why FLOPs cannot be measured, if so.
+    """
+
+    num_ranks: int
+    num_steps: int | None
+    tokens: int
+    flops: int | None
+    model_flops: int | None
+    precision: str
+    traffic: tuple[Traffic, ...]
+    memory_bytes: int
+    to_host_bytes: int
+    to_device_bytes: int
+    checkpoint: CheckpointCost
+    problem: str | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a rank sends to others."""
+        return sum(traffic.sent_bytes for traffic in self.traffic)
+
+
+def step_cost(facts: ModelFacts, run: PlannedRun) -> StepCost:
+    """Count what a step of a run costs each rank.
+
+    Args:
+        facts: The model, measured with the `model.*`, `adapter.*`, `shard.blocks` and `shard.param_dtype` of `run`.
+        run: The settings of the run.
+
+    Returns:
+        The cost.
+
+    Raises:
+        ConfigError: The traffic of a mixture cannot be counted.
+    """
+    shares = list(unit_shares(facts, run))
+    flops = model_flops = None
+    if facts.amounts is not None:
+        flops, model_flops = _flops(facts, run), _flops(facts, run, as_model_flops=True)
+    kept = _kept_bytes(facts, run)
+    to_host, to_device = _offloaded_bytes(facts, run, shares, kept)
+    precision = "bf16" if run.shard.param_dtype == "bfloat16" else "tf32" if run.train.tf32 else "fp32"
+    return StepCost(
+        num_ranks=run.num_ranks,
+        num_steps=None if run.train.epochs is not None else run.train.num_steps,
+        tokens=run.num_micro_batches * run.num_rows * run.num_data_ranks * run.sequence_length,
+        flops=flops,
+        model_flops=model_flops,
+        precision=precision,
+        traffic=step_traffic(facts, run, shares),
+        memory_bytes=_memory_bytes(facts, run, shares, kept),
+        to_host_bytes=to_host,
+        to_device_bytes=to_device,
+        checkpoint=_checkpoint_cost(facts, run),
+        problem=facts.problem,
+    )
+
+
+def _flops(facts: ModelFacts, run: PlannedRun, *, as_model_flops: bool = False) -> int:
+    """FLOPs of a rank in a step: ranks that divide layers or sequences have equal parts of them."""
+    assert facts.amounts is not None
+    kind = run.shard.activation_checkpointing
+    recomputed = set() if as_model_flops else set(sharding.recomputed_fqns(facts.blocks, kind))
+    passes_of_reference = 1 if run.reference_kind in ("sharded", "adapter") and not as_model_flops else 0
+    counted: list[Amount] = []
+    for fqn, block in ({"": facts.amounts.outside} | dict(facts.amounts.blocks)).items():
+        counted += [block.forward, block.backward, *[block.forward] * passes_of_reference]
+        if fqn in recomputed:
+            counted.append(block.recomputed_selectively if kind == "selective" else block.recomputed)
+    of_sequence = _sum_at(counted, run.sequence_length, masked=as_model_flops)
+    num_parts = run.shard.tensor_parallel * run.shard.context_parallel
+    return run.num_micro_batches * run.num_rows * of_sequence // num_parts
+
+
+def _sum_at(amounts: Sequence[Amount], length: int, *, masked: bool = False) -> int:
+    """The sum of `amounts`, of which many are the same."""
+    known: dict[int, int] = {}
+    for amount in amounts:
+        if id(amount) not in known:
+            known[id(amount)] = amount.at(length, masked=masked)
+    return sum(known[id(amount)] for amount in amounts)
+
+
+def _kept_bytes(facts: ModelFacts, run: PlannedRun) -> int:
+    """Bytes that the blocks of a rank keep between the two passes of one micro-batch, at least."""
+    if facts.amounts is None:
+        return 0
+    recomputed = set(sharding.recomputed_fqns(facts.blocks, run.shard.activation_checkpointing))
+
+    def kept(fqn: str, block: BlockAmounts) -> Amount:
+        return block.input_bytes if fqn in recomputed else block.saved_bytes
+
+    amounts = [kept(fqn, block) for fqn, block in facts.amounts.blocks.items()]
+    return run.num_rows * _sum_at(amounts, run.part_length) // run.shard.tensor_parallel
+
+
+def _offloaded_bytes(
+    facts: ModelFacts, run: PlannedRun, shares: Sequence[UnitShare], kept_bytes: int
+) -> tuple[int, int]:
+    """Bytes that are copied to host memory in a step, and those that come back."""
+    to_host = to_device = 0
+    if run.shard.activation_offload:
+        to_host = to_device = run.num_micro_batches * kept_bytes
+    if run.shard.cpu_offload:
+        to_device += sum(share.num_gathers * share.stored_bytes for share in shares)
+        num_reductions = max((share.num_reductions for share in shares), default=0)
+        to_host += num_reductions * _trained_bytes(facts) // _num_owners(run)
+    return to_host, to_device
+
+
+def _memory_bytes(facts: ModelFacts, run: PlannedRun, shares: Sequence[UnitShare], kept_bytes: int) -> int:
+    moved = 2 * run.num_micro_batches * kept_bytes  # written in the forward pass, read in the backward pass
+    for share in shares:
+        whole = share.num_chunks * share.gathered_bytes
+        written = share.num_gathers + share.num_small_gathers if share.num_chunks > 1 else 0
+        moved += (written + 2 * run.num_micro_batches) * whole
+    trained = sum(prod(param.shape) for param in facts.params.values() if param.is_trained)
+    moved += run.num_micro_batches * trained * sharding.itemsize(run.shard.param_dtype) // run.shard.tensor_parallel
+    if not run.shard.cpu_offload:  # parameters and state are read and written, gradients read
+        moved += (3 * _trained_bytes(facts) + 2 * facts.state_bytes(run.optim)) // _num_owners(run)
+    return moved
+
+
+def _num_owners(run: PlannedRun) -> int:
+    """Number of ranks that one replica of the model is divided over."""
+    return run.num_shards * run.shard.tensor_parallel
+
+
+def _trained_bytes(facts: ModelFacts) -> int:
+    return sum(prod(param.shape) * param.itemsize for param in facts.params.values() if param.is_trained)
+
+
+def _checkpoint_cost(facts: ModelFacts, run: PlannedRun) -> CheckpointCost:
+    saves_all = run.adapter.trains_all
+    saved = [param for param in facts.params.values() if saves_all or param.is_trained]
+    trained = sum(prod(param.shape) for param in facts.params.values() if param.is_trained)
+    return CheckpointCost(
+        weights_bytes=sum(prod(param.shape) * param.itemsize for param in saved),
+        optimizer_bytes=facts.state_bytes(run.optim),
+        average_bytes=0 if run.train.ema_decay is None else _FLOAT32_BYTES * trained,
+        base_bytes=0 if saves_all else facts.base_bytes,
+        num_writers=_num_owners(run),
+    )

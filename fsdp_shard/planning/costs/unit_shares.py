@@ -1,0 +1,135 @@
+"""What a rank has of each unit, and how often a step gathers and reduces it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fsdp_shard import sharding
+from fsdp_shard.planning.costs.model_facts import ModelFacts
+from fsdp_shard.planning.memory import PlannedRun
+
+COLUMN_STYLES = ("colwise", "colwise_gather_output", "colwise_rep")
+ROW_STYLES = ("rowwise", "rowwise_rep")
+_CUT_BY_EXPERTS = "grouped_gemm"
+
+
+@dataclass(frozen=True)
+class UnitShare:
+    """What a rank has of parameters that are gathered together, and how often they are.
+
+    Attributes:
+        num_chunks: Number of ranks that they are divided over.
+        stride: Distance between neighbors among those.
+        gathered_bytes: Bytes of the rank's chunk, in the dtype that is gathered.
+        stored_bytes: Bytes of the chunk as it is stored.
+        reduced_bytes: Bytes of the chunk of the gradients, in the dtype of the reduction.
+        num_gathers: Gathers in a step, over all of those ranks.
+        num_small_gathers: Gathers over the ranks of `shard.reshard_after_forward=N` only.
+        num_reductions: Reductions in a step.
+        is_expert: Whether they are experts that are divided over ranks.
+    """
+
+    num_chunks: int
+    stride: int
+    gathered_bytes: int
+    stored_bytes: int
+    reduced_bytes: int
+    num_gathers: int
+    num_small_gathers: int
+    num_reductions: int
+    is_expert: bool
+
+
+def unit_shares(facts: ModelFacts, run: PlannedRun) -> Iterator[UnitShare]:
+    """The shares of all units; experts that are divided over ranks are units of their own, one a module."""
+    has_trained = False
+    for unit in facts.units(run.shard):
+        has_trained = has_trained or unit.num_trained > 0
+        parts: dict[str, list[str]] = {"": []}
+        for name in unit.parameters:
+            is_divided = run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == _CUT_BY_EXPERTS
+            parts.setdefault(name.rpartition(".")[0] if is_divided else "", []).append(name)
+        for experts, names in parts.items():
+            num_gathers, num_small = _num_gathers(facts, run, unit, is_expert=bool(experts), has_trained=has_trained)
+            yield _share(facts, run, unit, names, (num_gathers, num_small), is_expert=bool(experts))
+
+
+def _share(
+    facts: ModelFacts,
+    run: PlannedRun,
+    unit: sharding.Unit,
+    names: list[str],
+    num_gathers: tuple[int, int],
+    *,
+    is_expert: bool,
+) -> UnitShare:
+    shard = run.shard
+    stride = shard.expert_parallel if is_expert else shard.tensor_parallel
+    num_chunks = run.num_ranks // (shard.replicas * stride) if shard.is_sharded else 1
+    shapes = {name: _local_shape(facts, run, name) for name in names}
+
+    def chunk(chosen: Mapping[str, tuple[int, ...]]) -> int:
+        return shard.chunk_length(chosen, unit.dtype, num_chunks)
+
+    if shard.flattens_units:  # of a unit that is trained in part, gradients are of the whole
+        elements, stored = chunk(shapes), max((facts.params[name].itemsize for name in names), default=0)
+        reduced = elements if any(facts.params[name].is_trained for name in names) else 0
+        gathered_bytes = elements * (stored if unit.is_bytes else sharding.itemsize(unit.dtype))
+        stored_bytes = elements * stored
+    else:
+        sizes = [0, 0, 0]  # gathered, stored, trained
+        for (gathered_size, stored_size, is_trained), chosen in _alike(facts, unit, shapes).items():
+            elements = chunk(chosen)
+            sizes = [
+                sizes[0] + elements * gathered_size,
+                sizes[1] + elements * stored_size,
+                sizes[2] + elements * is_trained,
+            ]
+        gathered_bytes, stored_bytes, reduced = sizes
+    num_reductions = run.num_micro_batches if shard.sync_every_micro_batch else 1
+    reduced_bytes = reduced * sharding.itemsize(shard.reduce_dtype)
+    figures = gathered_bytes, stored_bytes, reduced_bytes
+    return UnitShare(num_chunks, stride, *figures, *num_gathers, num_reductions, is_expert)
+
+
+def _alike(
+    facts: ModelFacts, unit: sharding.Unit, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[tuple[int, int, bool], dict[str, tuple[int, ...]]]:
+    """`shapes` by the bytes of an element when it is gathered and as it is stored, and by whether it is trained."""
+    computed, found = sharding.itemsize(unit.dtype), dict[tuple[int, int, bool], dict[str, tuple[int, ...]]]()
+    for name, shape in shapes.items():
+        param = facts.params[name]
+        gathered = computed if param.is_floating and not unit.is_bytes else param.itemsize
+        found.setdefault((gathered, param.itemsize, param.is_trained), {})[name] = shape
+    return found
+
+
+def _num_gathers(
+    facts: ModelFacts, run: PlannedRun, unit: sharding.Unit, *, is_expert: bool, has_trained: bool
+) -> tuple[int, int]:
+    """Gathers of a unit in a step: over all ranks that divide it, and over those of `reshard_after_forward=N`."""
+    shard, times = run.shard, run.num_micro_batches
+    every = shard.reshard_after_forward
+    if not shard.is_sharded:
+        return 0, 0
+    if shard.wrapper == "fsdp1":
+        if every is False:  # without a reduction, gathered parameters stay until the next micro-batch
+            return times if shard.sync_every_micro_batch else 1, 0
+        # What nothing trained runs before has no backward pass.
+        return times if not unit.fqn or not has_trained else 2 * times, 0
+    is_kept = not is_expert and unit.fqn in ("", facts.head)
+    if is_kept or every is False:
+        return times, 0
+    return (2 * times, 0) if every is True else (times, times)
+
+
+def _local_shape(facts: ModelFacts, run: PlannedRun, name: str) -> tuple[int, ...]:
+    """The part of a parameter that the rank with most of it has, before it is sharded."""
+    shape, num_ranks = facts.params[name].shape, run.shard.tensor_parallel
+    if run.shard.expert_parallel > 1 and facts.expert_plan.get(name) == _CUT_BY_EXPERTS:
+        return shape[0] // run.shard.expert_parallel, *shape[1:]
+    style = facts.tensor_plan.get(name) if num_ranks > 1 else None
+    if style in (*COLUMN_STYLES, "embedding_rowwise"):
+        return -(-shape[0] // num_ranks), *shape[1:]
+    if style in ROW_STYLES and len(shape) > 1:
+        return *shape[:-1], -(-shape[-1] // num_ranks)
+    return shape

@@ -1,0 +1,163 @@
+"""What is known about the devices that a run would have: the settings `device.*`, presets, and this machine's GPU.
+
+Presets are the YAML files in conf/device/, each figure with its source. Imports no torch before it looks at a GPU.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from fsdp_shard.errors import ConfigError
+from fsdp_shard.utils import Parsed, parse_size, setting, shipped
+
+# The names that torch has for the GPUs of the presets. Others of the same family (PCIe, NVL, 40 GB) have other figures.
+_PRESETS = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+}
+
+
+def _size_or_none(size: str | None, name: str) -> int | None:
+    return None if size is None else parse_size(size, name)
+
+
+@dataclass
+class DeviceConfig:
+    """The devices that the run would have, by figures of one's own or a preset's."""
+
+    memory: str | None = setting(None, "Memory of each device, such as 80GiB, to check whether the run fits.")
+    bf16_flops: float | None = setting(
+        None, "Dense bfloat16 operations per second of a device, such as 989.4e12.", above=0.0
+    )
+    tf32_flops: float | None = setting(None, "Dense TF32 operations per second (train.tf32=true).", above=0.0)
+    fp32_flops: float | None = setting(None, "Float32 operations per second.", above=0.0)
+    memory_bandwidth: str | None = setting(
+        None, "Bytes per second that a device reads or writes in its memory, such as 3.35TB."
+    )
+    link_bandwidth: str | None = setting(
+        None, "Bytes per second in each direction between a device and others of its machine, such as 450GB."
+    )
+    network_bandwidth: str | None = setting(
+        None, "Bytes per second in each direction between machines, for each device, such as 50GB."
+    )
+    host_bandwidth: str | None = setting(
+        None, "Bytes per second in each direction between a device and host memory, such as 64GB."
+    )
+    num_per_machine: int | None = setting(
+        None, "Number of devices of a machine; fewer if launch.nodes says so.", minimum=1
+    )
+    disk_write_bandwidth: str | None = setting(None, "Bytes per second that a machine writes to disk, such as 4GB.")
+    disk_read_bandwidth: str | None = setting(None, "Bytes per second that a machine reads from disk, such as 6.8GB.")
+
+    memory_bytes = Parsed("memory", _size_or_none)
+    memory_bytes_per_second = Parsed("memory_bandwidth", _size_or_none)
+    link_bytes_per_second = Parsed("link_bandwidth", _size_or_none)
+    network_bytes_per_second = Parsed("network_bandwidth", _size_or_none)
+    host_bytes_per_second = Parsed("host_bandwidth", _size_or_none)
+    disk_write_bytes_per_second = Parsed("disk_write_bandwidth", _size_or_none)
+    disk_read_bytes_per_second = Parsed("disk_read_bandwidth", _size_or_none)
+
+
+@dataclass
+class AutoDeviceConfig(DeviceConfig):
+    """This machine's GPU, if there is a preset for it; else only what is set is known, and nothing is guessed."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Figures of a device and its machine; None where one is not known.
+
+    Attributes:
+        memory_bytes: Memory of a device.
+        flops: Operations per second by precision: `bf16`, `tf32` and `fp32`.
+        memory_bandwidth: Bytes per second of its memory.
+        link_bandwidth: Bytes per second and direction to other devices of its machine.
+        network_bandwidth: Bytes per second and direction to other machines, for each device.
+        host_bandwidth: Bytes per second and direction to host memory.
+        num_per_machine: Number of devices of a machine.
+        disk_write_bandwidth: Bytes per second that a machine writes to disk.
+        disk_read_bandwidth: Bytes per second that a machine reads from disk.
+        name: What it is, for people.
+    """
+
+    memory_bytes: int | None = None
+    flops: dict[str, float] = field(default_factory=dict)
+    memory_bandwidth: int | None = None
+    link_bandwidth: int | None = None
+    network_bandwidth: int | None = None
+    host_bandwidth: int | None = None
+    num_per_machine: int | None = None
+    disk_write_bandwidth: int | None = None
+    disk_read_bandwidth: int | None = None
+    name: str = ""
+
+
+def hardware_of(config: DeviceConfig, *, ranks_per_node: int | None = None) -> Hardware:
+    """The figures of `config`, with those of this machine's GPU where `device=auto` leaves them open.
+
+    Args:
+        config: The settings `device.*`.
+        ranks_per_node: Number of ranks on each machine, if the run says so.
+
+    Returns:
+        The figures.
+    """
+    name = ""
+    if isinstance(config, AutoDeviceConfig) and (gpu := _gpu_name()) in _PRESETS:
+        name, config = gpu, _completed(config, _PRESETS[gpu])
+    per_machine = min((num for num in (config.num_per_machine, ranks_per_node) if num is not None), default=None)
+    return Hardware(
+        memory_bytes=config.memory_bytes,
+        flops={
+            precision: value
+            for precision in ("bf16", "tf32", "fp32")
+            if (value := getattr(config, f"{precision}_flops")) is not None
+        },
+        memory_bandwidth=config.memory_bytes_per_second,
+        link_bandwidth=config.link_bytes_per_second,
+        network_bandwidth=config.network_bytes_per_second,
+        host_bandwidth=config.host_bytes_per_second,
+        num_per_machine=per_machine,
+        disk_write_bandwidth=config.disk_write_bytes_per_second,
+        disk_read_bandwidth=config.disk_read_bytes_per_second,
+        name=name,
+    )
+
+
+def check_device(config: DeviceConfig, hardware: Hardware, missing: list[str]) -> None:
+    """Raise ConfigError for figures of time that do nothing, because others are not known.
+
+    Args:
+        config: The settings `device.*`.
+        hardware: What they come to.
+        missing: The settings without which there is no time.
+    """
+    given = [item.name for item in fields(config) if item.name != "memory" and getattr(config, item.name) is not None]
+    if given and missing and not hardware.name:
+        value = getattr(config, given[0])
+        value = f"{value:g}" if isinstance(value, float) else value
+        raise ConfigError(
+            f"device.{given[0]}={value} would do nothing, because a time needs "
+            f"{', '.join(f'device.{name}' for name in missing)} too; set that, or a preset such as device=h100."
+        )
+
+
+def _gpu_name() -> str:
+    """The name of this machine's first GPU; empty if it has none."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+
+
+def _completed(config: DeviceConfig, preset: str) -> DeviceConfig:
+    """`config` with the figures of a preset where it has none."""
+    from omegaconf import OmegaConf
+
+    # Not PyYAML, which takes 989.4e12 for text.
+    values: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "device" / f"{preset}.yaml"))
+    names = {item.name for item in fields(DeviceConfig)}
+    given = {name: value for name in names if (value := getattr(config, name)) is not None}
+    return DeviceConfig(**{name: value for name, value in values.items() if name in names} | given)

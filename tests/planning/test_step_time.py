@@ -1,0 +1,317 @@
+"""FLOPs of real training steps, the least time of a step, and measurements that others have published."""
+
+from __future__ import annotations
+
+import time
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+)
+
+from fsdp_shard.config import OPTIONS
+from fsdp_shard.models import ModelConfig
+from fsdp_shard.planning.costs.block_flops import Attention
+from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
+from fsdp_shard.planning.costs.step_cost import StepCost, step_cost
+from fsdp_shard.planning.costs.step_report import step_figures, step_report
+from fsdp_shard.planning.devices import Hardware
+from fsdp_shard.planning.memory import PlannedRun
+from fsdp_shard.planning.step_time import missing_figures, step_time
+from fsdp_shard.sharding import Fsdp2Config, ShardConfig, recompute_blocks
+from fsdp_shard.training import (
+    OBJECTIVES,
+    AdamWConfig,
+    AdapterConfig,
+    LoraConfig,
+    TrainConfig,
+    inject_lora,
+)
+from fsdp_shard.utils import replace_tensors
+from tests.planning.test_devices import preset
+from tests.sharding.test_expert_parallel import config as mixture_config
+from tests.support.tiny import llama_config
+
+LENGTH = 48
+FLOAT32 = Fsdp2Config(param_dtype="float32")
+
+
+def measured(
+    config: PretrainedConfig, shard: ShardConfig = FLOAT32, adapter: AdapterConfig | None = None
+) -> ModelFacts:
+    return model_facts(config, ModelConfig(path="x"), adapter or AdapterConfig(), shard)
+
+
+def cost_of(config: PretrainedConfig, facts: ModelFacts | None = None, **settings: Any) -> StepCost:
+    run = PlannedRun(ModelConfig(path="x"), FLOAT32, TrainConfig(global_batch_size=1), AdamWConfig(), LENGTH, 1)
+    run = replace(run, **settings)
+    return step_cost(facts or measured(config, run.shard, run.adapter), run)
+
+
+def counted(config: PretrainedConfig, shard: ShardConfig, adapter: AdapterConfig) -> int:
+    """What torch's counter finds in a real training step, in attention without kernels of its own."""
+    torch.manual_seed(0)
+    build: Any = T5ForConditionalGeneration if config.is_encoder_decoder else AutoModelForCausalLM.from_config
+    model = build(deepcopy(config))
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # torch does not count grouped products
+    if isinstance(adapter, LoraConfig):
+        inject_lora(model, adapter, "x", {})
+        replace_tensors(model, lambda tensor: torch.randn(tensor.shape) if tensor.is_meta else tensor)
+    recompute_blocks(model.train(), shard)
+    tokens = torch.randint(0, 250, (1, LENGTH))
+    both = {"decoder_input_ids": tokens} if config.is_encoder_decoder else {}
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        logits = model(input_ids=tokens, use_cache=False, **both).logits
+        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    return int(counter.get_total_flops())
+
+
+GPT2 = GPT2Config(
+    architectures=["GPT2LMHeadModel"], n_embd=36, n_layer=3, n_head=3, vocab_size=257, resid_pdrop=0.0, embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)  # fmt: skip
+BLOOM = BloomConfig(
+    architectures=["BloomForCausalLM"], hidden_size=32, n_layer=2, n_head=4, vocab_size=257, hidden_dropout=0.0
+)
+T5 = T5Config(
+    architectures=["T5ForConditionalGeneration"], d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4,
+    vocab_size=257, dropout_rate=0.0, decoder_start_token_id=0,
+)  # fmt: skip
+LORA = LoraConfig(rank=2)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, 2, "selective"])
+@pytest.mark.parametrize(
+    ("config", "adapter"),
+    [
+        (llama_config(), AdapterConfig()),
+        (llama_config(tied=False, layers=3), LORA),
+        (mixture_config("mixtral"), AdapterConfig()),
+        (mixture_config("qwen3_moe"), LoraConfig(rank=2, target_modules=["q_proj", "v_proj"])),
+        (GPT2, AdapterConfig()),
+        (BLOOM, AdapterConfig()),
+        (T5, AdapterConfig()),
+    ],
+    ids=["llama", "llama with lora", "mixtral", "qwen3_moe with lora", "gpt2", "bloom", "t5"],
+)
+def test_flops_are_those_of_a_real_step(config: Any, adapter: AdapterConfig, checkpointing: Any) -> None:
+    shard = Fsdp2Config(param_dtype="float32", activation_checkpointing=checkpointing)
+    facts = measured(config, shard, adapter)
+    assert facts.problem is None
+    assert facts.amounts is not None
+    run = PlannedRun(ModelConfig(path="x"), shard, TrainConfig(global_batch_size=1), AdamWConfig(), LENGTH, 1, adapter)
+    planned = step_cost(facts, run).flops
+    assert planned is not None
+    amounts = facts.amounts
+    recomputed = {True: list(amounts.blocks), 2: list(amounts.blocks)[1::2]}.get(checkpointing, [])
+    passes = [amounts.outside.forward, amounts.outside.backward]
+    for fqn, block in amounts.blocks.items():
+        passes += [block.forward, block.backward, *([block.recomputed] if fqn in recomputed else [])]
+    hidden = sum(amount.at(LENGTH, masked=True) - amount.at(LENGTH) for amount in passes)
+    real = counted(config, shard, adapter)
+    print(f"planned {planned + hidden}, counted {real}, of which masks hide {hidden}")
+    assert planned + hidden == real
+
+
+def test_a_mixture_whose_experts_are_adapted_can_be_measured() -> None:
+    """peft asks for the device of a factor, which must be one that computes."""
+    facts, plain = (measured(mixture_config("qwen3_moe"), FLOAT32, adapter) for adapter in (LORA, AdapterConfig()))
+    assert facts.problem is None
+    assert (cost_of(plain.config, facts).model_flops or 0) > 0
+    assert facts.amounts is not None
+    assert plain.amounts is not None
+    for fqn, block in facts.amounts.blocks.items():
+        assert block.forward.at(LENGTH) > plain.amounts.blocks[fqn].forward.at(LENGTH)
+
+
+def test_a_mask_hides_what_no_query_attends_to() -> None:
+    pairs = [(query, key) for query in range(10) for key in range(10)]
+    causal = sum(key <= query for query, key in pairs)
+    window = sum(query - 4 < key <= query for query, key in pairs)
+    sizes = (2, 1), (8, 8)
+    assert Attention(3, True, None, *sizes).flops(10) == 3 * causal
+    assert Attention(3, True, 4, *sizes).flops(10) == 3 * window
+    assert Attention(3, True, 40, *sizes).flops(10) == 3 * causal
+    assert Attention(3, False, None, *sizes).flops(10) == 300
+    assert Attention(3, True, 4, *sizes).flops(10, masked=True) == 300
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    wide, narrow = (
+        cost_of(MistralConfig(architectures=["MistralForCausalLM"], sliding_window=size, **shape)).flops or 0
+        for size in (None, 8)
+    )
+    assert wide > narrow
+
+
+def test_flops_follow_the_batch_and_the_ranks() -> None:
+    config, facts = llama_config(), measured(llama_config())
+    one = cost_of(config, facts).flops or 0
+    assert cost_of(config, facts, train=TrainConfig(global_batch_size=8, micro_batch_size=2)).flops == 8 * one
+    assert cost_of(config, facts, train=TrainConfig(global_batch_size=8), num_ranks=4).flops == 2 * one
+    pairs: Any = OBJECTIVES["dpo"]
+    both = cost_of(config, facts, objective=pairs(reference="sharded"))
+    alone = cost_of(config, facts, objective=pairs())
+    assert (alone.flops, alone.tokens) == (2 * one, 2 * LENGTH)
+    assert facts.amounts is not None
+    passes = [facts.amounts.outside, *facts.amounts.blocks.values()]
+    assert (both.flops or 0) - 2 * one == 2 * sum(block.forward.at(LENGTH) for block in passes)
+    divided = cost_of(config, facts, shard=Fsdp2Config(param_dtype="float32", context_parallel=2), num_ranks=2)
+    assert (divided.flops, divided.tokens) == (one // 2, LENGTH)
+
+
+def test_a_checkpoint_and_what_moves() -> None:
+    config, facts = llama_config(tied=False), measured(llama_config(tied=False))
+    numbers = sum(param.numel() for param in facts.model.parameters())
+    plain = cost_of(config, facts).checkpoint
+    steps = 4 * len(facts.params)
+    assert (plain.weights_bytes, plain.optimizer_bytes, plain.average_bytes) == (4 * numbers, 8 * numbers + steps, 0)
+    averaged = cost_of(config, facts, train=TrainConfig(global_batch_size=1, ema_decay=0.9)).checkpoint
+    assert averaged.average_bytes == 4 * numbers
+    assert cost_of(config, facts, optim=OPTIONS["optim"]["adafactor"]()).checkpoint.optimizer_bytes < numbers
+    adapted = cost_of(config, None, adapter=LORA).checkpoint
+    trained = adapted.weights_bytes // 4
+    assert trained == 2 * 2 * (72 + 48 + 48 + 72 + 3 * 121)
+    assert adapted.base_bytes == 4 * numbers
+    offloaded = Fsdp2Config(param_dtype="float32", cpu_offload=True)
+    moved = cost_of(config, facts, shard=offloaded, num_ranks=1)
+    layer = 2 * (36 * 36 * 2 + 12 * 36 * 2 + 3 * 85 * 36 + 72)
+    assert moved.to_device_bytes == 4 * (numbers + layer)  # layers are gathered twice, the root once
+    assert moved.to_host_bytes == 4 * numbers
+    assert moved.memory_bytes < cost_of(config, facts).memory_bytes
+    kept = Fsdp2Config(param_dtype="float32", activation_offload=True)
+    whole = cost_of(config, facts, shard=kept)
+    inputs = cost_of(config, facts, shard=replace(kept, activation_checkpointing=True))
+    assert whole.to_host_bytes == whole.to_device_bytes > inputs.to_host_bytes >= 2 * LENGTH * 36 * 4
+
+
+def test_what_cannot_run_on_text_has_no_flops() -> None:
+    config = ViTConfig(
+        architectures=["ViTForImageClassification"], hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=40, image_size=32, patch_size=8,
+    )  # fmt: skip
+    cost = cost_of(config, num_ranks=2)
+    assert (cost.flops, step_time(cost, preset("h100"))) == (None, None)
+    assert cost.sent_bytes > 0
+    assert "FLOPs could not be counted" in step_report(cost, preset("h100"))
+
+
+# The figures of a made-up device are round numbers, so that each bound can be seen.
+DEVICE = Hardware(
+    flops={"fp32": 1e9, "bf16": 2e9, "tf32": 4e9}, memory_bandwidth=10**9, link_bandwidth=10**9,
+    network_bandwidth=10**8, host_bandwidth=10**9, num_per_machine=2, disk_write_bandwidth=10**6,
+    disk_read_bandwidth=2 * 10**6,
+)  # fmt: skip
+
+
+def test_the_slowest_part_is_the_bound() -> None:
+    config, facts = llama_config(tied=False), measured(llama_config(tied=False))
+    one = cost_of(config, facts)
+    found = step_time(one, DEVICE)
+    assert found is not None
+    assert (found.bound_by, found.seconds) == ("compute", (one.flops or 0) / 1e9)
+    assert found.hardware_flops_utilization == 1.0
+    assert found.tokens_per_second == LENGTH / found.seconds
+    assert found.tokens_per_day == 86_400 * found.tokens_per_second
+    assert found.run_days == pytest.approx(100 * found.seconds / 86_400)
+    assert found.write_seconds == one.checkpoint.total_bytes / 1e6
+    assert found.resume_seconds == one.checkpoint.total_bytes / 2e6
+    assert {name for name, seconds in found.parts.items() if seconds} == {"compute", "memory"}
+    four = cost_of(config, facts, num_ranks=4, train=TrainConfig(global_batch_size=4))
+    for figure, name in (("network_bandwidth", "network"), ("link_bandwidth", "links"), ("memory_bandwidth", "memory")):
+        slow = step_time(four, replace(DEVICE, **{figure: 10_000}))
+        assert slow is not None
+        assert slow.bound_by == name
+        assert slow.hardware_flops_utilization < 0.1
+    halves = step_time(four, DEVICE)
+    assert halves is not None
+    assert halves.write_seconds == pytest.approx(found.write_seconds / 2)
+    with_tf32 = step_time(cost_of(config, facts, train=TrainConfig(global_batch_size=1, tf32=True)), DEVICE)
+    assert with_tf32 is not None
+    assert with_tf32.parts["compute"] == found.parts["compute"] / 4
+    epochs = step_time(cost_of(config, facts, train=TrainConfig(global_batch_size=1, epochs=1.0)), DEVICE)
+    assert epochs is not None
+    assert epochs.run_days is None
+
+
+def test_what_is_not_known_gives_no_time() -> None:
+    config, facts = llama_config(tied=False), measured(llama_config(tied=False))
+    unknown = Hardware()
+    assert missing_figures(cost_of(config, facts), unknown) == ["fp32_flops", "memory_bandwidth"]
+    four = cost_of(config, facts, num_ranks=4, train=TrainConfig(global_batch_size=4))
+    assert missing_figures(four, replace(DEVICE, network_bandwidth=None)) == ["network_bandwidth"]
+    assert missing_figures(four, replace(DEVICE, network_bandwidth=None, num_per_machine=4)) == []
+    offloaded = cost_of(config, facts, shard=Fsdp2Config(param_dtype="float32", cpu_offload=True))
+    assert missing_figures(offloaded, replace(DEVICE, host_bandwidth=None)) == ["host_bandwidth"]
+    text = step_report(four, unknown)
+    assert "too little is known of the device (device.fp32_flops, device.memory_bandwidth, " in text
+    assert "tokens/s" not in text
+    assert "all-gather" in text
+    assert step_figures(four, unknown)["time"] is None
+
+
+LLAMA_8B = LlamaConfig(
+    architectures=["LlamaForCausalLM"], hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192,
+)  # fmt: skip
+MPT_70B = GPT2Config(
+    architectures=["GPT2LMHeadModel"], n_embd=8192, n_layer=80, n_head=64, vocab_size=50368, n_positions=2048
+)
+# Name, model, length, GPUs, global and micro batch, recomputation; tokens per second and GPU, and the MFU, from to.
+# Of torchtitan (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, and what is said above them), and of
+# llm-foundry (scripts/train/benchmarking/README.md, table H100 80GB BF16).
+PUBLISHED: list[tuple[str, PretrainedConfig, int, int, int, int, Any, int, tuple[float, float]]] = [
+    ("torchtitan, Llama 3.1 8B", LLAMA_8B, 8192, 8, 16, 2, "selective", 5762, (0.33, 0.39)),
+    ("torchtitan, compiled", LLAMA_8B, 8192, 8, 16, 2, "selective", 6667, (0.33, 0.39)),
+    ("torchtitan, 128 GPUs", LLAMA_8B, 8192, 128, 256, 2, "selective", 5605, (0.33, 0.39)),
+    ("torchtitan, 128 GPUs, compiled", LLAMA_8B, 8192, 128, 256, 2, "selective", 6514, (0.33, 0.39)),
+    ("llm-foundry, MPT 70B", MPT_70B, 2048, 64, 2048, 8, True, 1039, (0.4257, 0.4257)),
+    ("llm-foundry, MPT 70B, 32 GPUs", MPT_70B, 2048, 32, 1024, 2, True, 882, (0.3615, 0.3615)),
+]
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda row: row[0])
+def test_no_published_measurement_is_faster_than_the_bound(published: Any) -> None:
+    name, config, length, num_ranks, batch, micro_batch, checkpointing, tokens_per_second, (least, most) = published
+    cost = cost_of(
+        config,
+        shard=Fsdp2Config(activation_checkpointing=checkpointing),
+        train=TrainConfig(global_batch_size=batch, micro_batch_size=micro_batch),
+        sequence_length=length,
+        num_ranks=num_ranks,
+    )
+    found = step_time(cost, preset("h100"))
+    assert found is not None
+    ratio = found.tokens_per_second / num_ranks / tokens_per_second
+    ours = found.model_flops_utilization / ratio
+    print(f"{name}: bound {ratio:.2f} x what was measured; MFU {ours:.4f}, published {least} to {most}")
+    assert 1.0 < ratio < 4.0
+    assert 0.99 * least < ours < 1.01 * most
+
+
+def test_a_search_can_ask_for_thousands() -> None:
+    """Not of the clock: no measurement is repeated, and a cost of 4,096 ranks has no more terms than one of 8."""
+    facts = measured(LLAMA_8B, Fsdp2Config())
+    few, many = (
+        cost_of(LLAMA_8B, facts, shard=Fsdp2Config(), num_ranks=ranks, train=TrainConfig(global_batch_size=ranks))
+        for ranks in (8, 4096)
+    )
+    assert len(few.traffic) == len(many.traffic)
+    assert facts.units(Fsdp2Config()) is facts.units(Fsdp2Config(reshard_after_forward=False))
+    start = time.perf_counter()
+    cost_of(LLAMA_8B, facts, shard=Fsdp2Config(), num_ranks=64, train=TrainConfig(global_batch_size=64))
+    print(f"{1e3 * (time.perf_counter() - start):.1f} ms")

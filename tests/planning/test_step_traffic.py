@@ -1,0 +1,220 @@
+"""Bytes that ranks send in a step: what real ranks give to their collectives, to the byte, in every mode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import PretrainedConfig
+
+from fsdp_shard.distributed import DistributedContext
+from fsdp_shard.models import ModelConfig, build_on_meta, rebuild_buffers
+from fsdp_shard.planning.costs.model_facts import ModelFacts, model_facts
+from fsdp_shard.planning.costs.step_traffic import Traffic, step_traffic
+from fsdp_shard.planning.memory import PlannedRun
+from fsdp_shard.planning.step_time import link_bytes, network_bytes
+from fsdp_shard.sharding import ContextRanks, DdpConfig, Fsdp1Config, Fsdp2Config, ShardConfig, attending, chosen_method
+from fsdp_shard.training import AdamWConfig, AdapterConfig, LoraConfig, TrainConfig, inject_lora
+from fsdp_shard.utils import TorchDispatchMode
+from tests.sharding.test_expert_parallel import config as mixture_config
+from tests.support.ranks import on_ranks
+from tests.support.tiny import llama_config, token_batch
+
+ROWS, LENGTH = 2, 16
+WRAPPERS: dict[str, type[ShardConfig]] = {"fsdp2": Fsdp2Config, "fsdp1": Fsdp1Config, "ddp": DdpConfig}
+
+# Wrapper, ranks, its settings, model, micro-batches, whether LoRA is trained.
+Case = tuple[str, int, dict[str, Any], str, int, bool]
+CASES: list[Case] = [
+    ("fsdp2", 2, {"param_dtype": "float32"}, "llama", 1, False),
+    ("fsdp2", 3, {}, "llama", 2, False),
+    ("fsdp2", 4, {"replicas": 2, "reduce_dtype": "bfloat16"}, "llama", 2, False),
+    ("fsdp2", 2, {"replicas": 2}, "llama", 1, False),
+    ("fsdp2", 4, {"reshard_after_forward": 2}, "llama", 2, False),
+    ("fsdp2", 2, {"reshard_after_forward": False, "sync_every_micro_batch": False}, "llama", 2, False),
+    ("fsdp2", 2, {"min_params": 9000}, "llama", 1, True),
+    ("fsdp2", 2, {"norms_in_float32": True}, "llama", 1, False),
+    ("fsdp2", 4, {"tensor_parallel": 2}, "four heads", 2, False),
+    ("fsdp2", 2, {"tensor_parallel": 2, "activation_checkpointing": True}, "four heads", 1, False),
+    ("fsdp2", 2, {"tensor_parallel": 2, "activation_checkpointing": "selective"}, "four heads", 1, False),
+    ("fsdp2", 2, {"expert_parallel": 2, "param_dtype": "float32"}, "mixture", 2, False),
+    (
+        "fsdp2",
+        4,
+        {"expert_parallel": 2, "param_dtype": "float32", "activation_checkpointing": True},
+        "mixture",
+        1,
+        False,
+    ),
+    (
+        "fsdp2",
+        4,
+        {"expert_parallel": 2, "replicas": 2, "param_dtype": "float32", "activation_checkpointing": "selective"},
+        "mixture",
+        1,
+        False,
+    ),
+    ("fsdp2", 2, {"context_parallel": 2, "context_method": "ulysses"}, "four heads", 1, False),
+    ("fsdp2", 4, {"context_parallel": 2, "context_method": "ring"}, "four heads", 2, False),
+    (
+        "fsdp2",
+        4,
+        {"context_parallel": 4, "context_method": "ring", "activation_checkpointing": True},
+        "llama",
+        1,
+        False,
+    ),
+    ("fsdp2", 2, {"context_parallel": 2, "activation_checkpointing": "selective"}, "four heads", 1, False),
+    ("fsdp1", 2, {}, "llama", 2, False),
+    ("fsdp1", 4, {"replicas": 2}, "llama", 2, False),
+    ("fsdp1", 2, {"min_params": 9000}, "llama", 1, True),
+    ("fsdp1", 2, {"reshard_after_forward": False}, "llama", 2, False),
+    (
+        "fsdp1",
+        2,
+        {"reshard_after_forward": False, "sync_every_micro_batch": False, "reduce_dtype": "bfloat16"},
+        "llama",
+        2,
+        False,
+    ),
+    ("ddp", 2, {}, "llama", 2, False),
+    ("ddp", 4, {"sync_every_micro_batch": True}, "llama", 2, False),
+]
+
+
+def model_config(kind: str) -> PretrainedConfig:
+    if kind == "mixture":
+        found: PretrainedConfig = mixture_config("mixtral")
+        return found
+    config = llama_config(tied=False)
+    if kind == "four heads":
+        config.hidden_size, config.head_dim = 32, 8
+        config.num_attention_heads, config.num_key_value_heads = 4, 2
+    return config
+
+
+class Given(TorchDispatchMode):
+    """Adds up what this rank gives to collectives, by kind: whole tensors where they are gathered or reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.num_bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        match func.name():
+            case "c10d::_allgather_base_":
+                self.num_bytes["all-gather"] += args[0].nbytes
+            case "c10d::allgather_":
+                self.num_bytes["all-gather"] += sum(tensor.nbytes for tensor in args[0][0])
+            case "_c10d_functional::all_gather_into_tensor":
+                self.num_bytes["all-gather"] += args[0].nbytes * args[1]
+            case "c10d::_reduce_scatter_base_":
+                self.num_bytes["reduce-scatter"] += args[1].nbytes
+            case "c10d::allreduce_":
+                self.num_bytes["all-reduce"] += sum(tensor.nbytes for tensor in args[0])
+            case "_c10d_functional::all_reduce":
+                self.num_bytes["all-reduce"] += args[0].nbytes
+            case "c10d::alltoall_base_":
+                self.num_bytes["all-to-all"] += args[1].nbytes
+            case "_c10d_functional::all_to_all_single":
+                self.num_bytes["all-to-all"] += args[0].nbytes
+            case "c10d::send":
+                self.num_bytes["send"] += sum(tensor.nbytes for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def given(context: DistributedContext, case: Case) -> dict[str, int]:
+    """What a rank gives to collectives in the passes of a step."""
+    wrapper, _, settings, kind, num_micro_batches, has_adapter = case
+    shard, config = WRAPPERS[wrapper](**settings), model_config(kind)
+    model = build_on_meta(config, "float32").train()
+    if has_adapter:
+        inject_lora(model, LoraConfig(rank=2), "x", {})
+    rebuild_buffers(model, "cpu")
+    sharded = shard.shard(model, context)
+    with torch.no_grad():
+        for param in sharded.module.parameters():
+            (param.to_local() if hasattr(param, "to_local") else param).fill_(0.01)
+    with Given() as found:
+        for number in range(num_micro_batches):
+            is_synced = shard.sync_every_micro_batch or number == num_micro_batches - 1
+            with nullcontext() if is_synced else sharded.no_sync():
+                _passes(sharded.module, context, shard, config)
+    return dict(found.num_bytes)
+
+
+def _passes(model: Any, context: DistributedContext, shard: ShardConfig, config: PretrainedConfig) -> None:
+    tokens, sequence = token_batch(0, ROWS, LENGTH).numpy(), None
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    labels = tokens
+    if shard.context_parallel > 1:
+        ranks = ContextRanks.of(context, chosen_method(shard, config))
+        part = ranks.own_part(inputs, tokens.astype(np.int64), masked=-100)
+        inputs, labels, sequence = part.inputs, part.labels, part.sequence
+    with attending(sequence):
+        given_inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}
+        logits = model(**given_inputs, use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1).float(), torch.from_numpy(labels).flatten()).backward()  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def planned(case: Case) -> tuple[ModelFacts, PlannedRun]:
+    wrapper, num_ranks, settings, kind, num_micro_batches, has_adapter = case
+    shard = WRAPPERS[wrapper](**settings)
+    model, adapter = ModelConfig(path="x"), LoraConfig(rank=2) if has_adapter else AdapterConfig()
+    num_data_ranks = num_ranks // (shard.tensor_parallel * shard.context_parallel)
+    train = TrainConfig(global_batch_size=ROWS * num_micro_batches * num_data_ranks, micro_batch_size=ROWS)
+    facts = model_facts(model_config(kind), model, adapter, shard)
+    return facts, PlannedRun(model, shard, train, AdamWConfig(), LENGTH, num_ranks, adapter)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[2]} {case[3]} x{case[4]}")
+def test_ranks_send_what_is_planned_to_the_byte(case: Case) -> None:
+    shard = WRAPPERS[case[0]](**case[2])
+    parallel = {name: getattr(shard, name) for name in ("tensor_parallel", "expert_parallel", "context_parallel")}
+    ranks = on_ranks(case[1], given, case, replicas=shard.replicas, **parallel)
+    expected: Counter[str] = Counter()
+    for traffic in step_traffic(*planned(case)):
+        expected[traffic.collective] += traffic.payload_bytes
+    if shard.expert_parallel > 1:  # routers decide how much each rank sends, but not how much all of them do
+        total = sum(rank.pop("all-to-all") for rank in ranks)
+        assert total == case[1] * expected.pop("all-to-all")
+    if shard.tensor_parallel > 1:  # of layers that are divided unevenly, the first rank has the most
+        assert all(sum(rank.values()) <= sum(expected.values()) for rank in ranks)
+        ranks = ranks[:1]
+    assert ranks == [dict(expected)] * len(ranks)
+
+
+def test_a_ring_sends_the_share_of_all_but_one() -> None:
+    assert Traffic("all-gather", "shard", 4, 1, 400).sent_bytes == 300
+    assert Traffic("reduce-scatter", "shard", 4, 1, 400).sent_bytes == 300
+    assert Traffic("all-reduce", "replicate", 4, 1, 400).sent_bytes == 600
+    assert Traffic("all-to-all", "expert", 4, 1, 400).sent_bytes == 300
+    assert Traffic("send", "context", 4, 1, 400).sent_bytes == 400
+
+
+@pytest.mark.parametrize(
+    ("collective", "num_ranks", "stride", "links", "network"),
+    [
+        ("all-gather", 8, 1, 7 / 8, 0),
+        ("all-gather", 32, 1, 7 / 8, 24 / 32 / 8),
+        ("reduce-scatter", 32, 1, 7 / 8, 24 / 32 / 8),
+        ("all-gather", 4, 8, 0, 3 / 4),  # one of each machine, as replicas of eight ranks are
+        ("all-reduce", 4, 8, 0, 1),
+        ("all-reduce", 8, 1, 1, 0),
+        ("all-reduce", 16, 1, 1, 1 / 8),
+        ("all-gather", 4, 4, 1 / 2, 2 / 4 / 2),
+        ("all-to-all", 16, 1, 7 / 16, 8 / 16),
+        ("send", 16, 1, 1, 1),
+        ("send", 8, 1, 1, 0),
+    ],
+)
+def test_what_stays_in_a_machine_of_eight(
+    collective: str, num_ranks: int, stride: int, links: float, network: float
+) -> None:
+    traffic = Traffic(collective, "any", num_ranks, stride, 3200)
+    assert (link_bytes(traffic, 8), network_bytes(traffic, 8)) == (3200 * links, 3200 * network)
