@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_shard import models, sharding
 from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.activations import measure_activations, take_out_head
+from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_any_loss
 from fsdp_shard.planning.optimizer import optimizer_bytes
 from fsdp_shard.training import (
     AdapterConfig,
@@ -171,12 +172,13 @@ class MemoryPlan:
         return None if memory_bytes is None or self.peak_bytes is None else self.peak_bytes <= memory_bytes
 
 
-def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
+def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None = None) -> MemoryPlan:
     """Plan the memory of a run.
 
     Args:
         config: The transformers config of the model.
         run: The settings of the run.
+        facts: Those of earlier plans of the same model, which are used again and added to.
 
     Returns:
         The plan.
@@ -192,18 +194,18 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
                 f"shard.{name}=1."
             )
     sharding.check_mesh(run.shard, run.num_ranks)
-    model = _build(config, run, run.model.dtype)
-    sharding.check_shardable(model, run.shard)
+    facts = Facts() if facts is None else facts
+    of_model = (with_any_loss(run.model), run.adapter)
+    model, blocks, units = planned_model(config, run, facts)
+    facts.of("check", (*of_model, of_one_rank(run.shard)), lambda: sharding.check_shardable(model, run.shard))
     sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
-    blocks = [
-        replace(block, num_params=_num_weights(model, block))
-        for block in models.no_split_blocks(model, run.shard.blocks)
-    ]
-    units = sharding.plan_units(model, run.shard)
-    activations, problem = _activations_bytes(config, run)
+    of_batch = (run.num_rows, run.part_length, run.objective.is_cross_entropy)
+    of_activations = (run.model, run.adapter, of_one_rank(run.shard), *of_batch)
+    activations, problem = facts.of("activations", of_activations, lambda: _activations_bytes(config, run))
     unsharded = _unsharded_bytes(run.shard, units, accumulates=run.num_micro_batches > 1)
     unsharded += models.dequantization_bytes(model, sharding.itemsize(run.shard.param_dtype))
-    states = _state_bytes(model, units, run)
+    of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards)
+    states = facts.of("state", of_state, lambda: _state_bytes(model, units, run))
     per_rank = []
     for rank in range(run.num_ranks):
         parameters, gradients, optimizer, average = states[rank % run.num_shards]
@@ -218,6 +220,22 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun) -> MemoryPlan:
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
     return MemoryPlan(type(model).__name__, num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree)
+
+
+def planned_model(
+    config: PretrainedConfig, run: PlannedRun, facts: Facts
+) -> tuple[PreTrainedModel, list[models.Block], tuple[sharding.Unit, ...]]:
+    """The model as it trains, on meta, its blocks and its units."""
+
+    def build() -> tuple[PreTrainedModel, list[models.Block], tuple[sharding.Unit, ...]]:
+        model = _build(config, run, run.model.dtype)
+        blocks = [
+            replace(block, num_params=_num_weights(model, block))
+            for block in models.no_split_blocks(model, run.shard.blocks)
+        ]
+        return model, blocks, sharding.plan_units(model, run.shard)
+
+    return facts.of("model", (with_any_loss(run.model), run.adapter, of_parameters(run.shard)), build)
 
 
 def _build(config: PretrainedConfig, run: PlannedRun, dtype: str) -> PreTrainedModel:
