@@ -6,27 +6,51 @@ The checks need no torch, so that a mistake shows at once; `plan_run` loads it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_shard.checkpoint import CHECKPOINTS, Location, Store
 from fsdp_shard.distributed import LaunchConfig
+from fsdp_shard.errors import RunError
 from fsdp_shard.models import ModelConfig, check_model_config
-from fsdp_shard.planning.config import DeviceConfig, PlanDataConfig, PlanSavingConfig
+from fsdp_shard.planning.config import DeviceConfig, PlanDataConfig, PlannedLaunchConfig, PlanSavingConfig
 from fsdp_shard.sharding import ShardConfig
 from fsdp_shard.training import AdapterConfig, ObjectiveConfig, OptimConfig, TrainConfig
+from fsdp_shard.utils import format_size, require_package, walk
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from fsdp_shard.inference import DispatchConfig
     from fsdp_shard.planning.memory import PlannedRun
+    from fsdp_shard.planning.search.pareto_front import Front
+    from fsdp_shard.planning.search.planner import Planner
+
+
+class SectionSettings(Protocol):
+    """The sections of a run that change its memory, and what the command line has of them."""
+
+    given: frozenset[str]
+    model: ModelConfig
+    shard: ShardConfig
+    objective: ObjectiveConfig
+    adapter: AdapterConfig
+    optim: OptimConfig
+    train: TrainConfig
+
+    @property
+    def launch(self) -> LaunchConfig:
+        """The ranks."""
 
 
 class PlannedSettings(Protocol):
     """The config of a plan, as far as planning uses it."""
 
     run_dir: str
-    launch: LaunchConfig
+    given: frozenset[str]
+    search: bool
+    launch: PlannedLaunchConfig
     model: ModelConfig
     data: PlanDataConfig
     shard: ShardConfig
@@ -37,6 +61,10 @@ class PlannedSettings(Protocol):
     checkpoint: PlanSavingConfig
     device: DeviceConfig
     dispatch: DispatchConfig
+
+    @property
+    def kept_run_dir(self) -> str | None:
+        """Where files are left, if any are."""
 
     @property
     def source(self) -> Location:
@@ -60,11 +88,27 @@ class RunPlan:
         model: Its model.
         text: The plan for people.
         figures: Those of result.json.
+        misfit: Why it does not fit in `device.memory`, in a sentence; None if it does, or if that is not known.
+        front: What a search found.
     """
 
     model: PlannedModel
     text: str
     figures: Mapping[str, Any]
+    misfit: str | None = None
+    front: Front | None = None
+
+    def draw(self, directory: str | Path) -> None:
+        """Leave the picture of a search, if this is one that found something, in `directory`."""
+        if self.front is not None and self.front.points:
+            from fsdp_shard.planning.search.front_plot import PICTURE, plot_front
+
+            plot_front(self.front, Path(directory) / PICTURE)
+
+    def require_fit(self) -> None:
+        """Raise RunError if the run does not fit in `device.memory`."""
+        if self.misfit is not None:
+            raise RunError(self.misfit)
 
 
 def check_plan(config: PlannedSettings) -> None:
@@ -75,6 +119,10 @@ def check_plan(config: PlannedSettings) -> None:
     """
     config.adapter.check_installed()
     config.optim.check_installed()
+    if config.search and config.kept_run_dir is not None:
+        require_package(
+            "matplotlib", "plots", "search=true with run_dir", "leave run_dir out, so that nothing is drawn"
+        )
     source = planned_model(config).source
     check_model_config(source.directory)
     source.check_unquantized()
@@ -98,8 +146,7 @@ def plan_run(config: PlannedSettings) -> RunPlan:
         8437268480
     """
     from fsdp_shard.models import check_model_task, context_of
-    from fsdp_shard.planning.memory import PlannedRun, plan_memory
-    from fsdp_shard.planning.report import figures, plan_report
+    from fsdp_shard.planning.memory import PlannedRun
     from fsdp_shard.training import origin_config, settle_run_length
 
     model, trusted = planned_model(config), config.model.trust_remote_code
@@ -107,16 +154,78 @@ def plan_run(config: PlannedSettings) -> RunPlan:
     check_model_task(model_config, config.model.task)
     context = context_of(model_config, trusted)
     length, num_ranks = settle_run_length(config.data, model.step, context), config.launch.num_ranks
-    saving, memory_bytes = config.checkpoint.asynchronous, config.device.memory_bytes
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
-    run = PlannedRun(*sections, saving, config.objective)
-    plan = plan_memory(model_config, run)
-    dispatch_text, dispatched = _plan_dispatch(config, model, length)
-    text = f"{context.describe(length)}\n{_objective_line(run)}{plan_report(plan, memory_bytes)}{dispatch_text}"
+    run = PlannedRun(*sections, config.checkpoint.asynchronous, config.objective)
+    plan = _plan_search if config.search else _plan_one
+    found = plan(config, model, model_config, run)
+    text = f"{context.describe(length)}\n{_objective_line(run)}{found.text}"
     if model.step is not None:
         resumed = f"The run would resume from {model.step}; nothing was written into its directory."
         text += f"\n\n{resumed} {model.note or ''}"
-    return RunPlan(model, text, figures(plan, memory_bytes) | dispatched | {"sequence_length": length})
+    return replace(found, text=text, figures={**found.figures, "sequence_length": length})
+
+
+def _plan_one(config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun) -> RunPlan:
+    """The plan of a run as it is, and where it does not fit, settings that would."""
+    from fsdp_shard.planning.report import figures, plan_report
+    from fsdp_shard.planning.search.advice import advise
+    from fsdp_shard.planning.search.advice_report import advice_figures, advice_lines
+
+    planner, memory_bytes = _planner(config, model_config), config.device.memory_bytes
+    plan = planner.plan(run)
+    lines, found, misfit = [plan_report(plan, memory_bytes)], None, None
+    if memory_bytes is not None and plan.peak_bytes is not None and plan.peak_bytes > memory_bytes:
+        nodes, starts = config.launch.min_nodes, model.step is None
+        found = advise(planner, run, memory_bytes, chosen_settings(config), num_nodes=nodes, trains_other=starts)
+        lines += advice_lines(found)
+        misfit = (
+            f"The run needs {format_size(plan.peak_bytes)} on a rank, more than device.memory={config.device.memory}; "
+            f"{'the plan shows settings that fit' if found else 'no settings were found that fit'}."
+        )
+    dispatch_text, dispatched = _plan_dispatch(config, model, run.sequence_length)
+    all_figures = {**figures(plan, memory_bytes), "advice": advice_figures(found or ()), **dispatched}
+    return RunPlan(model, "\n".join(lines) + dispatch_text, all_figures, misfit)
+
+
+def _plan_search(
+    config: PlannedSettings, model: PlannedModel, model_config: PretrainedConfig, run: PlannedRun
+) -> RunPlan:
+    """The fewest ranks that fit, and settings for them."""
+    from fsdp_shard.planning.search.pareto_front import front_figures, front_text, search_front
+
+    memory_bytes, launch = config.device.memory_bytes, config.launch
+    assert memory_bytes is not None, "the check of the settings asks for it"
+    given = chosen_settings(config)
+    planner = _planner(config, model_config)
+    front = search_front(planner, run, memory_bytes, launch.rank_counts, given, launch.min_nodes)
+    misfit = None
+    if front.cheapest is None:
+        misfit = (
+            f"Nothing fits in device.memory={config.device.memory} with launch.ranks={launch.ranks}; give more ranks, "
+            f"or GPUs with more memory."
+        )
+    return RunPlan(model, front_text(front), front_figures(front), misfit, front)
+
+
+def _planner(config: PlannedSettings, model_config: PretrainedConfig) -> Planner:
+    from fsdp_shard.planning.search.planner import Planner
+
+    return Planner(model_config, on_gpu=config.launch.device != "cpu")
+
+
+def chosen_settings(config: SectionSettings) -> set[str]:
+    """Names of the settings and groups that the user chose: on the command line, or unlike the defaults."""
+    names = set(config.given)
+    if config.launch.num_ranks > 1:
+        names.add("launch.ranks")
+    usual = {"shard": "Fsdp2Config", "objective": "ObjectiveConfig", "adapter": "AdapterConfig", "optim": "AdamWConfig"}
+    for section in ("model", "train", *usual):
+        value = getattr(config, section)
+        if type(value).__name__ != usual.get(section, type(value).__name__):
+            names.add(section)
+        defaults = {name: default for name, _, default in walk(type(value)(), f"{section}.")}
+        names.update(name for name, _, now in walk(value, f"{section}.") if now != defaults[name])
+    return names
 
 
 def _objective_line(run: PlannedRun) -> str:

@@ -90,7 +90,4 @@ def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:
     memory = format_size(memory_bytes)
     if plan.fits(memory_bytes):
         return f"{balance} Fits in {memory} with {format_size(memory_bytes - plan.peak_bytes)} to spare."
-    return (
-        f"{balance} Does NOT fit in {memory}: {format_size(plan.peak_bytes - memory_bytes)} too much. Try "
-        f"more ranks, a smaller train.micro_batch_size, shard.activation_checkpointing=true or shard.cpu_offload=true."
-    )
+    return f"{balance} Does NOT fit in {memory}: {format_size(plan.peak_bytes - memory_bytes)} too much."

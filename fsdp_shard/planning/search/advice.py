@@ -30,6 +30,7 @@ class Candidate:
         run: The run.
         overrides: The changes, as they are typed.
         cost: The sum of their costs, see `memory_savers`.
+        slowdown: The part of it that is time: how many percent longer a step takes.
         trains: What they change of the training.
         replaced: Settings among them that the user had chosen otherwise.
     """
@@ -37,6 +38,7 @@ class Candidate:
     run: PlannedRun
     overrides: tuple[str, ...]
     cost: float
+    slowdown: float
     trains: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
 
@@ -51,7 +53,13 @@ class Fitting:
 
 
 def advise(
-    planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str] = (), num_nodes: int = 1
+    planner: Planner,
+    run: PlannedRun,
+    memory_bytes: int,
+    given: Collection[str] = (),
+    *,
+    num_nodes: int = 1,
+    trains_other: bool = True,
 ) -> list[Fitting]:
     """Settings with which a run fits, those that train the same first, and among them the cheapest first.
 
@@ -61,6 +69,7 @@ def advise(
         memory_bytes: Memory of a device.
         given: Names of the settings that the user chose. They stay, unless nothing fits with them.
         num_nodes: Number of machines.
+        trains_other: Whether what is trained may change, as it may not in a run that is resumed.
 
     Returns:
         The first few of each kind; none if nothing fits.
@@ -68,15 +77,15 @@ def advise(
     savers = memory_savers(run, given, num_nodes)
     search = _Search(planner, run, memory_bytes, given)
     same = search.first(savers, given, trains_other=False) or search.first(savers, (), trains_other=False)
+    if not trains_other:
+        return same
     other = search.first(savers, given, trains_other=True, but=same)
     if not same and not other:
         other = search.first(savers, (), trains_other=True)
     return [*same, *other]
 
 
-def fitting(
-    planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str], limit: int
-) -> list[Fitting]:
+def fitting(planner: Planner, run: PlannedRun, memory_bytes: int, given: Collection[str], limit: int) -> list[Fitting]:
     """All candidates of the best kind that has any, of the first `limit` that are planned; the number of ranks stays.
 
     Args:
@@ -195,6 +204,7 @@ class _Search:
             run,
             overrides,
             sum(option.cost for option in options),
+            sum(option.cost for option in options if not option.trains and "launch.ranks" not in option.names),
             tuple(option.trains for option in options if option.trains),
             tuple(sorted(name for name in names if name in self._given)),
         )
