@@ -1,9 +1,9 @@
 """What could be changed of a run to need less memory, and what each change costs.
 
-The costs order a search; they are not measured. A cost of 10 stands for a step that takes about 10 % longer: recomputing
-a block is a third of its arithmetic (true), less without its matrix products (selective); a smaller micro-batch makes
-matrix products smaller; offloading moves bytes over PCIe. A change of what is trained costs as much as it changes:
-narrower weights less than another optimizer, that less than an adapter.
+The costs order a search; they are not measured. A cost of 10 stands for a step that takes about 10 % longer:
+recomputing a block is a third of its arithmetic (true), less without its matrix products (selective); a smaller
+micro-batch makes matrix products smaller; offloading moves bytes over PCIe. A change of what is trained costs as much
+as it changes: narrower weights less than another optimizer, that less than an adapter.
 """
 
 from collections.abc import Callable, Collection, Iterator

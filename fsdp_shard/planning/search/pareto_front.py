@@ -1,4 +1,4 @@
-"""`plan search=true`: the fewest ranks that fit, and the settings with which none is better in ranks, memory and time."""
+"""`plan search=true`: the fewest ranks that fit, and the Pareto front of ranks, memory and time."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
