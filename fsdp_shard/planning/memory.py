@@ -1,13 +1,12 @@
 """Peak memory of each rank of a run, from configs alone; the model is only ever on meta.
 
-Counted are, per rank: its shard of the parameters, gradients and optimizer state; what is unsharded for a while (units
-gathered in the compute dtype, gradients before they are reduced, and one dequantized weight); and the activations of
-one micro-batch, or of the rank's part of its sequences. They are added up as if all were in use at once, so the peak
-is an upper bound. Not counted: the CUDA context, the allocator's fragmentation and the buffers of the communication
-library.
+Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each moment of a
+step, played over the units (`step_schedule`) from what one micro-batch keeps (`block_profiles`). The peak is the highest
+of these moments. It counts tensors. What a GPU holds besides (`device_overhead`) is shown apart.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -16,9 +15,24 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
 from fsdp_shard.errors import ConfigError
-from fsdp_shard.planning.activations import measure_activations, take_out_head
+from fsdp_shard.planning.block_profiles import Event, record_tape
 from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_any_loss
-from fsdp_shard.planning.optimizer import optimizer_bytes
+from fsdp_shard.planning.micro_batch import batch_bytes, micro_batch_loss
+from fsdp_shard.planning.optimizer import exchange_bytes, step_bytes, whole_update_bytes
+from fsdp_shard.planning.step_schedule import (
+    ACTIVATIONS,
+    BUFFERS,
+    GATHERED,
+    GRADIENTS,
+    LOSS_TERM,
+    PLAYERS,
+    TEMPORARIES,
+    UNREDUCED,
+    Moment,
+    StepRules,
+    highest,
+)
+from fsdp_shard.planning.unit_bytes import trained_dtype, unit_bytes
 from fsdp_shard.training import (
     AdapterConfig,
     LoraConfig,
@@ -28,6 +42,7 @@ from fsdp_shard.training import (
     TrainConfig,
     inject_lora,
     quantize_base,
+    use_loss_head,
 )
 from fsdp_shard.utils import balanced_partition, first_line
 
@@ -48,6 +63,7 @@ class PlannedRun:
     saves_asynchronously: bool = True
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     is_streamed: bool = False
+    on_gpu: bool = False
 
     @property
     def num_shards(self) -> int:
@@ -95,12 +111,16 @@ class RankMemory:
         parameters_bytes: Its shard of the parameters.
         gradients_bytes: Its shard of the gradients.
         optimizer_bytes: Its shard of the optimizer state.
-        unsharded_bytes: Parameters and gradients that are unsharded for a while.
-        activations_bytes: Activations of one micro-batch; None when they could not be measured.
+        unsharded_bytes: The most that parameters and gradients take while they are unsharded, with the buffers of
+            their collectives.
+        activations_bytes: The most that activations and the loss take; None when they could not be measured.
         host_bytes: Bytes of the state that are in host memory, with CPU offload.
         staging_bytes: Bytes of the copy in host memory that asynchronous saves write from, not in the peak.
-        reference_bytes: Its shard of the reference model of a preference objective, and the root that stays gathered.
+        reference_bytes: Its shard of the reference model of a preference objective.
         average_bytes: Its shard of the average of the trained weights (`train.ema_decay`).
+        schedule: The moments of a run, without what only some ranks have; shared by ranks.
+        own: Bytes by term that this rank has besides, at each moment after the model is loaded.
+        updates_bytes: The most that a step of the optimizer takes for a moment.
     """
 
     rank: int
@@ -113,6 +133,9 @@ class RankMemory:
     staging_bytes: int = 0
     reference_bytes: int = 0
     average_bytes: int = 0
+    schedule: tuple[Moment, ...] = ()
+    own: Mapping[str, int] = field(default_factory=dict)
+    updates_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -120,12 +143,31 @@ class RankMemory:
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.average_bytes
 
     @property
-    def peak_bytes(self) -> int | None:
-        """Upper bound on the bytes in use on the device; None when the activations could not be measured."""
-        if self.activations_bytes is None:
+    def moments(self) -> tuple[Moment, ...]:
+        """What is on the device at each moment of a run."""
+        return tuple(self._complete(moment) for moment in self.schedule)
+
+    @property
+    def peak(self) -> Moment | None:
+        """The moment with the most bytes on the device; None when the activations could not be measured."""
+        if self.activations_bytes is None or not self.schedule:
             return None
-        transient_bytes = self.unsharded_bytes + self.activations_bytes
-        return self.state_bytes - self.host_bytes + self.reference_bytes + transient_bytes
+        by_phase: dict[str, Moment] = {}  # what a rank has besides is the same within a phase
+        for moment in self.schedule:
+            if moment.phase not in by_phase or moment.total_bytes > by_phase[moment.phase].total_bytes:
+                by_phase[moment.phase] = moment
+        return highest(self._complete(moment) for moment in by_phase.values())
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes of tensors on the device; None when the activations could not be measured."""
+        return None if self.peak is None else self.peak.total_bytes
+
+    def _complete(self, moment: Moment) -> Moment:
+        if moment.phase == "load":
+            return moment
+        updates = {TEMPORARIES: self.updates_bytes} if moment.phase == "optimizer" and self.updates_bytes else {}
+        return replace(moment, terms={**self.own, **moment.terms, **updates})
 
 
 @dataclass(frozen=True)
@@ -187,36 +229,21 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
         ConfigError: The settings cannot work for this model and number of ranks, or cannot be planned.
         ModelError: No blocks are found in the model.
     """
-    for name, what in (("tensor_parallel", "divided layers keep"), ("expert_parallel", "is sent to experts")):
-        if (ranks := getattr(run.shard, name)) > 1:
-            raise ConfigError(
-                f"shard.{name}={ranks} cannot be planned: the memory that {what} is not counted. Plan with "
-                f"shard.{name}=1."
-            )
     sharding.check_mesh(run.shard, run.num_ranks)
     facts = Facts() if facts is None else facts
-    of_model = (with_any_loss(run.model), run.adapter)
     model, blocks, units = planned_model(config, run, facts)
+    of_model = (with_any_loss(run.model), run.adapter)
     facts.of("check", (*of_model, of_one_rank(run.shard)), lambda: sharding.check_shardable(model, run.shard))
     sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
-    of_batch = (run.num_rows, run.part_length, run.objective.is_cross_entropy)
-    of_activations = (run.model, run.adapter, of_one_rank(run.shard), *of_batch)
-    activations, problem = facts.of("activations", of_activations, lambda: _activations_bytes(config, run))
-    unsharded = _unsharded_bytes(run.shard, units, accumulates=run.num_micro_batches > 1)
-    unsharded += models.dequantization_bytes(model, sharding.itemsize(run.shard.param_dtype))
-    of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards)
-    states = facts.of("state", of_state, lambda: _state_bytes(model, units, run))
-    per_rank = []
-    for rank in range(run.num_ranks):
-        parameters, gradients, optimizer, average = states[rank % run.num_shards]
-        host = parameters + gradients + optimizer + average if run.shard.cpu_offload else 0
-        staging = gradients + optimizer + average if run.saves_asynchronously else 0  # only what is trained is saved
-        reference = 0
-        if run.has_sharded_reference:
-            of_root = units[-1].gathered_bytes if run.shard.is_sharded else 0
-            reference = of_root + (0 if run.shard.cpu_offload else parameters)
-        sizes = (parameters, gradients, optimizer, unsharded, activations, host, staging, reference, average)
-        per_rank.append(RankMemory(rank, *sizes))
+    of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
+    states = facts.of("state", of_state, lambda: _states(model, units, run))
+    schedule, problem = plan_step(config, model, units, run, facts)
+    unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in schedule), default=0)
+    activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in schedule), default=0)
+    per_rank = [
+        _rank_memory(rank, states[rank % run.num_shards], run, schedule, unsharded, None if problem else activations)
+        for rank in range(run.num_ranks)
+    ]
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
     tree = tuple(sharding.unit_tree(model, run.shard, run.num_ranks)) if run.shard.explain else ()
     return MemoryPlan(type(model).__name__, num_params, num_trained, tuple(blocks), tuple(per_rank), problem, tree)
@@ -257,77 +284,163 @@ def _num_weights(model: PreTrainedModel, block: models.Block) -> int:
     return block.num_params + sum(count - module.get_parameter(name).numel() for name, count in inside.items())
 
 
-def _unsharded_bytes(shard: sharding.ShardConfig, units: Sequence[sharding.Unit], *, accumulates: bool) -> int:
-    """An upper bound on the bytes of gathered units and of gradients that are not reduced yet.
+def _rank_memory(
+    rank: int,
+    state: "_State",
+    run: PlannedRun,
+    schedule: tuple[Moment, ...],
+    unsharded: int,
+    activations: int | None,
+) -> RankMemory:
+    """The memory of one rank."""
+    is_offloaded = run.shard.cpu_offload
+    total = state.parameters + state.gradients + state.optimizer + state.average
+    own = {} if is_offloaded else {"optimizer": state.optimizer, "average": state.average}
+    return RankMemory(
+        rank,
+        state.parameters,
+        state.gradients,
+        state.optimizer,
+        unsharded,
+        activations,
+        host_bytes=total if is_offloaded else 0,
+        # Only what is trained is saved.
+        staging_bytes=state.gradients + state.optimizer + state.average if run.saves_asynchronously else 0,
+        reference_bytes=state.parameters if run.has_sharded_reference and not is_offloaded else 0,
+        average_bytes=state.average,
+        schedule=schedule,
+        own={name: num for name, num in own.items() if num},
+        updates_bytes=0 if is_offloaded else state.updates,
+    )
 
-    Gathered are the root, the unit that computes and the prefetched ones, in the dtype that they compute in, and what
-    all units keep after the forward pass. Gradients are those of the root and of one unit, and a copy of one of the two
-    in the dtype of the reduction; those of all units, if they are reduced once per step only.
 
-    Args:
-        shard: The shard settings.
-        units: All units of the model, the root last.
-        accumulates: Whether a step has several micro-batches.
-
-    Returns:
-        The bytes; 0 where nothing is sharded, as everything is then counted as state of the rank.
-    """
-    if not shard.is_sharded:
-        return 0
-    *inner, root = (unit.gathered_bytes for unit in units)
-    every, num_ahead = shard.reshard_after_forward, max(1, shard.prefetch_forward or 0, shard.prefetch_backward or 0)
-    gathered = root + (sum(inner) if every is False else sum(sorted(inner)[-1 - num_ahead :]))
-    if type(every) is int:
-        gathered += sum(inner) // every
-    *trained, of_root = (unit.num_trained * sharding.itemsize(unit.dtype) for unit in units)
-    reduce = sharding.itemsize(shard.reduce_dtype)
-    gradients = of_root + max(trained, default=0) + reduce * max(unit.num_trained for unit in units)
-    if accumulates and not shard.sync_every_micro_batch:
-        gradients += sum(unit.num_trained for unit in units) * reduce
-    return gathered + gradients
+def _sum(moment: Moment, *terms: str) -> int:
+    return sum(moment.terms.get(term, 0) for term in terms)
 
 
-def _state_bytes(
-    model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun
-) -> list[tuple[int, int, int, int]]:
-    """Bytes of parameters, gradients, optimizer state and averages of each shard; equal shards are computed once."""
+@dataclass(frozen=True)
+class _State:
+    """Bytes of the state of one shard, and what its optimizer takes for a moment."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    average: int
+    updates: int
+
+
+def _states(model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun) -> list[_State]:
+    """The state of each shard; equal shards are computed once."""
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
     padding = getattr(torch, run.model.dtype)
     local_shapes = run.shard.local_shapes(shapes, units, run.num_shards)
     owned_by_rank: Sequence[Sequence[str]] = [()] * run.num_shards
+    updates: dict[str, int] = {}
     if run.optim.needs_full_params:
         owned_by_rank = balanced_partition(sorted(trained), run.num_shards, trained.__getitem__)
+        updates = _whole_updates(run.optim, trained, shapes, dtypes)
 
     def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
         return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
 
     contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
-    known: dict[tuple[object, ...], tuple[int, int, int, int]] = {}
-    sizes = []
-    for local, owned in zip(local_shapes, owned_by_rank, strict=True):
+    known: dict[tuple[object, ...], _State] = {}
+    states = []
+    foreach = run.on_gpu and run.shard.wrapper != "fsdp2"  # DTensors are updated one by one
+    for index, (local, owned) in enumerate(zip(local_shapes, owned_by_rank, strict=True)):
         content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
         if (key := (content, tuple(owned))) not in known:
             gradients = {name: shape for name, shape in local.items() if name in trained}
             updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else gradients
-            optimizer = optimizer_bytes(run.optim, updated, shapes, dtypes) if updated else 0
+            optimizer, taken = (
+                step_bytes(run.optim, updated, shapes, dtypes, uses_foreach=foreach) if updated else (0, 0)
+            )
+            if run.optim.needs_full_params:
+                held = {name: prod(shape) * dtypes[name].itemsize for name, shape in gradients.items()}
+                taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates)
             average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, gradients.values()))  # in float32
-            known[key] = num_bytes(local), num_bytes(gradients), optimizer, average
-        sizes.append(known[key])
-    return sizes
+            known[key] = _State(num_bytes(local), num_bytes(gradients), optimizer, average, taken)
+        states.append(known[key])
+    return states
 
 
-def _activations_bytes(config: PretrainedConfig, run: PlannedRun) -> tuple[int | None, str | None]:
-    """Bytes that a micro-batch saves for the backward pass, with the loss and its gradient, in the compute dtype.
+def _whole_updates(
+    optim: OptimConfig,
+    trained: Iterable[str],
+    shapes: Mapping[str, sharding.Shape],
+    dtypes: Mapping[str, torch.dtype],
+) -> dict[str, int]:
+    """What the update of each whole parameter takes for a moment; those that are alike are measured once."""
+    known: dict[object, int] = {}
+    found = {}
+    for name in trained:
+        key = re.sub(r"\d+", "*", name), shapes[name], dtypes[name]
+        if key not in known:
+            known[key] = whole_update_bytes(optim, name, shapes[name], dtypes[name])
+        found[name] = known[key]
+    return found
 
-    Or None and why they cannot be measured: control flow that depends on values, or a model without text input.
+
+def plan_step(
+    config: PretrainedConfig, model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun, facts: Facts
+) -> tuple[tuple[Moment, ...], str | None]:
+    """The moments of a run on any rank, without the optimizer's state.
+
+    Returns:
+        The moments, and why activations could not be measured, if so; then there are none of a step.
     """
-    model = _build(config, run, run.shard.param_dtype)
-    any_vocabulary, num_tokens = not run.objective.is_cross_entropy, run.num_rows * run.part_length
-    of_head = take_out_head(model, run.model.chunked_loss, num_tokens, any_vocabulary=any_vocabulary)
+    in_units, parameters = unit_bytes(model, units, run.shard, run.num_shards)
+    terms = {} if run.shard.cpu_offload else {"parameters": parameters}
+    if run.has_sharded_reference and not run.shard.cpu_offload:
+        terms["reference"] = parameters
+    load = Moment("load", "", dict(terms))
     try:
-        activations = measure_activations(model, run.shard, run.num_rows, run.part_length)
+        of_batch = (run.objective, run.reference_kind, run.num_rows, run.part_length)
+        of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch)
+        tape, batch = facts.of("tape", of_tape, lambda: _tape(config, run))
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
-        return None, first_line(error)
-    return activations.saved_bytes + (2 * activations.logits_bytes if of_head is None else of_head), None
+        return (load,), first_line(error)
+    terms["batch"] = batch * run.num_micro_batches
+    if not run.shard.is_sharded:
+        terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
+    player.step(tape)
+    player.note("", "optimizer")
+    return (load, *player.moments), None
+
+
+def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
+    shard, stored = run.shard, str(trained_dtype(model)).removeprefix("torch.")
+    default_backward = 1 if shard.wrapper == "fsdp1" else 0
+    backward = default_backward if shard.prefetch_backward is None else shard.prefetch_backward
+    return StepRules(
+        reshard=shard.reshard_after_forward,
+        prefetch_forward=shard.prefetch_forward or 0,
+        prefetch_backward=backward,
+        num_micro_batches=run.num_micro_batches,
+        sync_every_micro_batch=shard.sync_every_micro_batch,
+        casts_gradients=shard.param_dtype != shard.reduce_dtype,
+        casts_reduced=shard.reduce_dtype != stored,
+        keeps_reduced=shard.replicas > 1,
+        copies_reduced=not run.on_gpu,
+        offloads_activations=shard.activation_offload,
+        has_host_gradients=shard.cpu_offload,
+    )
+
+
+def _tape(config: PretrainedConfig, run: PlannedRun) -> tuple[list[Event], int]:
+    """What one micro-batch keeps in memory, and the bytes of the micro-batch itself."""
+    model = _build(config, run, run.shard.param_dtype)
+    units = sharding.plan_units(model, run.shard)
+    if run.shard.flattens_units:
+        for unit in units:  # one flat gradient, also of what is frozen
+            params = [model.get_parameter(name) for name in unit.parameters]
+            if any(param.requires_grad for param in params):
+                for param in params:
+                    param.requires_grad_(True)
+    use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
+    compute = micro_batch_loss(model, run.objective, run.reference_kind, run.num_rows, run.part_length)
+    tape = record_tape(model, run.shard, units, compute)
+    return tape, batch_bytes(model, run.num_rows, run.part_length)

@@ -20,12 +20,24 @@ def figures(plan: MemoryPlan, memory_bytes: int | None) -> dict[str, Any]:
         "num_trained_params": plan.num_trained,
         "bytes_by_dtype": plan.bytes_by_dtype,
         "blocks": [asdict(block) for block in plan.blocks],
-        "per_rank": [asdict(rank) | {"peak_bytes": rank.peak_bytes} for rank in plan.per_rank],
+        "per_rank": [_rank_figures(rank) for rank in plan.per_rank],
         "peak_bytes": plan.peak_bytes,
         "device_memory_bytes": memory_bytes,
         "fits": plan.fits(memory_bytes),
         "balance": plan.balance,
     }
+
+
+_FIGURES = (
+    "rank", "parameters_bytes", "gradients_bytes", "optimizer_bytes", "unsharded_bytes", "activations_bytes",
+    "host_bytes", "staging_bytes", "reference_bytes", "average_bytes", "peak_bytes",
+)  # fmt: skip
+
+
+def _rank_figures(rank: RankMemory) -> dict[str, Any]:
+    """The figures of a rank, with the moment of its peak."""
+    peak = None if rank.peak is None else asdict(rank.peak)
+    return {name: getattr(rank, name) for name in _FIGURES} | {"peak": peak}
 
 
 def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:

@@ -1,0 +1,109 @@
+"""The loss of one micro-batch of a planned run, computed by the objective itself on fake tensors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_shard.planning.block_profiles import Recorder
+from fsdp_shard.training import (
+    DeviceBatch,
+    ObjectiveConfig,
+    OwnFunctions,
+    Pass,
+    StepSums,
+    Targets,
+    forward_log_probs,
+)
+
+_TOKEN_BYTES = 8  # int64
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A model that is not sharded, where the loop has one that is."""
+
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """The reference or the teacher of a planned run.
+
+    Attributes:
+        model: The model.
+        kind: As in `PlannedRun.reference_kind`.
+        recorder: Knows which of the models runs.
+        num_targets: Number of tokens that a teacher gives for each prediction.
+    """
+
+    model: _Plain
+    kind: str | None
+    recorder: Recorder
+    num_targets: int
+
+    def log_probs(self, batch: DeviceBatch) -> torch.Tensor:
+        if self.kind not in ("adapter", "sharded"):
+            return torch.zeros(len(batch.labels))
+        self.recorder.is_reference = self.kind == "sharded"
+        try:
+            with torch.no_grad():
+                return forward_log_probs(self.model, batch).sum(-1)
+        finally:
+            self.recorder.is_reference = False
+
+    def targets(self, batch: DeviceBatch) -> Targets:
+        shape = len(batch.counted), self.num_targets
+        return Targets(torch.zeros(shape), torch.zeros(shape, dtype=torch.int32))
+
+
+def micro_batch_loss(
+    model: PreTrainedModel, objective: ObjectiveConfig, reference_kind: str | None, num_rows: int, length: int
+) -> Callable[[Recorder], torch.Tensor]:
+    """What computes the loss of one micro-batch in a fake tensor mode.
+
+    Args:
+        model: The model, which has a loss head where training has one.
+        objective: What it is trained for.
+        reference_kind: As in `PlannedRun.reference_kind`.
+        num_rows: Number of sequences.
+        length: Number of tokens that this rank has of each.
+    """
+
+    def compute(recorder: Recorder) -> torch.Tensor:
+        batch, plain = _batch(model, num_rows, length), _Plain(model)
+        divisors, context = torch.ones(objective.num_terms), SimpleNamespace(device=torch.device("cpu"))
+        recorder.ignore([*batch.tensors(), divisors])
+        reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
+        sums = StepSums(OwnFunctions(), context)  # type: ignore[arg-type]  # of which it uses the device
+        step = Pass(plain, batch, divisors, sums, reference)  # type: ignore[arg-type]  # it has the module
+        try:
+            return objective.terms(step).sum()
+        except RuntimeError:
+            if recorder.events:
+                raise
+        # Some choose rows by the values of labels, which fake tensors do not have.
+        compared = reference.log_probs(batch)
+        return (forward_log_probs(plain, batch).sum(-1) - compared).sum()
+
+    return compute
+
+
+def _batch(model: PreTrainedModel, num_rows: int, length: int) -> DeviceBatch:
+    config: Any = model.config
+    names = ["input_ids", *(["decoder_input_ids"] if config.is_encoder_decoder else [])]
+    inputs = {name: torch.zeros((num_rows, length), dtype=torch.long) for name in names}
+    is_classifier = "SequenceClassification" in type(model).__name__
+    labels = torch.zeros((num_rows,) if is_classifier else (num_rows, length), dtype=torch.long)
+    counted = torch.zeros(labels.numel(), dtype=torch.long)
+    return DeviceBatch(inputs, labels, counted)
+
+
+def batch_bytes(model: PreTrainedModel, num_rows: int, length: int) -> int:
+    """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count."""
+    config: Any = model.config
+    return num_rows * length * _TOKEN_BYTES * (3 + bool(config.is_encoder_decoder))
