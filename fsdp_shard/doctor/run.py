@@ -22,8 +22,8 @@ from fsdp_shard.config import FinetuneConfig, refuse_nested
 from fsdp_shard.data import Samples, open_samples, tokenize_all
 from fsdp_shard.distributed import gpu_number, uses_gpus, world_sizes
 from fsdp_shard.doctor.findings import Finding, ok, problem, skipped, warning
-from fsdp_shard.planning import MemoryPlan, PlannedRun, plan_memory
-from fsdp_shard.utils import format_count, format_size, write_atomically
+from fsdp_shard.planning import MemoryPlan, PlannedRun, Planner, advice_lines, advise, chosen_settings, plan_memory
+from fsdp_shard.utils import check as check_sections, format_count, format_size, write_atomically
 
 PlanFunction = Callable[[], MemoryPlan | None]
 SamplesFunction = Callable[[], Samples | None]
@@ -117,11 +117,14 @@ def plan_run(config: FinetuneConfig) -> MemoryPlan | None:
     """
     if not config.model.path or config.shard.tensor_parallel > 1 or config.shard.expert_parallel > 1:
         return None
+    return plan_memory(training.origin_config(config.model, _source(config)), _planned_run(config))
+
+
+def _planned_run(config: FinetuneConfig) -> PlannedRun:
     length, num_ranks = _settle_length(config), min(world_sizes(config.launch))
     saving = config.checkpoint.asynchronous
     sections = (config.model, config.shard, config.train, config.optim, length, num_ranks, config.adapter)
-    run = PlannedRun(*sections, saving, config.objective, config.data.streaming)
-    return plan_memory(training.origin_config(config.model, _source(config)), run)
+    return PlannedRun(*sections, saving, config.objective, config.data.streaming)
 
 
 def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Finding]:
@@ -145,16 +148,27 @@ def check_memory(config: FinetuneConfig, plan_run: PlanFunction) -> Iterator[Fin
     if plan.peak_bytes <= free:
         yield ok(text)
     else:
-        yield problem(
-            f"{text}. Use more ranks, a smaller train.micro_batch_size, or shard.activation_checkpointing=true"
-            f"{' or shard.cpu_offload=true' if on_gpu else ''}; `fsdp-shard plan` shows what needs the memory."
-        )
+        yield problem(f"{text}. {_what_would_fit(config, free, on_gpu=on_gpu)}")
     in_host_memory = max(rank.staging_bytes + rank.host_bytes for rank in plan.per_rank) * num_ranks
     if on_gpu and in_host_memory > free_host:
         yield problem(
             f"the ranks need up to {format_size(in_host_memory)} of host memory, {format_size(free_host)} free; "
             f"checkpoint.asynchronous=false and shard.cpu_offload=false need none."
         )
+
+
+def _what_would_fit(config: FinetuneConfig, free_bytes: int, *, on_gpu: bool) -> str:
+    """Settings with which each rank needs at most `free_bytes`; more ranks would have to share this machine."""
+
+    def check_together(run: PlannedRun) -> None:
+        sections = {name: getattr(run, name) for name in ("model", "shard", "train", "optim", "adapter", "objective")}
+        check_sections(replace(config, **sections))
+
+    model_config = training.origin_config(config.model, _source(config))
+    planner = Planner(model_config, on_gpu=on_gpu, check_together=check_together)
+    given, starts = chosen_settings(config), _resumed_step(config) is None
+    found = advise(planner, _planned_run(config), free_bytes, given, fixed=("launch.ranks",), trains_other=starts)
+    return f"{' '.join(' '.join(advice_lines(found)).split())} `fsdp-shard plan` shows what needs the memory."
 
 
 def check_disk_space(

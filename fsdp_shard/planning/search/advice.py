@@ -59,6 +59,7 @@ def advise(
     given: Collection[str] = (),
     *,
     num_nodes: int = 1,
+    fixed: Collection[str] = (),
     trains_other: bool = True,
 ) -> list[Fitting]:
     """Settings with which a run fits, those that train the same first, and among them the cheapest first.
@@ -69,6 +70,7 @@ def advise(
         memory_bytes: Memory of a device.
         given: Names of the settings that the user chose. They stay, unless nothing fits with them.
         num_nodes: Number of machines.
+        fixed: Names of settings that stay in any case.
         trains_other: Whether what is trained may change, as it may not in a run that is resumed.
 
     Returns:
@@ -76,12 +78,13 @@ def advise(
     """
     savers = memory_savers(run, given, num_nodes)
     search = _Search(planner, run, memory_bytes, given)
-    same = search.first(savers, given, trains_other=False) or search.first(savers, (), trains_other=False)
+    kept = {*given, *fixed}
+    same = search.first(savers, kept, trains_other=False) or search.first(savers, fixed, trains_other=False)
     if not trains_other:
         return same
-    other = search.first(savers, given, trains_other=True, but=same)
+    other = search.first(savers, kept, trains_other=True, but=same)
     if not same and not other:
-        other = search.first(savers, (), trains_other=True)
+        other = search.first(savers, fixed, trains_other=True)
     return [*same, *other]
 
 

@@ -118,7 +118,7 @@ def _wrappers(run: PlannedRun, given: Collection[str]) -> Iterator[Option]:
 
 def _ranks(run: PlannedRun, num_nodes: int) -> Iterator[Option]:
     factor = 2
-    while run.num_ranks * factor <= MAX_RANKS:
+    while run.num_ranks * factor <= max(MAX_RANKS, 2 * run.num_ranks):
         number = run.num_ranks * factor
         yield Option(
             lambda run, number=number: replace(run, num_ranks=number),  # type: ignore[misc]  # of a default
