@@ -14,7 +14,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
-from fsdp_shard.errors import ConfigError
 from fsdp_shard.planning.block_profiles import Event, record_tape
 from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_any_loss
 from fsdp_shard.planning.micro_batch import batch_bytes, micro_batch_loss
