@@ -1,12 +1,12 @@
 """What one micro-batch keeps in memory between entering one module and leaving the next: a tape of fake tensors.
 
-The real forward pass, loss and backward pass of the unsharded model run once, without computing anything: operators make
-tensors that have a shape and no memory. So what autograd saves, what recomputation makes again and what results of
-operators take for a moment is what the real run has. Of blocks that are alike three are run and the others are passed
-over; the tape repeats the one in the middle. A model of 126 layers costs what one of 3 does.
+The real forward pass, loss and backward pass of the unsharded model run once, without computing anything: operators
+make tensors that have a shape and no memory. So what autograd saves, what recomputation makes again and what results
+of operators take for a moment is what the real run has. Of blocks that are alike three are run and the others are
+passed over; the tape repeats the one in the middle. A model of 126 layers costs what one of 3 does.
 
-Attention keeps different tensors in different implementations; it runs as on a CPU, whose fused kernel keeps the same as
-a GPU's flash attention.
+Attention keeps different tensors in different implementations; it runs as on a CPU, whose fused kernel keeps the same
+as a GPU's flash attention.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -75,6 +75,8 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.is_reference = False
         self._live: dict[int, int] = {}  # bytes by the address of the storage
+        self._born: dict[int, int] = {}  # number of events before a storage was made
+        self._entered = 0, 0  # numbers of events before the last two modules were entered
         self._kept: list[UntypedStorage] = []
         self._ignored: set[int] = set()
         self._accumulated: dict[int, int] = {}  # bytes by the id of the parameter
@@ -95,6 +97,7 @@ class Recorder(TorchDispatchMode):
         """Do not count the tensors in `value`."""
         self._kept += storages_of(value)  # or others get their addresses
         self._ignored = {storage._cdata for storage in self._kept}
+        self._now -= sum(self._live.pop(key, 0) for key in self._ignored)
 
     def accumulated(self, param: torch.Tensor) -> None:
         """Take the gradient of `param`, which was just accumulated, for one."""
@@ -103,9 +106,9 @@ class Recorder(TorchDispatchMode):
             self._gradients += size
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Know a tensor that autograd saves."""
+        """Know a tensor that autograd saves, if it was made in this block or in the one before."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._ignored:
+        if self._born.get(storage._cdata, -1) > self._entered[0]:
             self._saved[storage._cdata] = storage.nbytes()
         return tensor
 
@@ -115,6 +118,8 @@ class Recorder(TorchDispatchMode):
         saved = sum(self._saved.values()) if kind == LEAVE else 0
         if kind in (ENTER, LEAVE):
             self._saved.clear()
+        if kind == ENTER:
+            self._entered = self._entered[1], len(self.events)
         rises = max(self._most, self._now) - self._then, max(self._most_alone, alone) - alone_then
         gradients = self._gradients - self._gradients_then
         self.events.append(Event(kind, module, *rises, alone - alone_then, gradients, saved, self.is_reference))
@@ -125,12 +130,13 @@ class Recorder(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._live or key in self._ignored or not size:
             return
-        self._live[key] = size
+        self._live[key], self._born[key] = size, len(self.events)
         self._now += size
         finalize(storage, self._gone, key)
 
     def _gone(self, key: int) -> None:
-        self._now -= self._live.pop(key)
+        self._now -= self._live.pop(key, 0)
+        self._born.pop(key, None)
 
 
 def storages_of(value: Any) -> Iterator[UntypedStorage]:
@@ -151,6 +157,7 @@ def record_tape(
     settings: ShardConfig,
     units: Sequence[Unit],
     compute_loss: Callable[[Recorder], torch.Tensor],
+    uncast: Collection[str] = (),
 ) -> list[Event]:
     """Run one micro-batch of `model` on fake tensors.
 
@@ -159,12 +166,13 @@ def record_tape(
         settings: The blocks, and what of their activations is recomputed.
         units: The units that it would be sharded in.
         compute_loss: Runs the forward pass and returns the loss; called in a fake tensor mode, with the recorder.
+        uncast: FQNs of the units whose inputs keep the dtypes that they have.
 
     Returns:
         The tape of one micro-batch, from its first forward pass to the end of its backward pass.
 
     Raises:
-        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: The model cannot be run on fake tensors.
+        RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError: It does not run on fake tensors.
     """
     model.train()
     blocks = [block.fqn for block in no_split_blocks(model, settings.blocks) if block.repeated]
@@ -178,11 +186,11 @@ def record_tape(
         _make_fake(model, dtypes if settings.is_sharded else {})
         recorder = Recorder()
         recorder.ignore([*model.parameters(), *model.buffers()])
-        watched = {fqn: None for fqn in [*blocks, *(unit.fqn for unit in units), ""]}
+        watched = dict.fromkeys([*blocks, *(unit.fqn for unit in units), ""])
         inside = tuple(f"{fqn}." for fqn in passed_over)
         by_fqn = {unit.fqn: unit for unit in units}
         for fqn in (fqn for fqn in watched if fqn not in passed_over and not fqn.startswith(inside or ("\0",))):
-            _watch(model, recorder, settings, fqn, by_fqn.get(fqn))
+            _watch(model, recorder, settings, fqn, by_fqn.get(fqn), is_uncast=fqn in uncast)
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(recorder.accumulated)
@@ -209,12 +217,14 @@ def _make_fake(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Non
     replace_tensors(model, fake)
 
 
-def _watch(model: nn.Module, recorder: Recorder, settings: ShardConfig, fqn: str, unit: Unit | None) -> None:
+def _watch(
+    model: nn.Module, recorder: Recorder, settings: ShardConfig, fqn: str, unit: Unit | None, *, is_uncast: bool
+) -> None:
     """Have the recorder mark when a module is entered and left, in both directions, and cast as its wrapper does."""
     module = model.get_submodule(fqn)
     params = [model.get_parameter(name) for name in unit.parameters] if unit is not None else []
     trained = {id(param) for param in params if param.requires_grad}
-    casts = settings.is_sharded and unit is not None and not unit.is_bytes
+    casts = settings.is_sharded and unit is not None and not unit.is_bytes and not is_uncast
     by_gradients = settings.flattens_units and bool(trained)
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -367,16 +377,14 @@ def _repeated(tape: Sequence[Event], run: _Run) -> list[Event]:
         enters = [_index(part, ENTER, first[number]) for number in range(_PERIODS_RUN)]
         begins = [_index(part, BEGIN, last[number]) for number in range(_PERIODS_RUN)]
         if None not in enters:
-            one, two = enters[1], enters[2]
-            assert one is not None and two is not None
+            one, two = (position or 0 for position in enters[1:])
             middle = part[one + 1 : two + 1]
             found += part[: two + 1]
             for number in range(1, extra + 1):
                 found += _renamed(middle, run, {1: 1 + number, end: end + number})
             found += _renamed(part[two + 1 :], run, {end: end + extra})
         elif None not in begins:
-            three, two, one = begins[2], begins[1], begins[0]
-            assert one is not None and two is not None and three is not None
+            one, two = (position or 0 for position in begins[:2])
             middle = part[two + 1 : one + 1]
             found += _renamed(part[: two + 1], run, {end: end + extra, 1: 1 + extra})
             for number in range(extra, 0, -1):

@@ -1,13 +1,14 @@
 """Peak memory of each rank of a run, from configs alone; the model is only ever on meta.
 
 Per rank: its shards of parameters, gradients and optimizer state, exactly; and what is in memory at each moment of a
-step, played over the units (`step_schedule`) from what one micro-batch keeps (`block_profiles`). The peak is the highest
-of these moments. It counts tensors. What a GPU holds besides (`device_overhead`) is shown apart.
+step, played over the units (`step_schedule`) from what one micro-batch keeps (`block_profiles`). The peak is the
+highest of these moments. It counts tensors. What a GPU holds besides (`device_overhead`) is shown apart.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_shard import models, sharding
 from fsdp_shard.planning.block_profiles import Event, record_tape
+from fsdp_shard.planning.divided_model import divide_model, with_expert_units
 from fsdp_shard.planning.facts import Facts, of_one_rank, of_parameters, with_any_loss
 from fsdp_shard.planning.micro_batch import batch_bytes, micro_batch_loss
 from fsdp_shard.planning.optimizer import exchange_bytes, step_bytes, whole_update_bytes
@@ -99,6 +101,11 @@ class PlannedRun:
     def part_length(self) -> int:
         """Number of tokens that a rank has of each sequence."""
         return -(-self.sequence_length // self.shard.context_parallel)
+
+    @property
+    def padded_length(self) -> int:
+        """The same, with what is filled up so that all ranks have two chunks of one length."""
+        return self.part_length + (self.part_length % 2 if self.shard.context_parallel > 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -234,13 +241,14 @@ def plan_memory(config: PretrainedConfig, run: PlannedRun, facts: Facts | None =
     of_model = (with_any_loss(run.model), run.adapter)
     facts.of("check", (*of_model, of_one_rank(run.shard)), lambda: sharding.check_shardable(model, run.shard))
     sharding.check_context_parallel(config, model, run.model, run.shard, run.sequence_length)
+    part = facts.of("part", (*of_model, of_parameters(run.shard)), lambda: _part_of_rank(config, run, units, model))
     of_state = (*of_model, run.optim, run.train.ema_decay, of_parameters(run.shard), run.num_shards, run.on_gpu)
-    states = facts.of("state", of_state, lambda: _states(model, units, run))
-    schedule, problem = plan_step(config, model, units, run, facts)
+    states = facts.of("state", of_state, lambda: _states(part, run))
+    schedule, problem = plan_step(config, part, run, facts)
     unsharded = max((_sum(moment, GATHERED, UNREDUCED, BUFFERS) for moment in schedule), default=0)
     activations = max((_sum(moment, ACTIVATIONS, LOSS_TERM) for moment in schedule), default=0)
     per_rank = [
-        _rank_memory(rank, states[rank % run.num_shards], run, schedule, unsharded, None if problem else activations)
+        _rank_memory(rank, states[_shard_of(rank, run)], run, schedule, unsharded, None if problem else activations)
         for rank in range(run.num_ranks)
     ]
     num_params, num_trained = sum(unit.num_params for unit in units), sum(unit.num_trained for unit in units)
@@ -328,13 +336,60 @@ class _State:
     updates: int
 
 
-def _states(model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun) -> list[_State]:
+@dataclass(frozen=True)
+class _Part:
+    """What a replica's rank has of a model before it is sharded: all of it, or its part of divided layers and experts.
+
+    Attributes:
+        model: The model on meta, in the dtypes that parameters are stored in.
+        units: Its units, the root last.
+        experts: FQNs of the units of divided experts.
+    """
+
+    model: PreTrainedModel
+    units: Sequence[sharding.Unit]
+    experts: frozenset[str] = frozenset()
+
+
+def _part_of_rank(
+    config: PretrainedConfig, run: PlannedRun, units: Sequence[sharding.Unit], model: PreTrainedModel
+) -> _Part:
+    if run.shard.tensor_parallel == run.shard.expert_parallel == 1:
+        return _Part(model, units)
+    divided = _build(config, run, run.model.dtype)
+    experts = divide_model(divided, run.shard)
+    return _Part(divided, with_expert_units(units, experts), experts)
+
+
+def _shard_of(rank: int, run: PlannedRun) -> int:
+    """Which of the shards of a replica a rank has; those that divide layers have the same rows."""
+    return rank // run.shard.tensor_parallel % run.num_shards
+
+
+def _local_shapes(
+    part: _Part, shapes: Mapping[str, sharding.Shape], run: PlannedRun
+) -> list[dict[str, sharding.Shape]]:
+    """The local shape of every parameter for each shard."""
+    shard, num_shards = run.shard, run.num_shards
+    if not part.experts:
+        return shard.local_shapes(shapes, part.units, num_shards)
+    dense, experts = dict(shapes), dict[str, sharding.Shape]()
+    for unit in part.units:
+        if unit.fqn in part.experts:
+            experts |= {name: dense.pop(name) for name in unit.parameters}
+    of_dense = shard.local_shapes(dense, part.units, num_shards)
+    of_experts = shard.local_shapes(experts, part.units, num_shards // shard.expert_parallel)
+    return [held | of_experts[index // shard.expert_parallel] for index, held in enumerate(of_dense)]
+
+
+def _states(part: _Part, run: PlannedRun) -> list[_State]:
     """The state of each shard; equal shards are computed once."""
+    model, units = part.model, part.units
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
     trained = {name: param.numel() for name, param in model.named_parameters() if param.requires_grad}
     padding = getattr(torch, run.model.dtype)
-    local_shapes = run.shard.local_shapes(shapes, units, run.num_shards)
+    local_shapes = _local_shapes(part, shapes, run)
     owned_by_rank: Sequence[Sequence[str]] = [()] * run.num_shards
     updates: dict[str, int] = {}
     if run.optim.needs_full_params:
@@ -344,6 +399,10 @@ def _states(model: PreTrainedModel, units: Sequence[sharding.Unit], run: Planned
     def num_bytes(local: Mapping[str, sharding.Shape]) -> int:
         return sum(prod(shape) * dtypes.get(name, padding).itemsize for name, shape in local.items())
 
+    with_gradient = [name for name in local_shapes[0] if name in trained]
+    if run.shard.flattens_units and run.num_shards > 1:  # one gradient of a unit, of its frozen parameters too
+        flat = [(number, unit) for number, unit in enumerate(units) if any(name in trained for name in unit.parameters)]
+        with_gradient = [name for number, unit in flat for name in (*unit.parameters, f"(padding of unit {number})")]
     contents: dict[int, tuple[tuple[str, sharding.Shape], ...]] = {}  # by the identity of dicts that ranks share
     known: dict[tuple[object, ...], _State] = {}
     states = []
@@ -351,15 +410,18 @@ def _states(model: PreTrainedModel, units: Sequence[sharding.Unit], run: Planned
     for index, (local, owned) in enumerate(zip(local_shapes, owned_by_rank, strict=True)):
         content = contents.get(id(local)) or contents.setdefault(id(local), tuple(local.items()))
         if (key := (content, tuple(owned))) not in known:
-            gradients = {name: shape for name, shape in local.items() if name in trained}
-            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else gradients
+            own = {name: shape for name, shape in local.items() if name in trained}
+            gradients = {name: local[name] for name in with_gradient}
+            # Under FSDP1 a part without elements has no gradient.
+            has_gradient = {name: shape for name, shape in own.items() if prod(shape) or not run.shard.flattens_units}
+            updated = {name: shapes[name] for name in owned} if run.optim.needs_full_params else has_gradient
             optimizer, taken = (
                 step_bytes(run.optim, updated, shapes, dtypes, uses_foreach=foreach) if updated else (0, 0)
             )
             if run.optim.needs_full_params:
-                held = {name: prod(shape) * dtypes[name].itemsize for name, shape in gradients.items()}
+                held = {name: prod(shape) * dtypes[name].itemsize for name, shape in own.items()}
                 taken = exchange_bytes(owned_by_rank, index, held, shapes, dtypes, updates)
-            average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, gradients.values()))  # in float32
+            average = 0 if run.train.ema_decay is None else 4 * sum(map(prod, own.values()))  # in float32
             known[key] = _State(num_bytes(local), num_bytes(gradients), optimizer, average, taken)
         states.append(known[key])
     return states
@@ -383,25 +445,30 @@ def _whole_updates(
 
 
 def plan_step(
-    config: PretrainedConfig, model: PreTrainedModel, units: Sequence[sharding.Unit], run: PlannedRun, facts: Facts
+    config: PretrainedConfig, part: _Part, run: PlannedRun, facts: Facts
 ) -> tuple[tuple[Moment, ...], str | None]:
     """The moments of a run on any rank, without the optimizer's state.
 
     Returns:
         The moments, and why activations could not be measured, if so; then there are none of a step.
     """
-    in_units, parameters = unit_bytes(model, units, run.shard, run.num_shards)
+    model = part.model
+    in_units, parameters = unit_bytes(model, part.units, run.shard, run.num_shards, part.experts)
     terms = {} if run.shard.cpu_offload else {"parameters": parameters}
     if run.has_sharded_reference and not run.shard.cpu_offload:
         terms["reference"] = parameters
     load = Moment("load", "", dict(terms))
+    of_batch = (run.objective, run.reference_kind, run.num_rows, run.padded_length)
+    of_ranks = (run.shard.context_parallel, run.shard.context_method)
+    of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch, *of_ranks)
+    record = facts.of("record", of_tape, lambda: _tape(config, run))
     try:
-        of_batch = (run.objective, run.reference_kind, run.num_rows, run.part_length)
-        of_tape = (run.model, run.adapter, of_one_rank(run.shard), *of_batch)
-        tape, batch = facts.of("tape", of_tape, lambda: _tape(config, run))
+        tape = facts.of("tape", of_tape, record)
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         return (load,), first_line(error)
-    terms["batch"] = batch * run.num_micro_batches
+    terms["batch"] = (
+        batch_bytes(model, run.num_rows, run.padded_length, run.shard.context_parallel) * run.num_micro_batches
+    )
     if not run.shard.is_sharded:
         terms[GRADIENTS] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     player = PLAYERS[run.shard.wrapper](in_units, _rules(model, run), terms)
@@ -420,6 +487,7 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
         prefetch_backward=backward,
         num_micro_batches=run.num_micro_batches,
         sync_every_micro_batch=shard.sync_every_micro_batch,
+        gradient_itemsize=sharding.itemsize(shard.param_dtype),
         casts_gradients=shard.param_dtype != shard.reduce_dtype,
         casts_reduced=shard.reduce_dtype != stored,
         keeps_reduced=shard.replicas > 1,
@@ -429,8 +497,8 @@ def _rules(model: PreTrainedModel, run: PlannedRun) -> StepRules:
     )
 
 
-def _tape(config: PretrainedConfig, run: PlannedRun) -> tuple[list[Event], int]:
-    """What one micro-batch keeps in memory, and the bytes of the micro-batch itself."""
+def _tape(config: PretrainedConfig, run: PlannedRun) -> Callable[[], list[Event]]:
+    """What measures what one micro-batch keeps in memory."""
     model = _build(config, run, run.shard.param_dtype)
     units = sharding.plan_units(model, run.shard)
     if run.shard.flattens_units:
@@ -439,7 +507,13 @@ def _tape(config: PretrainedConfig, run: PlannedRun) -> tuple[list[Event], int]:
             if any(param.requires_grad for param in params):
                 for param in params:
                     param.requires_grad_(True)
-    use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
-    compute = micro_batch_loss(model, run.objective, run.reference_kind, run.num_rows, run.part_length)
-    tape = record_tape(model, run.shard, units, compute)
-    return tape, batch_bytes(model, run.num_rows, run.part_length)
+    if run.shard.tensor_parallel == 1:  # else the head is divided
+        use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
+    experts = divide_model(model, run.shard)
+    units = tuple(with_expert_units(units, experts))
+    num_parts = run.shard.context_parallel
+    if num_parts > 1:
+        sharding.divide_attention(model, sharding.chosen_method(run.shard, config))
+    sizes = run.num_rows, run.padded_length, num_parts
+    compute = micro_batch_loss(model, run.objective, run.reference_kind, *sizes)
+    return partial(record_tape, model, run.shard, units, compute, uncast=experts)

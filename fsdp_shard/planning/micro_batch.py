@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_shard.planning.block_profiles import Recorder
+from fsdp_shard.sharding import ContextRanks, WholeSequence, divided_by
 from fsdp_shard.training import (
     DeviceBatch,
     ObjectiveConfig,
@@ -28,6 +29,16 @@ class _Plain:
     """A model that is not sharded, where the loop has one that is."""
 
     module: nn.Module
+
+
+class _SilentRanks(ContextRanks):
+    """Ranks that divide sequences, of which only this one is there: nothing is sent."""
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        pass
+
+    def begin_to_pass_on(self, received: torch.Tensor, sent: torch.Tensor) -> list[Any]:
+        return []
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,12 @@ class _Compared:
 
 
 def micro_batch_loss(
-    model: PreTrainedModel, objective: ObjectiveConfig, reference_kind: str | None, num_rows: int, length: int
+    model: PreTrainedModel,
+    objective: ObjectiveConfig,
+    reference_kind: str | None,
+    num_rows: int,
+    length: int,
+    num_parts: int = 1,
 ) -> Callable[[Recorder], torch.Tensor]:
     """What computes the loss of one micro-batch in a fake tensor mode.
 
@@ -72,10 +88,11 @@ def micro_batch_loss(
         reference_kind: As in `PlannedRun.reference_kind`.
         num_rows: Number of sequences.
         length: Number of tokens that this rank has of each.
+        num_parts: Number of ranks that divide each sequence.
     """
 
     def compute(recorder: Recorder) -> torch.Tensor:
-        batch, plain = _batch(model, num_rows, length), _Plain(model)
+        batch, plain = _batch(model, num_rows, length, num_parts), _Plain(model)
         divisors, context = torch.ones(objective.num_terms), SimpleNamespace(device=torch.device("cpu"))
         recorder.ignore([*batch.tensors(), divisors])
         reference = _Compared(plain, reference_kind, recorder, getattr(objective, "top_k", None) or 256)
@@ -93,17 +110,27 @@ def micro_batch_loss(
     return compute
 
 
-def _batch(model: PreTrainedModel, num_rows: int, length: int) -> DeviceBatch:
+def _batch(model: PreTrainedModel, num_rows: int, length: int, num_parts: int) -> DeviceBatch:
     config: Any = model.config
     names = ["input_ids", *(["decoder_input_ids"] if config.is_encoder_decoder else [])]
     inputs = {name: torch.zeros((num_rows, length), dtype=torch.long) for name in names}
     is_classifier = "SequenceClassification" in type(model).__name__
     labels = torch.zeros((num_rows,) if is_classifier else (num_rows, length), dtype=torch.long)
     counted = torch.zeros(labels.numel(), dtype=torch.long)
-    return DeviceBatch(inputs, labels, counted)
+    method = divided_by(model)
+    if method is None:
+        return DeviceBatch(inputs, labels, counted)
+    ranks = _SilentRanks.of(SimpleNamespace(num_context_ranks=num_parts, rank=0, context_group=None), method)  # type: ignore[arg-type]  # as much of a context as it uses
+    whole = torch.zeros((num_rows, -(-length // ranks.num_chunks) * ranks.num_chunks * num_parts), dtype=torch.long)
+    inputs |= {name: torch.ones((num_rows, length), dtype=torch.long) for name in ("position_ids", "attention_mask")}
+    return DeviceBatch(inputs, labels, counted, sequence=WholeSequence(ranks, whole))
 
 
-def batch_bytes(model: PreTrainedModel, num_rows: int, length: int) -> int:
-    """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count."""
+def batch_bytes(model: PreTrainedModel, num_rows: int, length: int, num_parts: int = 1) -> int:
+    """Bytes of a micro-batch on a device: the tokens, labels, and the positions that count.
+
+    Where `num_parts` ranks divide sequences: the positions of the rank's tokens and of all, and a mask of ones.
+    """
     config: Any = model.config
-    return num_rows * length * _TOKEN_BYTES * (3 + bool(config.is_encoder_decoder))
+    num_arrays = 3 + bool(config.is_encoder_decoder) + (2 + num_parts if num_parts > 1 else 0)
+    return num_rows * length * _TOKEN_BYTES * num_arrays

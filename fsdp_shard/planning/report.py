@@ -61,6 +61,7 @@ def plan_report(plan: MemoryPlan, memory_bytes: int | None) -> str:
             *format_table(_rank_rows(plan.per_rank)),
             "",
             *([staged] if staging else ()),
+            *_peak_lines(plan.per_rank),
             _verdict(plan, memory_bytes),
         ]
     )
@@ -91,6 +92,20 @@ def _rank_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
         name = str(found[0].rank) if len(found) == 1 else f"{found[0].rank} to {found[-1].rank}"
         rows.append([name, *(_size(getattr(found[0], f"{column}_bytes")) for column in columns)])
     return rows
+
+
+def _peak_lines(ranks: Sequence[RankMemory]) -> list[str]:
+    """When the fullest rank has the most in memory, and what."""
+    peaks = [rank for rank in ranks if rank.peak is not None]
+    if not peaks:
+        return []
+    fullest = max(peaks, key=lambda rank: rank.peak_bytes or 0)
+    peak = fullest.peak
+    assert peak is not None
+    terms = sorted(peak.terms.items(), key=lambda term: -term[1])
+    sizes = ", ".join(f"{name} {format_size(num)}" for name, num in terms if num)
+    where = f" at {peak.where}" if peak.where else ""
+    return [f"The peak of rank {fullest.rank} is in the phase {peak.phase}{where}: {sizes}."]
 
 
 def _verdict(plan: MemoryPlan, memory_bytes: int | None) -> str:

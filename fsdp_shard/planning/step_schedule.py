@@ -1,8 +1,9 @@
 """Plays a training step of one rank over the units of its model: what is in memory at each moment, term by term.
 
 Pure Python: `block_profiles` has measured what activations and gradients of the unsharded model take, and here the
-wrapper's own memory is added as torch's code handles it (torch 2.13: `_fsdp_param_group.py` and `_fsdp_collectives.py` of
-`fully_shard`, `_runtime_utils.py` and `_flat_param.py` of FullyShardedDataParallel, `reducer.cpp` of DDP).
+wrapper's own memory is added as torch's code handles it (torch 2.13: `_fsdp_param_group.py` and
+`_fsdp_collectives.py` of `fully_shard`, `_runtime_utils.py` and `_flat_param.py` of FullyShardedDataParallel,
+`reducer.cpp` of DDP).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +49,9 @@ class UnitBytes:
         reduced_from: What is reduced: the unsharded gradients in the dtype of the reduction.
         reduced: This rank's part of that.
         kept: This rank's part in the dtype of the parameters.
+        last: Elements of its last trained parameter, whose unsharded gradient a loop of torch's holds a little longer.
         is_kept: Whether it stays gathered after the forward pass whatever the settings say.
+        is_scaled: Whether its gradient is divided by another number than that of its ranks.
     """
 
     fqn: str
@@ -60,7 +63,9 @@ class UnitBytes:
     reduced_from: int
     reduced: int
     kept: int
+    last: int = 0
     is_kept: bool = False
+    is_scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class StepRules:
         prefetch_backward: The same in the backward pass.
         num_micro_batches: Number of micro-batches.
         sync_every_micro_batch: Whether gradients are reduced after each of them.
+        gradient_itemsize: Bytes of an element of a gradient as the backward pass leaves it.
         casts_gradients: Whether gradients are reduced in another dtype than they are computed in.
         casts_reduced: Whether they are reduced in another dtype than parameters have.
         keeps_reduced: Whether what was reduced stays until the end of the backward pass too (replicas).
@@ -86,6 +92,7 @@ class StepRules:
     prefetch_backward: int = 1
     num_micro_batches: int = 1
     sync_every_micro_batch: bool = True
+    gradient_itemsize: int = 2
     casts_gradients: bool = False
     casts_reduced: bool = False
     keeps_reduced: bool = False
@@ -142,7 +149,8 @@ class Player:
         """Remember this moment, with `extra` bytes for it alone."""
         terms = {name: num for name, num in self.terms.items() if num}
         for name, num in (extra or {}).items():
-            terms[name] = terms.get(name, 0) + num
+            if num:
+                terms[name] = terms.get(name, 0) + num
         self.moments.append(Moment(phase or self.phase, where, terms))
 
     def _play(self, event: Event) -> None:
@@ -331,12 +339,16 @@ class Fsdp2Player(_GatheringPlayer):
             return
         self.add(BUFFERS, unit.reduced_from)
         self.note(unit.fqn, "reduce")
-        held = unit.reduced_from if unit.fqn in self.accumulated else unit.gradients
+        held, itemsize = unit.gradients, self.rules.gradient_itemsize
+        if unit.fqn in self.accumulated:
+            held, itemsize = unit.reduced_from, 4
         self.accumulated.discard(unit.fqn)
         self.add(UNREDUCED, -held)
         self.add(BUFFERS, unit.reduced)
-        copy = unit.reduced_from if self.rules.copies_reduced and unit.num_shards > 1 else 0
-        self.note(unit.fqn, "reduce", {BUFFERS: copy})
+        is_divided = unit.num_shards > 1
+        copies = self.rules.copies_reduced if is_divided else unit.is_scaled
+        copy = unit.reduced_from if copies else 0
+        self.note(unit.fqn, "reduce", {BUFFERS: copy, UNREDUCED: unit.last * itemsize if is_divided else 0})
         if self.rules.keeps_reduced and self.rules.casts_reduced:
             self.add(BUFFERS, unit.reduced)
         self.receive(unit)

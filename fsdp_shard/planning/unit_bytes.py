@@ -1,6 +1,7 @@
 """Bytes of each unit on a rank, with padding, as the wrappers lay shards out."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -14,7 +15,11 @@ _FLAT_ALIGN_BYTES = 16  # torch.distributed.fsdp._flat_param
 
 
 def unit_bytes(
-    model: PreTrainedModel, units: Sequence[Unit], shard: ShardConfig, num_shards: int
+    model: PreTrainedModel,
+    units: Sequence[Unit],
+    shard: ShardConfig,
+    num_shards: int,
+    experts: Collection[str] = (),
 ) -> tuple[list[UnitBytes], int]:
     """The bytes of each unit, and those of all shards of a rank with their padding.
 
@@ -23,6 +28,7 @@ def unit_bytes(
         units: Its units, the root last.
         shard: The shard settings.
         num_shards: Number of ranks that one replica is sharded over.
+        experts: FQNs of the units of experts that are divided over ranks before.
     """
     if not shard.is_sharded:
         held = sum(param.numel() * param.element_size() for param in model.parameters())
@@ -33,8 +39,11 @@ def unit_bytes(
         params = [model.get_parameter(name) for name in unit.parameters]
         is_kept = not unit.fqn or model.get_submodule(unit.fqn) is head
         measure = _flat_bytes if shard.flattens_units else _rows_bytes
-        of_unit, stored = measure(unit, params, shard, num_shards, is_kept)
-        found.append(of_unit)
+        is_divided = unit.fqn in experts
+        of_unit, stored = measure(
+            unit, params, shard, num_shards // shard.expert_parallel if is_divided else num_shards, is_kept
+        )
+        found.append(replace(of_unit, is_scaled=is_divided))
         held += stored
     return found, held
 
@@ -44,7 +53,7 @@ def _rows_bytes(
 ) -> tuple[UnitBytes, int]:
     """Of `fully_shard`: the rows of each parameter are divided, and filled up to as many on each rank."""
     compute, reduce = itemsize(unit.dtype), itemsize(shard.reduce_dtype)
-    stored = cast = largest = gathered = gradients = reduced = kept = 0
+    stored = cast = largest = gathered = gradients = reduced = kept = last = 0
     for param in params:
         padded = padded_elements(tuple(param.shape), num_shards)
         stored += padded * param.element_size()
@@ -57,15 +66,13 @@ def _rows_bytes(
             largest = max(largest, padded * wide)
         gathered += padded * num_shards * wide
         if param.requires_grad:
-            gradients += param.numel() * wide
+            last = param.numel()
+            gradients += last * wide
             reduced += padded * reduce
             kept += padded * param.element_size()
-    return (
-        UnitBytes(
-            unit.fqn, num_shards, cast, largest, gathered, gradients, reduced * num_shards, reduced, kept, is_kept
-        ),
-        stored,
-    )
+    reduced_from = reduced * num_shards
+    sizes = cast, largest, gathered, gradients, reduced_from, reduced, kept, last
+    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept), stored
 
 
 def padded_elements(shape: tuple[int, ...], num_shards: int) -> int:
@@ -90,10 +97,8 @@ def _flat_bytes(
     gradients = end * compute if trained else 0
     reduced_from, reduced, kept = (whole * reduce, length * reduce, length * wide) if trained else (0, 0, 0)
     cast = length * compute if is_cast else 0
-    return (
-        UnitBytes(unit.fqn, num_shards, cast, cast, gathered, gradients, reduced_from, reduced, kept, is_kept),
-        length * wide,
-    )
+    sizes = cast, cast, gathered, gradients, reduced_from, reduced, kept
+    return UnitBytes(unit.fqn, num_shards, *sizes, is_kept=is_kept), length * wide
 
 
 def trained_dtype(model: nn.Module) -> torch.dtype:

@@ -233,13 +233,13 @@ def build_sharded(config: PretrainedConfig, run: PlannedRun, context: Distribute
         use_loss_head(model, run.model.chunked_loss, any_vocabulary=not run.objective.is_cross_entropy)
     rebuild_buffers(model, context.device)
     found = run.shard.shard(model, context)
-    _fill(found)
+    _fill(found, context.rank)  # were all shards the same, a router would choose the same experts always
     return found
 
 
 @torch.no_grad()
-def _fill(model: ShardedModel) -> None:
-    generator = torch.Generator().manual_seed(0)
+def _fill(model: ShardedModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     for name, shard in model.local_shards().items():
         if "quantized" in name or not isinstance(shard.tensor, torch.nn.Parameter):
             shard.data.zero_() if "quantized" in name else None
